@@ -1,0 +1,1 @@
+"""Trivium: reinforcement fine-tuning for language and vision-language models."""

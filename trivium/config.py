@@ -1,0 +1,609 @@
+"""What the user says: one frozen RunConfig from YAML, every problem reported at once, and the plan that follows from it.
+
+Language: `extends: base.yaml` and `a.b=c`. A plugin section names its class by `kind`; that class owns the section's
+fields. The string under a field is its help. `free()` marks a field that a resumed run may change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
+from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.types import Sampling
+
+_BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
+"""The folder that relative paths of the config being validated start from."""
+
+
+def free(default: Any = ..., **constraints: Any) -> Any:
+    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget."""
+    return Field(default, json_schema_extra={"resume": "free"}, **constraints)
+
+
+def config_path(path: str) -> Path:
+    """A path the config mentions, seen from the config's own folder."""
+    return ((_BASE.get() or Path.cwd()) / Path(path).expanduser()).resolve()
+
+
+ConfigPath = Annotated[str, AfterValidator(lambda path: str(config_path(path)))]
+"""A field that holds a path: relative to the config file when read, absolute from then on."""
+
+
+class Config(BaseModel):
+    """Base of every section: frozen, no unknown keys, field docstrings are the help."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True,
+        allow_inf_nan=False, protected_namespaces=(),
+    )  # fmt: skip
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """What is wrong with this section in the company of the others."""
+        yield from ()
+
+
+class Plugin(Config):
+    """Base of a section whose class is picked by `kind`."""
+
+    kind: str
+    """Short name, `package.module:Name`, or `file.py:Name` relative to the config file."""
+
+
+class _Nested(ValueError):
+    """Carries an error of ours, or a section's own errors, through pydantic's collection of errors."""
+
+    def __init__(self, error: TriviumError | ValidationError, owner: type[BaseModel] | None = None) -> None:
+        super().__init__(str(error))
+        self.error, self.owner = error, owner
+
+
+def plugin(room: str, base: type[Plugin] = Plugin, default_kind: str | None = None) -> Callable[[Any], Any]:
+    """A validator that turns `{kind: ..., ...}` into the Config of the class behind `kind`.
+
+    The class (or value) may offer `configure(data) -> Config`, or own a `Config`; a plain function owns none and gets
+    `base`.
+    """
+
+    def validate(data: Any) -> Any:
+        if isinstance(data, Plugin):
+            return data
+        if isinstance(data, str):
+            data = {"kind": data}
+        if not isinstance(data, Mapping):
+            raise ValueError(f"expected a mapping with `kind`, found {type(data).__name__}")
+        said: dict[str, Any] = dict(data)
+        kind = said.setdefault("kind", default_kind)
+        if not isinstance(kind, str):
+            raise _Nested(UnknownName("a section with `kind`", "no kind", suggest("", CATALOGUE[room])))
+        file_name, is_file, name = kind.rpartition(".py:")
+        if is_file:
+            said["kind"] = kind = f"{config_path(file_name + '.py')}:{name}"
+        owner = base
+        try:
+            target = resolve(room, kind)
+            owner = getattr(target, "Config", base)
+            if hasattr(target, "configure"):
+                return target.configure(said)
+            return owner.model_validate(said)
+        except (TriviumError, ValidationError) as error:
+            raise _Nested(error, owner) from error
+
+    return validate
+
+
+def build(room: str, config: Plugin, **context: Any) -> Any:
+    """The object that a plugin section describes: `Target(config, **context)`, or the plain function itself."""
+    target = resolve(room, config.kind)
+    return target(config, **context) if isinstance(target, type) else target
+
+
+# --------------------------------------------------------------------------- sections
+
+
+class RunSection(Config):
+    """Which run this is."""
+
+    dir: str = "runs/run"
+    """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
+    seed: int = 0
+    """The seed of everything: weights, order, samples."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
+    """Which roles this command plays."""
+    resume: bool = free(True)
+    """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
+
+
+class SamplingConfig(Config):
+    """How replies are sampled."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest reply, in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Divides the logits; 0 is greedy (evaluation only)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus truncation; changes the distribution, so training refuses it until it can be replayed."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all. Refused in training like `top_p`."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """End of sequence is impossible before this many tokens. Refused in training like `top_p`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn."""
+
+    def sampling(self) -> Sampling:
+        """The same as a value that travels."""
+        return Sampling(**self.model_dump())
+
+    def changes_distribution(self) -> list[str]:
+        """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
+        return [name for name, value in neutral.items() if getattr(self, name) != value]
+
+
+class EngineConfig(Plugin):
+    """Base of engine sections."""
+
+    kind: str = "torch"
+    sampling: SamplingConfig = SamplingConfig()
+    """How training rollouts are sampled."""
+
+
+class WorkflowConfig(Plugin):
+    """Base of workflow sections: how a task is played, and what happens when playing goes wrong."""
+
+    kind: str = "single_turn"
+    deadline_s: float = Field(default=600.0, gt=0)
+    """A rollout (workflow and rewards together) that takes longer is recorded as failed."""
+    max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
+    """The run ends when more than this part of a step's trajectories failed."""
+    max_concurrent: int = free(4096, ge=1)
+    """Trajectories in flight at once."""
+
+
+class RewardConfig(Plugin):
+    """Base of reward sections; a plain function has exactly these keys."""
+
+    weight: float = 1.0
+    """Factor of this component in the total."""
+    name: str = ""
+    """Name in metrics; empty means the kind's last part."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind.rpartition(":")[2].rpartition(".")[2]
+
+
+class TrainConfig(Plugin):
+    """Base of train engine sections."""
+
+    kind: str = "torch"
+
+
+class AlgorithmConfig(Plugin):
+    """Base of algorithm sections; presets own the rest."""
+
+    kind: str = "grpo"
+
+
+class ScheduleSection(Config):
+    """How much is played and trained, in which order, how far apart."""
+
+    steps: int = free(100, ge=1)
+    """Train steps of this stage."""
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups that one train step consumes."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per task."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many versions old a group may be when it is trained on. 0 is the synchronous run."""
+    deterministic: bool = False
+    """Makes an asynchronous run a function of its seeds (DESIGN section 4)."""
+    shuffle: bool = True
+    """Whether each epoch visits the tasks in its own order."""
+    max_attempts: int = Field(default=3, ge=1)
+    """How often a slot is played before its group is given up as too stale."""
+
+
+class SyncSection(Config):
+    """When and how weights reach the explorers."""
+
+    method: str = "memory"
+    """`memory`; further channels by name or path."""
+    style: Literal["fixed"] = "fixed"
+    """Who decides when: `fixed` publishes every `interval` steps."""
+    interval: int = Field(default=1, ge=1)
+    """Train steps between two publications."""
+    offset: int | None = Field(default=None, ge=0)
+    """Another way to say `max_staleness = interval - 1 + offset`."""
+    deadline_s: float = free(3600.0, gt=0)
+    """Longest wait of one side for the other."""
+
+
+class BufferConfig(Plugin):
+    """Base of buffer sections."""
+
+    kind: str = "memory"
+
+
+class EvaluationSection(Config):
+    """Held-out tasks, played with fixed weights."""
+
+    taskset: str | None = None
+    """Which taskset to play; nothing evaluates nothing."""
+    every: int = free(0, ge=0)
+    """Train steps between evaluations; 0 evaluates at the start and the end of the last stage only."""
+    samples: int = Field(default=1, ge=1)
+    """Trajectories per task."""
+    k: tuple[int, ...] = (1,)
+    """The k of pass@k and maj@k; each at most `samples`."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """How evaluation samples; greedy by default."""
+    threshold: float = 1.0
+    """A total reward of at least this counts as right."""
+
+
+class CheckpointSection(Config):
+    """What is kept on disk."""
+
+    save_every: int = free(50, ge=0)
+    """Train steps between checkpoints; 0 saves at the end of each stage only."""
+    keep: int = free(3, ge=1)
+    """Newest checkpoints to keep."""
+    keep_best: str | None = free(None)
+    """A metric whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
+
+
+class ClusterSection(Config):
+    """Where the roles run."""
+
+    kind: Literal["local"] = free("local")
+    """`local`: all roles in this process."""
+    threads: int = free(0, ge=0)
+    """Threads for model work; 0 takes every core. Results are bit-equal only at equal thread counts."""
+
+
+_RunConfigT = TypeVar("_RunConfigT", bound="RunConfig")
+Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_kind="hf"))]
+Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
+WorkflowPlugin = Annotated[
+    SerializeAsAny[WorkflowConfig], BeforeValidator(plugin("workflows", WorkflowConfig, "single_turn"))
+]
+RewardPlugin = Annotated[SerializeAsAny[RewardConfig], BeforeValidator(plugin("rewards", RewardConfig))]
+Engine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(plugin("engines", EngineConfig, "torch"))]
+AlgorithmPlugin = Annotated[
+    SerializeAsAny[AlgorithmConfig], BeforeValidator(plugin("algorithms", AlgorithmConfig, "grpo"))
+]
+Train = Annotated[SerializeAsAny[TrainConfig], BeforeValidator(plugin("train", TrainConfig, "torch"))]
+BufferPlugin = Annotated[SerializeAsAny[BufferConfig], BeforeValidator(plugin("buffers", BufferConfig, "memory"))]
+MonitorPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("monitors"))]
+
+
+class RunConfig(Config):
+    """Everything a run depends on."""
+
+    run: RunSection = RunSection()
+    model: Model
+    """The policy: `{kind: hf, path: ...}` or `{kind: tiny, ...}`."""
+    tasks: dict[str, Tasks]
+    """Tasksets by name; `train` is what the explorer plays."""
+    workflow: WorkflowPlugin = Field(default={"kind": "single_turn"})  # pyright: ignore[reportAssignmentType]
+    rewards: tuple[RewardPlugin, ...] = ()
+    """Judges of a finished trajectory; their weighted sum is the reward."""
+    engine: Engine = Field(default={"kind": "torch"})  # pyright: ignore[reportAssignmentType]
+    algorithm: AlgorithmPlugin = Field(default={"kind": "grpo"})  # pyright: ignore[reportAssignmentType]
+    train: Train = Field(default={"kind": "torch"})  # pyright: ignore[reportAssignmentType]
+    schedule: ScheduleSection = ScheduleSection()
+    sync: SyncSection = SyncSection()
+    buffer: BufferPlugin = Field(default={"kind": "memory"})  # pyright: ignore[reportAssignmentType]
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitors: tuple[MonitorPlugin, ...] = free(({"kind": "console"}, {"kind": "jsonl"}))
+    """Where metrics go."""
+    cluster: ClusterSection = ClusterSection()
+    stages: tuple[dict[str, Any], ...] = ()
+    """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them."""
+
+    def stage_configs(self) -> tuple[RunConfig, ...]:
+        """One config per stage, without `stages`; the config itself where there are none."""
+        base = self.model_dump(exclude={"stages"}, exclude_unset=True)
+        if not self.stages:
+            return (self,)
+        return tuple(type(self).model_validate(merged(base, stage)) for stage in self.stages)
+
+    @property
+    def max_staleness(self) -> int:
+        """`schedule.max_staleness`, or what `sync.offset` says."""
+        if self.sync.offset is not None:
+            return self.sync.interval - 1 + self.sync.offset
+        return self.schedule.max_staleness
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], base: Path | None = None) -> Self:
+        """A validated config; raises ConfigError with every problem. `base` is where relative paths start."""
+        token = _BASE.set(base)
+        try:
+            found, problems = _validate(cls, data)
+        finally:
+            _BASE.reset(token)
+        if problems or found is None:
+            raise ConfigError("a valid config", f"{len(problems)} problem(s)", "mend them all at once:", problems)
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """The config in a YAML file, with `a.b=c` overrides applied."""
+        data = read_yaml(Path(path))
+        for override in overrides:
+            data = merged(data, parse_override(override))
+        return cls.from_mapping(data, Path(path).resolve().parent)
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh."""
+    result = copy.deepcopy(dict(base))
+    for key, value in change.items():
+        old = result.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            new_kind = "kind" in value and value["kind"] != old.get("kind")
+            result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML mapping with its `extends` followed."""
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "mend the file") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
+    said: dict[str, Any] = data
+    parent = said.pop("extends", None)
+    return said if parent is None else merged(read_yaml(path.parent / parent, (*seen, path)), said)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as a nested mapping; the value is read as YAML."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
+    nested: Any = yaml.safe_load(value) if value else None
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConfigT | None, list[Problem]]:
+    """The config, or everything that is wrong with it; stages are validated in full, not when their turn comes."""
+    try:
+        config = cls.model_validate(data)
+    except ValidationError as error:
+        return None, list(_flatten(error, cls, ""))
+    problems: list[Problem] = []
+    for number, stage in enumerate(config.stages):
+        try:
+            staged = cls.model_validate(merged(config.model_dump(exclude={"stages"}, exclude_unset=True), stage))
+        except ValidationError as error:
+            problems += _flatten(error, cls, f"stages[{number}]")
+            continue
+        problems += check(staged, f"stages[{number}].")
+    if not config.stages:
+        problems += check(config)
+    return config, problems
+
+
+def _flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
+    """Pydantic's errors as problems, nested sections included, with the nearest valid name for unknown keys."""
+    for item in error.errors(include_url=False):
+        where = _dotted(prefix, item["loc"])
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, _Nested) and isinstance(cause.error, ValidationError):
+            yield from _flatten(cause.error, cause.owner or owner, where)
+        elif isinstance(cause, _Nested) and isinstance(cause.error, TriviumError):
+            yield Problem(where, cause.error.asked, cause.error.found, cause.error.do)
+        elif item["type"] == "extra_forbidden":
+            section = _section_at(owner, item["loc"][:-1])
+            known = section.model_fields if section is not None else {}
+            yield Problem(
+                where, f"the key {item['loc'][-1]!r}", "no such key here", suggest(str(item["loc"][-1]), known)
+            )
+        elif item["type"] == "missing":
+            yield Problem(where, "a value", "nothing", f"say {where}: ...")
+        else:
+            found = repr(item["input"])
+            yield Problem(where, item["msg"], found if len(found) < 80 else found[:77] + "...", "correct the value")
+
+
+def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
+    path = prefix
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel] | None:
+    """The section class that a location points into."""
+    section: type[BaseModel] | None = owner
+    for part in loc:
+        field = section.model_fields.get(str(part)) if section is not None else None
+        annotation = field.annotation if field is not None else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return section
+
+
+# --------------------------------------------------------------------------- checking
+
+
+def check(config: RunConfig, prefix: str = "") -> list[Problem]:
+    """Everything about the sections' company that cannot work; empty when the config can run."""
+    problems = list(_check_schedule(config)) + list(_check_sampling(config)) + list(_check_evaluation(config))
+    for where, section in _sections(config):
+        problems += section.problems(config, where)
+    return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
+
+
+def _sections(config: RunConfig) -> Iterator[tuple[str, Config]]:
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        elif isinstance(value, tuple):
+            yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _check_schedule(config: RunConfig) -> Iterator[Problem]:
+    schedule, sync = config.schedule, config.sync
+    both_said = sync.offset is not None and "max_staleness" in schedule.model_fields_set
+    if both_said and schedule.max_staleness != config.max_staleness:
+        yield Problem(
+            "sync.offset", f"max_staleness {schedule.max_staleness} and offset {sync.offset}",
+            f"interval - 1 + offset is {config.max_staleness}", "say one of the two",
+        )  # fmt: skip
+    if config.max_staleness < sync.interval - 1:
+        yield Problem(
+            "schedule.max_staleness", f"{config.max_staleness} with sync.interval {sync.interval}",
+            "the explorer would wait for weights that are only published after groups it may not play",
+            f"set schedule.max_staleness to at least {sync.interval - 1}",
+        )  # fmt: skip
+    if "train" not in config.tasks:
+        yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
+    if sync.method not in CATALOGUE["channels"] and ":" not in sync.method:
+        yield Problem("sync.method", f"the method {sync.method!r}", "no such method", suggest(sync.method, CATALOGUE["channels"]))  # fmt: skip
+
+
+def _check_sampling(config: RunConfig) -> Iterator[Problem]:
+    sampling = config.engine.sampling
+    for name in sampling.changes_distribution():
+        yield Problem(
+            f"engine.sampling.{name}", f"{name} = {getattr(sampling, name)} in training",
+            "it changes the sampled distribution, and the trainer does not replay it",
+            "leave it out here; evaluation.sampling may use it",
+        )  # fmt: skip
+    if sampling.temperature == 0:
+        yield Problem(
+            "engine.sampling.temperature", "greedy sampling in training",
+            "every member of a group would be the same reply", "use a temperature above 0",
+        )  # fmt: skip
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    evaluation = config.evaluation
+    if evaluation.taskset is None:
+        for name in sorted(evaluation.model_fields_set - {"taskset"}):
+            yield Problem(
+                f"evaluation.{name}", f"evaluation.{name} without evaluation.taskset",
+                "nothing is evaluated, so the key has no effect", "name a taskset, or leave the key out",
+            )  # fmt: skip
+        return
+    if evaluation.taskset not in config.tasks:
+        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", suggest(evaluation.taskset, config.tasks))  # fmt: skip
+    for k in evaluation.k:
+        if not 1 <= k <= evaluation.samples:
+            yield Problem(
+                "evaluation.k", f"pass@{k}", f"{evaluation.samples} sample(s) per task", "use 1 <= k <= samples"
+            )
+    if evaluation.sampling.temperature == 0 and evaluation.samples > 1:
+        yield Problem(
+            "evaluation.samples", f"{evaluation.samples} greedy samples", "they would all be the same",
+            "use samples: 1, or a temperature",
+        )  # fmt: skip
+    if evaluation.every % config.sync.interval:
+        yield Problem(
+            "evaluation.every", f"evaluation every {evaluation.every} steps",
+            f"weights are published every {config.sync.interval} steps, so others would be evaluated",
+            "make it a multiple of sync.interval",
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- what follows
+
+
+class StagePlan(Config):
+    """The arithmetic of one stage."""
+
+    first_step: int
+    last_step: int
+    groups_per_step: int
+    trajectories_per_step: int
+    max_response_tokens_per_step: int
+    max_staleness: int
+    slots: int
+
+
+class Plan(Config):
+    """What follows from a config and a machine; printed, saved, never written to."""
+
+    stages: tuple[StagePlan, ...]
+    total_steps: int
+    threads: int
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def plan_run(config: RunConfig, cores: int) -> Plan:
+    """The batch arithmetic of every stage on a machine with that many cores."""
+    stages: list[StagePlan] = []
+    step = 0
+    for stage in config.stage_configs():
+        schedule = stage.schedule
+        stages.append(
+            StagePlan(
+                first_step=step + 1,
+                last_step=step + schedule.steps,
+                groups_per_step=schedule.groups_per_step,
+                trajectories_per_step=schedule.groups_per_step * schedule.group_size,
+                max_response_tokens_per_step=schedule.groups_per_step
+                * schedule.group_size
+                * stage.engine.sampling.max_new_tokens,
+                max_staleness=stage.max_staleness,
+                slots=schedule.steps * schedule.groups_per_step,
+            )
+        )
+        step += schedule.steps
+    return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The config in full, defaults included, as it is saved in the run directory."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
+    """The fields that a resumed run may not change and that differ from the saved config."""
+    return list(_differences(saved, config.model_dump(mode="json"), config, ""))
+
+
+def _differences(old: Any, new: Any, section: Any, where: str) -> Iterator[Problem]:
+    if isinstance(section, BaseModel) and isinstance(old, Mapping) and isinstance(new, Mapping):
+        said: Mapping[str, Any] = old
+        for name, field in type(section).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("resume") == "free":
+                continue
+            path = f"{where}.{name}" if where else name
+            yield from _differences(said.get(name), new.get(name), getattr(section, name), path)  # pyright: ignore[reportUnknownMemberType]
+    elif isinstance(section, dict) and isinstance(old, Mapping) and isinstance(new, Mapping) and set(old) == set(new):
+        for key, value in section.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _differences(old[key], new[key], value, f"{where}.{key}")
+    elif old != new:
+        yield Problem(where, f"{new!r}", f"the run began with {old!r}", "start another run.dir, or put the value back")

@@ -1,0 +1,97 @@
+"""The error tree. Every error a user can meet has three parts: what was asked, what was found, what to do.
+
+TriviumError
+├── ConfigError          the config says something that cannot be done (exit code 2)
+│   └── UnknownName      a short name that no catalogue knows; also a LookupError
+├── DataError            a file, dataset or rollout record is missing or malformed; also a ValueError
+├── MissingPackage       an optional package is not installed; also an ImportError
+├── RunDirError          a run directory belongs to another run, or is damaged
+├── RolloutError         one playing of one task failed: recorded as data, never ends the run by itself
+│   ├── RewardError      a reward raised, or returned something that is not a finite number
+│   └── DeadlineExceeded a deadline fired; also a TimeoutError
+├── RolloutsFailing      more rollouts failed than `workflow.max_failed_fraction` allows: ends the run
+└── SyncError            the trainer and an explorer lost each other, or weights arrived damaged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TriviumError(Exception):
+    """Base of every error that Trivium raises on purpose."""
+
+    def __init__(self, asked: str, found: str = "", do: str = "") -> None:
+        super().__init__(asked, found, do)
+        self.asked, self.found, self.do = asked, found, do
+
+    def __str__(self) -> str:
+        parts = (("asked", self.asked), ("found", self.found), ("do", self.do))
+        return "\n".join(f"{label}: {text}" for label, text in parts if text)
+
+
+class Problem(tuple[str, str, str, str]):
+    """One thing wrong with a config: where (dotted path), asked, found, do."""
+
+    __slots__ = ()
+
+    def __new__(cls, where: str, asked: str, found: str, do: str) -> Problem:
+        return super().__new__(cls, (where, asked, found, do))
+
+    def __str__(self) -> str:
+        where, asked, found, do = self
+        return f"{where}: {asked}\n    found: {found}\n    do: {do}"
+
+
+class ConfigError(TriviumError):
+    """A config that cannot run; `problems` holds all of them, not the first."""
+
+    def __init__(self, asked: str, found: str = "", do: str = "", problems: Sequence[Problem] = ()) -> None:
+        super().__init__(asked, found, do)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  - {problem}" for problem in self.problems)])
+
+
+class UnknownName(ConfigError, LookupError):
+    """A name that is in no catalogue."""
+
+
+class DataError(TriviumError, ValueError):
+    """Data that cannot be used as it is."""
+
+
+class MissingPackage(TriviumError, ImportError):
+    """An optional package that is needed and not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            purpose,
+            f"the package {package!r} is not installed",
+            f"pip install 'trivium[{extra}]'",
+        )
+
+
+class RunDirError(TriviumError):
+    """A run directory that this config cannot continue."""
+
+
+class RolloutError(TriviumError):
+    """One rollout went wrong; caught at the rollout boundary and recorded."""
+
+
+class RewardError(RolloutError):
+    """A reward that did not give a finite number."""
+
+
+class DeadlineExceeded(RolloutError, TimeoutError):
+    """Something took longer than its deadline."""
+
+
+class RolloutsFailing(TriviumError):
+    """So many rollouts failed that going on would be pretending."""
+
+
+class SyncError(TriviumError):
+    """Weights could not be carried from the trainer to an explorer."""

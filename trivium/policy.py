@@ -1,0 +1,94 @@
+"""Policy: what a workflow talks to. Messages in, Turn out; every turn is recorded with the tokens it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivium.errors import RolloutError
+from trivium.types import IntArray, Message, Request, Sampling, StopReason, Turn
+
+if TYPE_CHECKING:
+    from trivium.protocols import Renderer, RolloutEngine
+    from trivium.randomness import SampleKey
+
+
+class PromptTooLong(RolloutError):
+    """The conversation leaves no room for a reply."""
+
+
+class Policy:
+    """The current policy as one trajectory sees it.
+
+    A conversation that continues the last one (its messages, then the reply as text, then new messages) continues its
+    tokens; anything else is rendered from the start. The reply's own tokens are never encoded again.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        renderer: Renderer,
+        sampling: Sampling,
+        key: SampleKey,
+        max_context: int,
+        _record: dict[tuple[int | str, ...], Turn] | None = None,
+    ) -> None:
+        self._engine, self._renderer = engine, renderer
+        self._sampling, self._key, self._max_context = sampling, key, max_context
+        self._record = {} if _record is None else _record
+        self._calls = 0
+        self._history: tuple[Message, ...] = ()
+        self._tokens: IntArray = np.empty(0, np.int32)
+        self._stop_reason = StopReason.EOS
+
+    async def reply(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
+        """The policy's answer to a conversation that ends where the assistant is to speak.
+
+        Raises PromptTooLong when the rendered conversation fills the context.
+        """
+        conversation = tuple(messages)
+        prompt_tokens = self._prompt(conversation)
+        room = self._max_context - len(prompt_tokens)
+        if room < 1:
+            raise PromptTooLong(
+                "a prompt that leaves room for a reply",
+                f"{len(prompt_tokens)} tokens, and the context holds {self._max_context}",
+                "shorten the task, filter long rows (tasks.*.max_prompt_tokens), or raise engine.max_context",
+            )
+        wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        sampling = replace(self._sampling, max_new_tokens=min(wanted, room))
+        key = self._key.child(self._calls)
+        self._calls += 1
+        media = tuple(item for message in conversation for item in message.media)
+        done = await self._engine.generate(Request(prompt_tokens, sampling, key, media))
+        turn = Turn(
+            prompt_tokens, done.tokens, done.log_prob, done.policy_version, done.stop_reason,
+            self._renderer.decode(done.tokens), media,
+        )  # fmt: skip
+        self._record[key.path] = turn
+        self._history = (*conversation, Message("assistant", turn.text))
+        self._tokens = np.concatenate([prompt_tokens, turn.tokens])
+        self._stop_reason = turn.stop_reason
+        return turn
+
+    def fork(self, name: str) -> Policy:
+        """A second speaker with its own conversation and its own randomness; its turns join the same record."""
+        return Policy(
+            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._record
+        )
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Every turn so far, in the order of the call path (not of completion)."""
+        return tuple(
+            self._record[path] for path in sorted(self._record, key=lambda path: [str(p).zfill(6) for p in path])
+        )
+
+    def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
+        known = len(self._history)
+        if known and conversation[:known] == self._history and len(conversation) > known:
+            return self._renderer.extend(self._history, self._tokens, self._stop_reason, conversation[known:])
+        return self._renderer.render(conversation)

@@ -1,0 +1,292 @@
+"""Verbs: what each part must be able to do. Structural types; a user's class needs no base class of ours.
+
+`TrainEngine` alone is a base class: its concrete methods are the names that the seeds' TrainEngineWrapper promises.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from trivium.policy import Policy
+    from trivium.types import (
+        Batch,
+        Completion,
+        FloatArray,
+        Group,
+        IntArray,
+        Message,
+        Metrics,
+        Request,
+        StopReason,
+        Task,
+    )
+
+Weights = Iterable[tuple[str, Any]]
+"""(Hugging Face parameter or buffer name, tensor), in a fixed order."""
+
+
+class TaskSource(Protocol):
+    """A named, finite, ordered collection of tasks with stable ids."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+class Renderer(Protocol):
+    """Messages to tokens and back, without ever encoding a sampled reply again."""
+
+    eos_token_ids: frozenset[int]
+    """Tokens that end a turn."""
+
+    def render(self, messages: Sequence[Message]) -> IntArray:
+        """The prompt tokens of a conversation, ending where the assistant is to speak."""
+        ...
+
+    def extend(
+        self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
+    ) -> IntArray:
+        """The next prompt: `tokens` (prompt and sampled reply as they were) plus the tokens of the new messages.
+
+        `history` is the conversation up to and including the sampled reply. The result begins with `tokens`.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int] | IntArray) -> str:
+        """Text without special tokens."""
+        ...
+
+    def expert(self, messages: Sequence[Message], reply: str) -> tuple[IntArray, IntArray]:
+        """(prompt tokens, reply tokens with end of turn) of text that somebody else wrote."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples replies from the current policy."""
+
+    exact_sampling: bool
+    """Whether the per-position uniforms of a request's key are honoured."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that is loaded."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """One reply. Concurrent calls are batched by the engine; cancelling the call frees its row."""
+        ...
+
+    async def load(self, version: int, weights: Weights) -> None:
+        """Adopts new weights after the replies in flight have finished; later requests wait for the new version."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Workflow(Protocol):
+    """Plays one task with a policy. What the policy said is recorded by the policy itself."""
+
+    async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
+        """Rewards that the playing itself earned, by name; None where only reward functions judge."""
+        ...
+
+
+class Environment(Protocol):
+    """A stateful world that a multi-turn workflow drives; one instance plays one trajectory.
+
+    Both methods may be plain or `async`.
+    """
+
+    def reset(self, task: Task) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """The first messages the policy sees."""
+        ...
+
+    def step(self, reply: str) -> Any:
+        """`(messages, reward, done)`: what the world answers, what the reply earned, whether it is over."""
+        ...
+
+
+class Reward(Protocol):
+    """Judges one trajectory; may be `async`. Columns of the task arrive by name."""
+
+    def __call__(self, prompt: str, completion: str, **columns: Any) -> float | Awaitable[float]: ...
+
+
+class Objective(Protocol):
+    """A loss for one model role, and what batching must know about it."""
+
+    role: str
+    """Which model it updates: `policy` or `critic`."""
+    unit: str
+    """`sequence`, `pair` or `group`: batching never splits one."""
+    head: str
+    """`lm`, `value` or `score`."""
+    needs: frozenset[str]
+    """Columns it reads beside the mask: `advantages`, `old_log_prob`, `ref_log_prob`, `values`, `returns`, `entropy`."""
+    on_policy: str
+    """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one, against the plain policy gradient."""
+
+
+class Algorithm(Protocol):
+    """A frozen value: which groups to keep, what they are worth, which objectives to minimise."""
+
+    name: str
+    needs: frozenset[str]
+    """Scores wanted from the train engine before the update: `old`, `ref`, `values`."""
+    objectives: tuple[Objective, ...]
+    epochs: int
+    mini_batches: int
+
+    def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
+        """The groups worth training on, and what was refused."""
+        ...
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The experiences of the groups' living members, in order."""
+        ...
+
+    def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with the columns its objectives need."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know (an adaptive KL coefficient); JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class TrainEngine(ABC):
+    """Holds the trained models. Four verbs (`score`, `update`, `save`, `load`) and `export_weights`; the rest is derived.
+
+    Also the seeds' TrainEngineWrapper: `prepare`, `train_step_num`, `train_step`, `save_checkpoint`, `sync_weight`,
+    `upload_state_dict`, `save_state_dict`.
+    """
+
+    algorithm: Algorithm
+    channel: WeightChannel
+    """Where `sync_weight` offers weights; attached by the assembly."""
+    checkpoint_dir: Path
+    """Where `save_checkpoint` writes; attached by the assembly."""
+    version: int = 0
+    """The policy version: how many train steps this policy has behind it."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Loads models and optimizers. Called once, before anything else."""
+
+    @abstractmethod
+    def score(self, batch: Batch, what: str) -> list[FloatArray]:
+        """Per-token numbers without gradient, one array of length L per experience.
+
+        `what`: `old` (log-probability under the current policy), `ref`, `values`, `entropy`.
+        """
+
+    @abstractmethod
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step of one role on a mini-batch; normalised over all of it, however it is cut."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Any]]:
+        """(Hugging Face name, tensor) of every parameter and persistent buffer of the policy, in a fixed order."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until on disk."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """The inverse of `save`: training continues bit for bit."""
+
+    @abstractmethod
+    def save_weights(self, directory: Path) -> None:
+        """Writes the policy alone as a plain Hugging Face directory."""
+
+    def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
+        """Frees what `prepare` took."""
+
+    @property
+    def train_step_num(self) -> int:
+        """How many train steps have been taken."""
+        return self.version
+
+    def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
+        """One step on these groups; (whether to go on, metrics)."""
+        from trivium.loops import train_step
+
+        return True, train_step(self, experiences, self.algorithm)
+
+    def save_checkpoint(self, block_until_saved: bool = False) -> None:
+        """Saves everything training needs under `checkpoint_dir`; always blocks here."""
+        self.save(self.checkpoint_dir / f"step-{self.version:06d}")
+
+    def sync_weight(self) -> None:
+        """Offers the current weights to the explorers."""
+        self.channel.offer(self.version, self.export_weights())
+
+    def upload_state_dict(self) -> None:
+        """The seeds' name for `sync_weight` with method `memory`."""
+        self.sync_weight()
+
+    def save_state_dict(self) -> None:
+        """Writes the policy's weights alone under `checkpoint_dir`."""
+        self.save_weights(self.checkpoint_dir / f"weights-{self.version:06d}")
+
+
+class Buffer(Protocol):
+    """Issues slots, keeps finished groups, gives them to the trainer. Journals before it counts."""
+
+    async def lease(self, owner: str, version: int) -> int:
+        """Waits for the right to play a slot with policy `version`; returns its number.
+
+        Raises StopAsyncIteration when every slot of the run has been issued.
+        """
+        ...
+
+    async def put(self, owner: str, group: Group) -> None:
+        """A finished group, failures included. Journaled before it counts."""
+        ...
+
+    async def take(self, count: int, version: int) -> list[Group]:
+        """Waits for `count` groups to train version `version` on; evicts what became too stale.
+
+        Raises StopAsyncIteration at the end of the data.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightChannel(Protocol):
+    """Carries weights from the trainer to the explorers."""
+
+    def offer(self, version: int, weights: Weights) -> None:
+        """The trainer's side: keeps or sends version `version`."""
+        ...
+
+    def collect(self, version: int) -> Weights:
+        """The explorer's side: the weights of `version`, verified."""
+        ...
+
+
+class ActorDirectory(Protocol):
+    """Finds a role by name: in this process by default, through Ray on a cluster."""
+
+    def get(self, namespace: str, name: str) -> Any: ...
+
+    def put(self, namespace: str, name: str, role: Any) -> None: ...
+
+
+class Monitor(Protocol):
+    """Somewhere metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...

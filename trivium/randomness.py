@@ -1,0 +1,78 @@
+"""Counter-based randomness: every random number is a pure function of an address, so nothing has a state to lose.
+
+A `SampleKey` is the address of one policy call; `uniforms` gives the number at each token position. No generator is
+ever advanced, so a sample cannot depend on its company, on the number of engines or on the order of completion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """The address of one policy call within a run."""
+
+    seed: int
+    """The run's seed."""
+    purpose: str
+    """`train` or the name of an evaluation: the two never share numbers."""
+    taskset: str
+    task_id: str
+    epoch: int = 0
+    """How often the schedule has come back to this task."""
+    index: int = 0
+    """Which member of the group."""
+    path: tuple[int | str, ...] = ()
+    """Which call of the workflow: one entry per nesting level, counted from 0."""
+
+    def child(self, step: int | str) -> SampleKey:
+        """The key of the call `step` below this one."""
+        return replace(self, path=(*self.path, step))
+
+    def digest(self) -> int:
+        """64 bits that identify the address; collisions are as unlikely as BLAKE2b makes them."""
+        address = [
+            self.seed, self.purpose, self.taskset, self.task_id, self.epoch, self.index, list(self.path),
+        ]  # fmt: skip
+        text = json.dumps(address, separators=(",", ":"), ensure_ascii=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def stream(*address: int | str) -> int:
+    """64 bits for any other purpose (a permutation, an initial weight), named by its address."""
+    text = json.dumps(list(address), separators=(",", ":"), ensure_ascii=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(digests: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) with 53 bits, one per (digest, position) pair; shapes broadcast."""
+    with np.errstate(over="ignore"):
+        key = _mix(np.asarray(digests, dtype=np.uint64) + _GOLDEN)
+        counter = np.asarray(positions, dtype=np.uint64) * _GOLDEN
+        bits = _mix(_mix(key ^ counter) + key)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(length: int, *address: int | str) -> npt.NDArray[np.int64]:
+    """The shuffle of `range(length)` that belongs to an address; equal on every machine."""
+    keys = uniforms(np.uint64(stream(*address)), np.arange(length))
+    return np.argsort(keys, kind="stable")

@@ -1,0 +1,131 @@
+"""One catalogue: short name -> where the thing lives. What ships is listed here; users give their own paths.
+
+A name is a short name (`grpo`), a dotted path (`my.package:Thing`) or a file (`rewards.py:mine`, relative to the
+config that says so).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trivium.errors import ConfigError, UnknownName
+
+CATALOGUE: dict[str, dict[str, str]] = {
+    "models": {
+        "hf": "trivium.models.sources:HuggingFaceModel",
+        "tiny": "trivium.text.tiny:TinyModel",
+    },
+    "tasks": {
+        "jsonl": "trivium.tasks.files:JsonlTasks",
+        "parquet": "trivium.tasks.files:ParquetTasks",
+        "datasets": "trivium.tasks.hf:DatasetsTasks",
+        "reasoning_gym": "trivium.tasks.generators:ReasoningGymTasks",
+        "python": "trivium.tasks.generators:PythonTasks",
+        "arithmetic": "trivium.tasks.generators:ArithmeticTasks",
+    },
+    "workflows": {
+        "single_turn": "trivium.workflows.single_turn:SingleTurn",
+        "multi_turn": "trivium.workflows.multi_turn:MultiTurn",
+    },
+    "rewards": {
+        "exact": "trivium.rewards.functions:Exact",
+        "regex": "trivium.rewards.functions:Regex",
+        "format": "trivium.rewards.functions:Format",
+        "gsm8k": "trivium.rewards.functions:Gsm8k",
+        "math_verify": "trivium.rewards.functions:MathVerify",
+        "reasoning_gym": "trivium.rewards.functions:ReasoningGym",
+    },
+    "engines": {
+        "torch": "trivium.engines.torch:TorchEngine",
+        "scripted": "trivium.engines.scripted:ScriptedEngine",
+    },
+    "algorithms": {
+        "grpo": "trivium.algorithms.presets:GRPO",
+        "ppo": "trivium.algorithms.presets:PPO",
+        "rloo": "trivium.algorithms.presets:RLOO",
+        "reinforce": "trivium.algorithms.presets:REINFORCE",
+        "sft": "trivium.algorithms.presets:SFT",
+    },
+    "train": {
+        "torch": "trivium.training.torch:TorchTrainEngine",
+    },
+    "buffers": {
+        "memory": "trivium.buffers.memory:MemoryBuffer",
+        "files": "trivium.buffers.files:FileBuffer",
+    },
+    "channels": {
+        "memory": "trivium.sync.memory:MemoryChannel",
+    },
+    "monitors": {
+        "console": "trivium.monitors.console:ConsoleMonitor",
+        "jsonl": "trivium.monitors.jsonl:JsonlMonitor",
+        "tensorboard": "trivium.monitors.tensorboard:TensorBoardMonitor",
+    },
+}
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence that helps somebody who mistyped `name`."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
+
+
+def resolve(room: str, name: str, base: Path | None = None) -> Any:
+    """The object behind a name of a room (`engines`, `rewards`, ...).
+
+    Raises UnknownName for a name that no catalogue knows, ConfigError for a path that cannot be imported or lacks the
+    attribute. An import error inside a user's own file passes through with its cause.
+    """
+    path = CATALOGUE[room].get(name, name)
+    module_name, separator, attribute = path.rpartition(":")
+    if not separator:
+        raise UnknownName(f"{room}: {name!r}", "no such name", suggest(name, CATALOGUE[room]))
+    module = _load_file(module_name, base) if module_name.endswith(".py") else _load_module(module_name, path)
+    if not hasattr(module, attribute):
+        raise UnknownName(
+            f"{room}: {path!r}",
+            f"{module_name} has no {attribute!r}",
+            suggest(attribute, [n for n in vars(module) if not n.startswith("_")]),
+        )
+    return getattr(module, attribute)
+
+
+def _load_module(module_name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise  # the module exists and itself lacks something: its own message says what
+        raise ConfigError(
+            f"import {path!r}",
+            f"there is no module {error.name!r}",
+            "check the spelling, or put the folder that holds it on PYTHONPATH",
+        ) from error
+
+
+def _load_file(file_name: str, base: Path | None) -> ModuleType:
+    """A module from a file, loaded once per path under a name derived from that path."""
+    path = ((base or Path.cwd()) / file_name).resolve()
+    module_name = f"trivium_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"load {file_name!r}", f"no file at {path}", "give a path relative to the config file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

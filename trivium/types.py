@@ -1,0 +1,381 @@
+"""Nouns: what travels between the roles. Frozen values over read-only numpy arrays; tokens are the truth.
+
+Legend: L tokens of one experience. Index t of every per-token array speaks about `tokens[t]`:
+`log_prob[t] = log p(tokens[t] | tokens[:t])`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import DataError
+from trivium.randomness import SampleKey
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+AnyArray = npt.NDArray[Any]
+Metrics = dict[str, float]
+Columns = Mapping[str, Any]
+
+EXPERT_VERSION = -1
+"""The policy version of tokens that no policy of this run sampled: expert and supervised data."""
+
+
+def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:
+    """A read-only array of the dtype; copies only where the caller could still write to it."""
+    result = np.asarray(array, dtype=dtype)
+    if result.flags.writeable:
+        result = result.copy()
+        result.flags.writeable = False
+    return result
+
+
+class StopReason(StrEnum):
+    """Why a turn ended."""
+
+    EOS = "eos"
+    """The policy sampled an end-of-sequence token (which is part of the turn and is trained)."""
+    LENGTH = "length"
+    """`max_new_tokens` or the context limit was reached."""
+    STOP = "stop"
+    """A stop string appeared."""
+    ABORT = "abort"
+    """The engine was told to give up."""
+    ENV_DONE = "env_done"
+    """The environment declared the episode finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One image, clip or sound as encoded bytes; pixels are derived on each side."""
+
+    mime: str
+    data: bytes
+    span: tuple[int, int] | None = None
+    """The placeholder tokens it stands for, [start, end), once rendered."""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of a conversation."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem with a stable identity."""
+
+    task_id: str
+    prompt: tuple[Message, ...]
+    columns: Columns = field(default_factory=dict[str, Any])
+    """Everything else the row says (JSON values): `answer`, `data_source`, ... Rewards receive it by name."""
+    taskset: str = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the policy is sampled. `temperature` 0 means greedy, whose log-probabilities are 0 by definition."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_new_tokens: int = 0
+    """End-of-sequence is impossible before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn; the tokens up to and including the one that completes the string are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of the policy, as an engine sees it."""
+
+    prompt_tokens: IntArray
+    sampling: Sampling
+    key: SampleKey
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for a request. All arrays have the length of the reply."""
+
+    tokens: IntArray
+    log_prob: FloatArray
+    """Log-probability under the distribution actually sampled from (temperature and truncation applied)."""
+    policy_version: IntArray
+    """The weights that sampled each token."""
+    stop_reason: StopReason
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        object.__setattr__(self, "log_prob", _frozen(self.log_prob, np.float32))
+        object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply of the policy together with the exact context it was sampled in."""
+
+    prompt_tokens: IntArray
+    tokens: IntArray
+    log_prob: FloatArray
+    policy_version: IntArray
+    stop_reason: StopReason
+    text: str
+    """The reply decoded, special tokens dropped: for people, rewards and environments; never encoded again."""
+    media: tuple[Media, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_tokens", _frozen(self.prompt_tokens, np.int32))
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        object.__setattr__(self, "log_prob", _frozen(self.log_prob, np.float32))
+        object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
+        if not len(self.tokens) == len(self.log_prob) == len(self.policy_version):
+            raise DataError(
+                "a turn with one log-probability and one policy version per token",
+                f"{len(self.tokens)} tokens, {len(self.log_prob)} log-probabilities, "
+                f"{len(self.policy_version)} versions",
+                "return arrays of equal length from the engine",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trajectory cannot be trained on. Recorded, counted, shown; never scored."""
+
+    side: str
+    """Who failed: `workflow`, `reward`, `engine`, `prompt` or `deadline`."""
+    kind: str
+    """The error's class name."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The record of one playing of one task."""
+
+    index: int
+    """Position in the group."""
+    turns: tuple[Turn, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Each reward component by name, weights already applied."""
+    failure: Failure | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers the workflow wants to see averaged; logged under `workflow/`."""
+
+    @property
+    def reward(self) -> float:
+        """The sum of the components."""
+        return float(sum(self.rewards.values()))
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """How the last turn ended."""
+        return self.turns[-1].stop_reason if self.turns else StopReason.ABORT
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the policy sampled."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def completion(self) -> str:
+        """What a reward reads: the text of the last turn."""
+        return self.turns[-1].text if self.turns else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task: what a slot was leased for."""
+
+    slot: int
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    epoch: int = 0
+    attempt: int = 0
+    """How often the slot had been given up before."""
+    version: int = 0
+    """The policy version loaded when the lease was granted; no token was sampled by an older one."""
+    seconds: float = 0.0
+    """Wall time from lease to completion."""
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.task.taskset}/{self.task.task_id}/{self.epoch}"
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any token: what staleness is measured from."""
+        versions = [int(turn.policy_version.min()) for turn in self.turns() if len(turn.policy_version)]
+        return min(versions, default=self.version)
+
+    def turns(self) -> Iterator[Turn]:
+        for trajectory in self.trajectories:
+            yield from trajectory.turns
+
+    @property
+    def alive(self) -> tuple[Trajectory, ...]:
+        """The members that did not fail."""
+        return tuple(t for t in self.trajectories if t.failure is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One trainable token sequence of length L."""
+
+    tokens: IntArray
+    response_mask: BoolArray
+    """True where the token is trained on: sampled by the policy itself, or written by the expert."""
+    rollout_log_prob: FloatArray
+    """Log-probability under the distribution sampled from; 0 outside the mask."""
+    policy_version: IntArray
+    """Which weights sampled each token; `EXPERT_VERSION` elsewhere."""
+    group_id: str
+    index: int
+    """The trajectory's position in its group. Several experiences may share it (history was rewritten)."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    stop_reason: StopReason = StopReason.EOS
+    media: tuple[Media, ...] = ()
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
+    """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        object.__setattr__(self, "response_mask", _frozen(self.response_mask, np.bool_))
+        object.__setattr__(self, "rollout_log_prob", _frozen(self.rollout_log_prob, np.float32))
+        object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
+        lengths = {
+            "tokens": len(self.tokens), "response_mask": len(self.response_mask),
+            "rollout_log_prob": len(self.rollout_log_prob), "policy_version": len(self.policy_version),
+            **{f"extra.{name}": len(array) for name, array in self.extra.items()},
+        }  # fmt: skip
+        if len(set(lengths.values())) != 1:
+            raise DataError(
+                "an experience whose arrays share one length",
+                ", ".join(f"{name} has {length}" for name, length in lengths.items()),
+                "give every per-token array one entry per token",
+            )
+        if len(self.tokens) and self.response_mask[0]:
+            raise DataError(
+                "an experience whose first token is context",
+                "response_mask[0] is true, but nothing precedes the first token to predict it from",
+                "start the sequence with at least one prompt token (for example BOS)",
+            )
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.rewards.values()))
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.response_mask.sum())
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Experiences and per-token columns that were computed for them; ragged, never padded on the driver."""
+
+    experiences: tuple[Experience, ...]
+    columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
+    """Name -> one array of length L per experience: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`, `values`."""
+
+    def __post_init__(self) -> None:
+        frozen = {
+            name: tuple(_frozen(a, np.float32 if np.asarray(a).dtype != np.float64 else None) for a in arrays)
+            for name, arrays in self.columns.items()
+        }
+        object.__setattr__(self, "columns", frozen)
+        for name, arrays in frozen.items():
+            if [len(a) for a in arrays] != [len(e) for e in self.experiences]:
+                raise DataError(
+                    f"column {name!r} with one entry per token of each experience",
+                    f"lengths {[len(a) for a in arrays][:8]} for experiences of {[len(e) for e in self.experiences][:8]}",
+                    "keep the columns in the order and length of the experiences",
+                )
+
+    def __len__(self) -> int:
+        return len(self.experiences)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, context included."""
+        return sum(len(e) for e in self.experiences)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(e.num_response_tokens for e in self.experiences)
+
+    def with_columns(self, **columns: Sequence[npt.ArrayLike]) -> Batch:
+        """The same experiences with further (or replaced) columns."""
+        added = {name: tuple(np.asarray(a) for a in arrays) for name, arrays in columns.items()}
+        return replace(self, columns={**self.columns, **added})
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """The experiences at these rows, in this order, with their columns."""
+        chosen = [int(row) for row in rows]
+        return Batch(
+            tuple(self.experiences[row] for row in chosen),
+            {name: tuple(arrays[row] for row in chosen) for name, arrays in self.columns.items()},
+        )
+
+
+def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:
+    """The trainable sequences of a trajectory: turns that extend one another are one experience.
+
+    A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens are
+    masked out); a turn that rewrites history starts another. Nothing is re-encoded.
+    """
+    runs: list[list[Turn]] = []
+    sequence: IntArray = np.empty(0, np.int32)
+    for turn in trajectory.turns:
+        known = len(sequence)
+        if runs and known <= len(turn.prompt_tokens) and np.array_equal(turn.prompt_tokens[:known], sequence):
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+        sequence = np.concatenate([turn.prompt_tokens, turn.tokens])
+    return tuple(_join(turns, group, trajectory) for turns in runs)
+
+
+def _join(turns: Sequence[Turn], group: Group, trajectory: Trajectory) -> Experience:
+    """One experience from turns of which each extends the one before."""
+    last = turns[-1]
+    length = len(last.prompt_tokens) + len(last.tokens)
+    mask = np.zeros(length, np.bool_)
+    log_prob = np.zeros(length, np.float32)
+    version = np.full(length, EXPERT_VERSION, np.int32)
+    for turn in turns:
+        span = slice(len(turn.prompt_tokens), len(turn.prompt_tokens) + len(turn.tokens))
+        mask[span], log_prob[span], version[span] = True, turn.log_prob, turn.policy_version
+    return Experience(
+        tokens=np.concatenate([last.prompt_tokens, last.tokens]),
+        response_mask=mask,
+        rollout_log_prob=log_prob,
+        policy_version=version,
+        group_id=group.group_id,
+        index=trajectory.index,
+        rewards=trajectory.rewards,
+        stop_reason=last.stop_reason,
+        media=last.media,
+    )
