@@ -1,0 +1,60 @@
+"""What a learner hands to an objective, and what comes back: the seam between training and algorithms.
+
+Legend: B sequences of one micro-batch, L tokens of the longest one. Sequences start at column 0 and are padded on the
+right; index t of every array speaks about `tokens[t]`; column 0 is never trained; padding is outside the mask and
+holds zeros. An objective has `loss(inputs, totals) -> LossOutputs` beside what `protocols.Objective` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One micro-batch as the loss sees it."""
+
+    response_mask: torch.Tensor
+    """(B, L) bool: the tokens that are trained on. A row without any is legal."""
+    policy_version: torch.Tensor
+    """(B, L) int32: which weights sampled each token."""
+    columns: Mapping[str, torch.Tensor]
+    """(B, L) each, without gradient: every column of `objective.needs`, and always `rollout_log_prob`."""
+    log_prob: torch.Tensor | None = None
+    """(B, L) with gradient: log p(tokens[t] | tokens[:t]) under the current weights; None for a value head.
+    Zero outside the mask."""
+    entropy: torch.Tensor | None = None
+    """(B, L): entropy in nats of the distribution that token t was drawn from; None for a value head.
+    Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
+    values: torch.Tensor | None = None
+    """(B, L) with gradient: value of the state before `tokens[t]`; None for a language-model head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of the whole optimizer step, over all micro-batches and ranks, known before the first of them."""
+
+    tokens: int
+    """Trained tokens."""
+    sequences: int
+    """Sequences with at least one trained token."""
+    max_response_length: int
+    """Most trained tokens in one sequence."""
+    dp_size: int = 1
+    """Data-parallel ranks whose gradients are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """One micro-batch's part of the step's loss."""
+
+    loss: torch.Tensor
+    """Scalar, already divided by the totals: the micro-batches' losses add up to the step's loss."""
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Metric key -> sum over this micro-batch's trained tokens; the learner adds them up and divides by
+    `totals.tokens`. No gradient."""
+    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Metric key -> largest value in this micro-batch; the learner keeps the largest."""
