@@ -1,0 +1,55 @@
+# `make demo` and `make test` are all a newcomer needs; both build .venv themselves, once.
+PYTHON ?= python3
+VENV ?= .venv
+# Test processes (pytest-xdist); 0 runs them in one. More arguments: make test PYTEST_ARGS="-k config".
+WORKERS ?= 0
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+FOR_DEMO := $(VENV)/.installed-demo
+FOR_DEV := $(VENV)/.installed-dev
+
+.PHONY: help demo test lint format types docs clean
+
+help:
+	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
+	@echo "make test    all tests"
+	@echo "make lint    ruff check and format check     make format   apply both"
+	@echo "make types   pyright"
+	@echo "make docs    regenerate docs/config.md and docs/metrics.md"
+
+demo: $(FOR_DEMO)
+	$(BIN)/trivium demo
+
+test: $(FOR_DEV)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(FOR_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(FOR_DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(FOR_DEV)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(FOR_DEV)
+	$(BIN)/python tools/generate_docs.py
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The development install holds everything the demo needs, so it stands for both.
+$(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	touch $(FOR_DEMO) $@
+
+$(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[demo]'
+	touch $@
