@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
@@ -21,6 +21,10 @@ from trivium.types import Sampling
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
 """The folder that relative paths of the config being validated start from."""
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
 
 
 def free(default: Any = ..., **constraints: Any) -> Any:
@@ -35,6 +39,22 @@ def config_path(path: str) -> Path:
 
 ConfigPath = Annotated[str, AfterValidator(lambda path: str(config_path(path)))]
 """A field that holds a path: relative to the config file when read, absolute from then on."""
+
+
+def plugin_path(name: str) -> str:
+    """A name that leads to a class or function, with the file of `file.py:Name` seen from the config's own folder."""
+    file_name, is_file, attribute = name.rpartition(".py:")
+    return f"{config_path(file_name + '.py')}:{attribute}" if is_file else name
+
+
+def _with_module(name: str) -> str:
+    if ":" not in name:
+        raise ValueError("expected `package.module:Name` or `file.py:Name`")
+    return plugin_path(name)
+
+
+PluginPath = Annotated[str, AfterValidator(_with_module)]
+"""A field that names a user's class or function: `package.module:Name`, or `file.py:Name` relative to the config file."""
 
 
 class Config(BaseModel):
@@ -77,15 +97,13 @@ def plugin(room: str, base: type[Plugin] = Plugin, default_kind: str | None = No
             return data
         if isinstance(data, str):
             data = {"kind": data}
-        if not isinstance(data, Mapping):
+        if not _is_mapping(data):
             raise ValueError(f"expected a mapping with `kind`, found {type(data).__name__}")
         said: dict[str, Any] = dict(data)
         kind = said.setdefault("kind", default_kind)
         if not isinstance(kind, str):
             raise _Nested(UnknownName("a section with `kind`", "no kind", suggest("", CATALOGUE[room])))
-        file_name, is_file, name = kind.rpartition(".py:")
-        if is_file:
-            said["kind"] = kind = f"{config_path(file_name + '.py')}:{name}"
+        said["kind"] = kind = plugin_path(kind)
         owner = base
         try:
             target = resolve(room, kind)
@@ -201,8 +219,9 @@ class ScheduleSection(Config):
     """Groups that one train step consumes."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per task."""
-    max_staleness: int = Field(default=0, ge=0)
-    """How many versions old a group may be when it is trained on. 0 is the synchronous run."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """How many versions old a group may be when it is trained on. Unsaid, it follows from `sync.offset`, else it is 0:
+    the synchronous run."""
     deterministic: bool = False
     """Makes an asynchronous run a function of its seeds (DESIGN section 4)."""
     shuffle: bool = True
@@ -319,10 +338,10 @@ class RunConfig(Config):
 
     @property
     def max_staleness(self) -> int:
-        """`schedule.max_staleness`, or what `sync.offset` says."""
+        """`schedule.max_staleness`, or what `sync.offset` says, or 0."""
         if self.sync.offset is not None:
             return self.sync.interval - 1 + self.sync.offset
-        return self.schedule.max_staleness
+        return self.schedule.max_staleness or 0
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], base: Path | None = None) -> Self:
@@ -349,12 +368,15 @@ class RunConfig(Config):
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh."""
+    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh.
+
+    A section that did not say its kind keeps its keys: those that the new kind does not know are reported, not dropped.
+    """
     result = copy.deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            new_kind = "kind" in value and value["kind"] != old.get("kind")
+        if _is_mapping(value) and _is_mapping(old):
+            new_kind = "kind" in value and "kind" in old and value["kind"] != old["kind"]
             result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
         else:
             result[key] = copy.deepcopy(value)
@@ -372,9 +394,9 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "mend the file") from error
-    if not isinstance(data, dict):
+    if not _is_mapping(data):
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
-    said: dict[str, Any] = data
+    said = dict(data)
     parent = said.pop("extends", None)
     return said if parent is None else merged(read_yaml(path.parent / parent, (*seen, path)), said)
 
@@ -384,29 +406,39 @@ def parse_override(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
-    nested: Any = yaml.safe_load(value) if value else None
+    try:
+        nested: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}", f"the value is not YAML: {error}", "quote it for the shell") from error
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
 
 
 def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConfigT | None, list[Problem]]:
-    """The config, or everything that is wrong with it; stages are validated in full, not when their turn comes."""
+    """The config, or everything that is wrong with it.
+
+    Stages are validated in full now, not when their turn comes, and their relative paths made absolute like all others.
+    """
     try:
         config = cls.model_validate(data)
     except ValidationError as error:
         return None, list(_flatten(error, cls, ""))
     problems: list[Problem] = []
+    base = config.model_dump(exclude={"stages"}, exclude_unset=True)
+    resolved: list[dict[str, Any]] = []
     for number, stage in enumerate(config.stages):
         try:
-            staged = cls.model_validate(merged(config.model_dump(exclude={"stages"}, exclude_unset=True), stage))
+            staged = cls.model_validate(merged(base, stage))
         except ValidationError as error:
             problems += _flatten(error, cls, f"stages[{number}]")
             continue
         problems += check(staged, f"stages[{number}].")
+        said = staged.model_dump(mode="json", exclude_unset=True)
+        resolved.append({name: said[name] for name in stage})
     if not config.stages:
         problems += check(config)
-    return config, problems
+    return config.model_copy(update={"stages": tuple(resolved)}), problems
 
 
 def _flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
@@ -464,16 +496,15 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Config]]:
         value = getattr(config, name)
         if isinstance(value, Config):
             yield name, value
-        elif isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        elif _is_mapping(value):
+            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))
         elif isinstance(value, tuple):
             yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:
     schedule, sync = config.schedule, config.sync
-    both_said = sync.offset is not None and "max_staleness" in schedule.model_fields_set
-    if both_said and schedule.max_staleness != config.max_staleness:
+    if schedule.max_staleness is not None and schedule.max_staleness != config.max_staleness:
         yield Problem(
             "sync.offset", f"max_staleness {schedule.max_staleness} and offset {sync.offset}",
             f"interval - 1 + offset is {config.max_staleness}", "say one of the two",
@@ -508,7 +539,7 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation = config.evaluation
     if evaluation.taskset is None:
-        for name in sorted(evaluation.model_fields_set - {"taskset"}):
+        for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
             yield Problem(
                 f"evaluation.{name}", f"evaluation.{name} without evaluation.taskset",
                 "nothing is evaluated, so the key has no effect", "name a taskset, or leave the key out",
@@ -589,21 +620,29 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
-    """The fields that a resumed run may not change and that differ from the saved config."""
-    return list(_differences(saved, config.model_dump(mode="json"), config, ""))
+    """The fields that a resumed run may not change and that differ from the saved config.
+
+    Stages are compared one by one as the configs they stand for, so that the length of a stage may change as well.
+    """
+    before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
+    if len(before) != len(now):
+        return [Problem("stages", f"{len(now)} stage(s)", f"the run began with {len(before)}", "start another run.dir")]
+    problems: dict[Problem, None] = {}
+    for old, new in zip(before, now, strict=True):
+        problems |= dict.fromkeys(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, ""))
+    return list(problems)
 
 
 def _differences(old: Any, new: Any, section: Any, where: str) -> Iterator[Problem]:
-    if isinstance(section, BaseModel) and isinstance(old, Mapping) and isinstance(new, Mapping):
-        said: Mapping[str, Any] = old
+    if isinstance(section, BaseModel) and _is_mapping(old) and _is_mapping(new):
         for name, field in type(section).model_fields.items():
             extra = field.json_schema_extra
             if isinstance(extra, dict) and extra.get("resume") == "free":
                 continue
             path = f"{where}.{name}" if where else name
-            yield from _differences(said.get(name), new.get(name), getattr(section, name), path)  # pyright: ignore[reportUnknownMemberType]
-    elif isinstance(section, dict) and isinstance(old, Mapping) and isinstance(new, Mapping) and set(old) == set(new):
-        for key, value in section.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _differences(old.get(name), new.get(name), getattr(section, name), path)
+    elif _is_mapping(section) and _is_mapping(old) and _is_mapping(new) and set(old) == set(new):
+        for key, value in section.items():
             yield from _differences(old[key], new[key], value, f"{where}.{key}")
     elif old != new:
         yield Problem(where, f"{new!r}", f"the run began with {old!r}", "start another run.dir, or put the value back")

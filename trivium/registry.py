@@ -35,6 +35,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",
         "multi_turn": "trivium.workflows.multi_turn:MultiTurn",
     },
+    "environments": {},
     "rewards": {
         "exact": "trivium.rewards.functions:Exact",
         "regex": "trivium.rewards.functions:Regex",
