@@ -1,4 +1,4 @@
-"""What the user says: one frozen RunConfig from YAML, every problem reported at once, and the plan that follows from it.
+"""What the user says: one frozen RunConfig from YAML, every problem reported at once, and the plan that follows.
 
 Language: `extends: base.yaml` and `a.b=c`. A plugin section names its class by `kind`; that class owns the section's
 fields. The string under a field is its help. `free()` marks a field that a resumed run may change.
@@ -54,7 +54,7 @@ def _with_module(name: str) -> str:
 
 
 PluginPath = Annotated[str, AfterValidator(_with_module)]
-"""A field that names a user's class or function: `package.module:Name`, or `file.py:Name` relative to the config file."""
+"""A field that names a user's class or function: `package.module:Name`, or `file.py:Name` beside the config file."""
 
 
 class Config(BaseModel):
@@ -428,6 +428,12 @@ def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConf
     base = config.model_dump(exclude={"stages"}, exclude_unset=True)
     resolved: list[dict[str, Any]] = []
     for number, stage in enumerate(config.stages):
+        problems += [
+            Problem(
+                f"stages[{number}].{name}", f"{name!r} of one stage", "all stages share it", "say it outside `stages`"
+            )
+            for name in sorted({"run", "model", "stages"} & set(stage))
+        ]
         try:
             staged = cls.model_validate(merged(base, stage))
         except ValidationError as error:
@@ -518,7 +524,8 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
     if "train" not in config.tasks:
         yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
     if sync.method not in CATALOGUE["channels"] and ":" not in sync.method:
-        yield Problem("sync.method", f"the method {sync.method!r}", "no such method", suggest(sync.method, CATALOGUE["channels"]))  # fmt: skip
+        known = suggest(sync.method, CATALOGUE["channels"])
+        yield Problem("sync.method", f"the method {sync.method!r}", "no such method", known)
 
 
 def _check_sampling(config: RunConfig) -> Iterator[Problem]:
@@ -546,7 +553,8 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             )  # fmt: skip
         return
     if evaluation.taskset not in config.tasks:
-        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", suggest(evaluation.taskset, config.tasks))  # fmt: skip
+        known = suggest(evaluation.taskset, config.tasks)
+        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", known)
     for k in evaluation.k:
         if not 1 <= k <= evaluation.samples:
             yield Problem(
@@ -637,7 +645,7 @@ def _differences(old: Any, new: Any, section: Any, where: str) -> Iterator[Probl
     if isinstance(section, BaseModel) and _is_mapping(old) and _is_mapping(new):
         for name, field in type(section).model_fields.items():
             extra = field.json_schema_extra
-            if isinstance(extra, dict) and extra.get("resume") == "free":
+            if _is_mapping(extra) and extra.get("resume") == "free":
                 continue
             path = f"{where}.{name}" if where else name
             yield from _differences(old.get(name), new.get(name), getattr(section, name), path)

@@ -1,0 +1,171 @@
+"""The command line: parses arguments, calls the library, prints, and turns errors into exit codes. Nothing else.
+
+Exit codes: 0 finished, 1 failed, 2 invalid config or arguments, 130 interrupted. Torch is imported only by the
+commands that need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+
+from trivium.config import RunConfig, plan_run
+from trivium.errors import ConfigError, TriviumError
+
+app = typer.Typer(
+    help="Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[A.B=C ...]", help="Values laid over the file, e.g. schedule.steps=20.", show_default=False
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def demo(
+    dir: Annotated[Path, typer.Option("--dir", help="Run directory.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option("--seed", help="Seed of everything.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Builds a tiny model, warms it up, trains it with RL: offline, on the CPU, in a few minutes."""
+    with Outcome(debug) as outcome:
+        outcome.log_dir = dir
+        from trivium.demo import demo as run_demo
+
+        _show(run_demo(dir, seed))
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume", help="Continue what the run directory holds.  [default: as the config says]"
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Trains what CONFIG describes; a run directory that holds a checkpoint is continued."""
+    with Outcome(debug) as outcome:
+        said = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
+        loaded = RunConfig.load(config, said)
+        outcome.log_dir = Path(loaded.run.dir)
+        from trivium.assemble import run as run_all
+
+        _show(run_all(loaded))
+
+
+@app.command()
+def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Reports every problem of CONFIG at once, then the plan that follows from it."""
+    with Outcome(debug):
+        plan = plan_run(RunConfig.load(config, overrides or ()), os.cpu_count() or 1)
+        print(plan.to_yaml(), end="")
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    step: Annotated[int, typer.Option("--step", min=0, help="Which checkpoint; 0 is the model before training.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Evaluates a checkpoint of the run that CONFIG describes."""
+    with Outcome(debug) as outcome:
+        loaded = RunConfig.load(config, overrides or ())
+        outcome.log_dir = Path(loaded.run.dir)
+        from trivium.assemble import evaluate as evaluate_step
+
+        _show(evaluate_step(loaded, step))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Which checkpoint.  [default: the latest]", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Writes a checkpoint's policy as a plain Hugging Face model directory."""
+    with Outcome(debug):
+        from trivium.assemble import export as export_step
+
+        export_step(run, step, out)
+        print(f"wrote {out}")
+
+
+def main() -> None:
+    """The `trivium` command."""
+    app()
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    print(json.dumps(dict(result), indent=2, default=str))
+
+
+class Outcome:
+    """What a command's errors become: a message on stderr, a traceback in the log, an exit code."""
+
+    def __init__(self, debug: bool) -> None:
+        self.debug = debug
+        self.log_dir: Path | None = None
+        """The run directory, once known; its `log.txt` gets the traceback."""
+
+    def __enter__(self) -> Outcome:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+            raise typer.Exit(130) from None
+        if isinstance(error, Exception) and not isinstance(error, typer.Exit):
+            raise typer.Exit(self._report(error)) from None
+
+    def _report(self, error: Exception) -> int:
+        """Prints the first cause; the traceback goes to the log, or to stderr where there is no log."""
+        cause = first_cause(error)
+        told = isinstance(cause, TriviumError)
+        details = "".join(traceback.format_exception(error))
+        log = self._log(details)
+        if self.debug or not (told or log):
+            print(details, file=sys.stderr)
+        print(cause if told else f"{type(cause).__name__}: {cause}", file=sys.stderr)
+        if log is not None:
+            print(f"traceback: {log}", file=sys.stderr)
+        return 2 if isinstance(cause, ConfigError) else 1
+
+    def _log(self, details: str) -> Path | None:
+        """Where the traceback was written; None without a run directory."""
+        if self.log_dir is None or not self.log_dir.is_dir():
+            return None
+        path = self.log_dir / "log.txt"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(details)
+        return path
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error itself; for a group (a task group's), the first that was raised in it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return error  # pyright: ignore[reportUnknownVariableType]

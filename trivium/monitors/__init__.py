@@ -1,0 +1,1 @@
+"""Where metrics go. A monitor is built as `M(config, run_dir=..., resume_step=...)`; a fan-out feeds several."""

@@ -1,0 +1,52 @@
+"""One monitor that feeds several, and refuses a metric that nobody declared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from trivium.metrics import checked
+from trivium.protocols import Monitor
+
+
+class FanOut:
+    """Forwards to every monitor, in order. The first that fails is raised: a log with holes is not a log."""
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self.monitors = tuple(monitors)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of metrics; raises DataError for an undeclared key before anybody has seen the row."""
+        row = checked(metrics)
+        for monitor in self.monitors:
+            monitor.log(step, row)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        for monitor in self.monitors:
+            monitor.table(step, name, rows)
+
+    def state(self) -> dict[str, Any]:
+        """The state of each monitor by class (and number, where there are several of one)."""
+        return {name: monitor.state() for name, monitor in self._named()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the monitors that were there when `state` was taken; a resumed run may have others."""
+        for name, monitor in self._named():
+            if name in state:
+                monitor.restore(state[name])
+
+    def close(self) -> None:
+        """Closes all of them, also when one fails to."""
+        with ExitStack() as stack:
+            for monitor in self.monitors:
+                stack.callback(monitor.close)
+
+    def _named(self) -> list[tuple[str, Monitor]]:
+        seen: dict[str, int] = {}
+        named: list[tuple[str, Monitor]] = []
+        for monitor in self.monitors:
+            name = f"{type(monitor).__module__}:{type(monitor).__qualname__}"
+            number = seen[name] = seen.get(name, 0) + 1
+            named.append((name if number == 1 else f"{name}#{number}", monitor))
+        return named
