@@ -1,0 +1,74 @@
+"""Tasks from Hugging Face datasets on this machine; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trivium.config import ConfigPath
+from trivium.errors import DataError, MissingPackage
+from trivium.registry import suggest
+from trivium.tasks.rows import RowTasks
+
+
+class DatasetsTasks(RowTasks):
+    """A dataset saved with `save_to_disk`, or a folder of data files; needs `datasets` (extra `data`)."""
+
+    class Config(RowTasks.Config):
+        """Which dataset, and how a row becomes a task."""
+
+        path: ConfigPath
+        """The folder, relative to the config."""
+        split: str | None = None
+        """Which split; may be left out where there is one."""
+
+    config: Config
+
+    def __init__(self, config: Config, *, name: str, seed: int) -> None:
+        try:
+            import datasets
+        except ModuleNotFoundError as error:
+            raise MissingPackage("datasets", "data", f"read tasks.{name} from a dataset") from error
+        if not Path(config.path).is_dir():
+            raise DataError(f"the dataset folder {config.path}", "no such folder", f"correct tasks.{name}.path")
+        self._datasets = datasets
+        super().__init__(config, name=name, seed=seed)
+
+    @property
+    def origin(self) -> str:
+        return self.config.path
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        for number, row in enumerate(self._split(self._load())):
+            yield f"{self.config.path}, row {number}", row
+
+    def _load(self) -> Any:
+        folder = Path(self.config.path)
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            return self._datasets.load_from_disk(self.config.path)
+        try:
+            return self._datasets.load_dataset(self.config.path)
+        except (FileNotFoundError, ValueError) as error:
+            raise DataError(
+                f"a dataset in {folder}",
+                str(error),
+                "give a folder written by save_to_disk, or one that holds data files (Parquet, JSON, CSV)",
+            ) from error
+
+    def _split(self, data: Any) -> Any:
+        """The rows of the split that is wanted; `data` is a dataset or a mapping from split to dataset."""
+        asked, path = self.config.split, self.config.path
+        if not isinstance(data, dict):
+            if asked is not None:
+                raise DataError(f"split {asked!r} of {path}", "a dataset without splits", "leave `split` out")
+            return data
+        if asked is None and len(data) == 1:
+            return next(iter(data.values()))
+        if asked not in data:
+            raise DataError(
+                f"split {asked!r} of {path}" if asked else f"one split of {path}",
+                f"{len(data)} splits",
+                suggest(asked or "", data),
+            )
+        return data[asked]

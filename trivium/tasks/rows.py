@@ -1,0 +1,287 @@
+"""Rows to tasks: what every source of rows shares, whether they come from a file, a dataset or a function.
+
+A row is a mapping from column to value. One column (or a template over several) becomes the prompt, everything rides
+along in `Task.columns`, where rewards find it by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import date, time
+from itertools import islice
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from trivium.config import Plugin
+from trivium.errors import DataError
+from trivium.registry import suggest
+from trivium.types import Message, Task
+
+Row = dict[str, Any]
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def _checked_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return pattern
+
+
+def _checked_template(template: str) -> str:
+    """Every field of a template must name a column."""
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    if not names or any(not re.match(r"[^\W\d]", name) for name in names):
+        raise ValueError("a template names columns in braces, like {question}; write other braces twice: {{ }}")
+    return template
+
+
+class RowTasks(ABC):
+    """A source whose tasks are rows; `rows` is all that a kind of source adds.
+
+    Everything is read and checked when the source is made. Raises DataError for a row that cannot become a task and
+    for a source without rows.
+    """
+
+    class Config(Plugin):
+        """How a row becomes a task."""
+
+        prompt: str | None = None
+        """Column with the prompt: text, or a list of {role, content}. `prompt` where no `template` is given either."""
+        template: Annotated[str, AfterValidator(_checked_template)] | None = None
+        """Text of the user message, with columns in braces: "{question} Answer with a number."; instead of `prompt`."""
+        system: str | None = None
+        """System message put first, unless the prompt brings its own."""
+        answer: str | None = None
+        """Column offered to rewards as `answer`. Unset: the column `answer`, else `reward_model.ground_truth`."""
+        answer_regex: Annotated[str, AfterValidator(_checked_regex)] | None = None
+        """Python regular expression found in the answer column; its first group (or all of it) becomes `answer`."""
+        completion: str | None = None
+        """Column with an expert's reply (text, or messages of which the last is the reply), offered as `completion`.
+        Unset: the column `completion`, if any. Naming the prompt's own column splits its last message off."""
+        id: str | None = None
+        """Column with the task's id; unset, an id is computed from the row's content."""
+        skip: int = Field(default=0, ge=0)
+        """Rows left out at the start."""
+        limit: int | None = Field(default=None, ge=1)
+        """Most rows to use; unset, all."""
+
+        @model_validator(mode="after")
+        def _one_prompt(self) -> Self:
+            if self.prompt is not None and self.template is not None:
+                raise ValueError("say `prompt` or `template`, not both")
+            return self
+
+        @property
+        def prompt_column(self) -> str | None:
+            """The column that holds the prompt; None where a template makes it."""
+            return None if self.template is not None else self.prompt or "prompt"
+
+    def __init__(self, config: Config, *, name: str, seed: int) -> None:
+        """`name` is the taskset's. Rows keep their order, so `seed` decides nothing here."""
+        self.config, self.name = config, name
+        self.num_duplicates = 0
+        """Rows whose id occurred before; they got a number appended."""
+        self._tasks = tuple(self._read())
+        if not self._tasks:
+            raise DataError(
+                f"tasks for {name!r} from {self.origin}",
+                f"no rows after skipping {config.skip}" if config.skip else "no rows",
+                f"give a source with rows to tasks.{name}",
+            )
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __getitem__(self, index: int) -> Task:
+        return self._tasks[index]
+
+    @property
+    @abstractmethod
+    def origin(self) -> str:
+        """Where the rows come from, for people."""
+
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """(where it stands, row), in order."""
+
+    def task_of(self, where: str, row: Any) -> Task:
+        """The task that a row describes; its id need not be unique yet."""
+        return task_of_row(where, row, self.config, self.name)
+
+    def _read(self) -> Iterator[Task]:
+        stop = None if self.config.limit is None else self.config.skip + self.config.limit
+        seen: set[str] = set()
+        for where, row in islice(self.rows(), self.config.skip, stop):
+            task = self.task_of(where, row)
+            task_id, number = task.task_id, 1
+            while task_id in seen:
+                number += 1
+                task_id = f"{task.task_id}-{number}"
+            self.num_duplicates += number > 1
+            seen.add(task_id)
+            yield replace(task, task_id=task_id)
+
+
+def task_of_row(where: str, row: Any, config: RowTasks.Config, taskset: str) -> Task:
+    """One row as a task."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
+    columns: Row = json_value(row, where)
+    task_id = _identity(where, columns, config)
+    prompt = _prompt(where, columns, config)
+    added = {**_answer(where, columns, config), **_completion(where, columns, config)}
+    if config.prompt_column is not None:
+        del columns[config.prompt_column]
+    for name, value in added.items():
+        _offer(where, columns, name, value)
+    return Task(task_id, prompt, columns, taskset)
+
+
+def json_value(value: Any, where: str) -> Any:
+    """The value as JSON values: tuples become lists, dates become ISO text; what has no JSON form is an error."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: json_value(item, f"{where}, {key!r}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise DataError(
+        f"a JSON value at {where}",
+        f"{type(value).__name__} {value!r:.60}",
+        "store it as text, a finite number, a list or a mapping with text keys, or remove the column",
+    )
+
+
+def messages_of(value: Any, where: str) -> tuple[Message, ...]:
+    """A prompt column as messages: text is one user message, a list has {role, content} entries."""
+    if isinstance(value, str):
+        return (Message("user", value),)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"a prompt at {where}", f"{value!r:.80}", "give text or a list of {role, content} messages")
+    return tuple(_message(entry, f"{where}, message {index}") for index, entry in enumerate(value))
+
+
+def _message(entry: Any, where: str) -> Message:
+    said = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
+    known = set(said) == {"role", "content"} and said["role"] in _ROLES and isinstance(said["content"], str)
+    if not known:
+        raise DataError(
+            f"a message at {where}",
+            f"{entry!r:.80}",
+            f"give exactly {{role, content}}, the role one of {', '.join(_ROLES)}, the content text",
+        )
+    return Message(said["role"], said["content"])
+
+
+def _column(where: str, row: Row, name: str, purpose: str) -> Any:
+    if name not in row:
+        raise DataError(f"column {name!r} at {where}, for {purpose}", "no such column", suggest(name, row))
+    return row[name]
+
+
+def _identity(where: str, row: Row, config: RowTasks.Config) -> str:
+    """The id column, or a hash of the content, so that rewording a prompt or reordering a file keeps the id."""
+    if config.id is None:
+        text = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    value = _column(where, row, config.id, "the id")
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"an id in column {config.id!r} at {where}", repr(value), "give text or an integer")
+    return str(value)
+
+
+def _prompt(where: str, row: Row, config: RowTasks.Config) -> tuple[Message, ...]:
+    column = config.prompt_column
+    if column is None:
+        messages = (Message("user", _filled(where, config.template or "", row)),)
+    else:
+        messages = messages_of(_column(where, row, column, "the prompt"), f"{where}, {column!r}")
+        if column == config.completion:
+            messages = messages[:-1]
+    if not messages or messages[-1].role == "assistant":
+        raise DataError(
+            f"a prompt that ends where the assistant is to speak, at {where}",
+            f"it ends with {messages[-1].role!r}" if messages else "nothing before the reply",
+            f"drop the last message, or set completion: {column} to make it the expert's reply",
+        )
+    if config.system is not None and messages[0].role != "system":
+        messages = (Message("system", config.system), *messages)
+    return messages
+
+
+def _filled(where: str, template: str, row: Row) -> str:
+    try:
+        return template.format_map(row)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the template {template!r:.60} filled at {where}",
+            f"{type(error).__name__}: {error}",
+            f"use columns that every row has: {', '.join(sorted(row))}",
+        ) from error
+
+
+def _answer(where: str, row: Row, config: RowTasks.Config) -> Row:
+    """{"answer": ...}, or nothing where the row has none and none was asked for."""
+    asked_for = config.answer is not None or config.answer_regex is not None
+    column = config.answer or "answer"
+    judged = row.get("reward_model")
+    if column in row:
+        value = row[column]
+    elif config.answer is None and isinstance(judged, dict) and "ground_truth" in judged:
+        value = judged["ground_truth"]
+    elif asked_for:
+        value = _column(where, row, column, "the answer")
+    else:
+        return {}
+    if config.answer_regex is None:
+        return {"answer": value}
+    found = re.search(config.answer_regex, value) if isinstance(value, str) else None
+    if found is None:
+        raise DataError(
+            f"the answer at {where} by answer_regex {config.answer_regex!r}",
+            f"no match in {value!r:.200}",
+            "correct the row or the expression",
+        )
+    return {"answer": found.group(1) if found.re.groups else found.group()}
+
+
+def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
+    """{"completion": text}, or nothing where the row has none and none was asked for."""
+    column = config.completion or "completion"
+    if config.completion is None and column not in row:
+        return {}
+    value = _column(where, row, column, "the expert's reply")
+    if isinstance(value, str):
+        return {"completion": value}
+    last = messages_of(value, f"{where}, {column!r}")[-1]
+    if last.role != "assistant":
+        raise DataError(
+            f"an expert's reply in column {column!r} at {where}",
+            f"the last message is from {last.role!r}",
+            "give text, or messages that end with the assistant's",
+        )
+    return {"completion": last.content}
+
+
+def _offer(where: str, columns: Row, name: str, value: Any) -> None:
+    """Sets a column; another value under that name is kept as `<name>_column`, never lost."""
+    if name in columns and columns[name] != value:
+        kept = f"{name}_column"
+        if kept in columns:
+            raise DataError(f"room for the column {name!r} at {where}", f"{kept!r} is taken too", f"rename {kept!r}")
+        columns[kept] = columns[name]
+    columns[name] = value

@@ -1,0 +1,133 @@
+"""Policy and environment in turns, until the environment is done or the turns are used up.
+
+reset(task) -> messages -> policy replies -> step(reply) -> messages, reward, done -> policy replies -> ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from trivium.config import PluginPath, RunConfig, WorkflowConfig
+from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
+from trivium.policy import Policy, PromptTooLong
+from trivium.registry import resolve
+from trivium.types import Message, Task
+
+
+class EnvironmentFailure(RolloutError):
+    """An environment raised, or answered with something that is not a step."""
+
+
+class MultiTurn:
+    """Drives a fresh environment for each trajectory; the reward is the sum over its steps.
+
+    Methods of the environment that are not `async` run in a thread, so a slow one holds up nobody else. A deadline
+    ends the waiting for such a thread, not the thread.
+    """
+
+    class Config(WorkflowConfig):
+        """Which environment, for how long."""
+
+        kind: str = "multi_turn"
+        environment: PluginPath
+        """Its class: `package.module:Class`, or `file.py:Class` relative to the config."""
+        environment_args: dict[str, Any] = Field(default_factory=dict)
+        """Keyword arguments of the class."""
+        max_turns: int = Field(default=8, ge=1)
+        """Replies after which an episode ends even if the environment is not done."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            try:
+                environment_of(self)
+            except TriviumError as error:
+                yield Problem(f"{where}.environment", error.asked, error.found, error.do)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._environment = environment_of(config)
+
+    async def run(self, task: Task, policy: Policy) -> dict[str, float]:
+        """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
+        name = self._environment.__name__
+        world = await _ask(f"{name}()", task, self._environment, **self.config.environment_args)
+        conversation = _messages(await _ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
+        earned, done = 0.0, False
+        for _ in range(self.config.max_turns):
+            if not conversation or conversation[-1].role == "assistant":
+                raise _failure(f"{name} and something for the policy to answer", task, "no message to answer")
+            try:
+                turn = await policy.reply(conversation)
+            except PromptTooLong:
+                if not policy.turns:
+                    raise  # the task itself is too long; later on, a full context ends the episode like `max_turns`
+                break
+            step = await _ask(f"{name}.step", task, world.step, turn.text)
+            messages, reward, done = _step(step, f"{name}.step", task)
+            conversation = (*conversation, Message("assistant", turn.text), *messages)
+            earned += reward
+            if done:
+                break
+        policy.metrics["env_done"] = float(done)
+        return {"environment": earned}
+
+
+def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
+    """The class of a config's environment; ConfigError where it cannot be made with the given arguments."""
+    made_by = resolve("environments", config.environment)
+    missing = [method for method in ("reset", "step") if not callable(getattr(made_by, method, None))]
+    if not isinstance(made_by, type) or missing:
+        raise ConfigError(
+            f"the environment {config.environment}",
+            f"{made_by!r} without {' and '.join(missing)}" if missing else f"{made_by!r} is no class",
+            "name a class with the methods reset(task) and step(reply)",
+        )
+    try:
+        inspect.signature(made_by).bind(**config.environment_args)
+    except TypeError as error:
+        raise ConfigError(
+            f"the environment {config.environment} with environment_args {config.environment_args}",
+            str(error),
+            f"it takes {inspect.signature(made_by)}",
+        ) from error
+    return made_by
+
+
+async def _ask(asked: str, task: Task, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result of an environment's method, plain or `async`; whatever it raises is an EnvironmentFailure."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await asyncio.to_thread(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+    except Exception as error:
+        raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
+
+
+def _step(step: Any, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:
+    """`(messages, reward, done)` as an environment gave it, checked."""
+    if not isinstance(step, tuple) or len(step) != 3:
+        raise _failure(asked, task, f"{step!r:.80} instead of (messages, reward, done)")
+    messages, reward, done = step
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+        raise _failure(asked, task, f"reward {reward!r:.80} instead of a finite number")
+    if not isinstance(done, bool | np.bool_):
+        raise _failure(asked, task, f"done {done!r:.80} instead of true or false")
+    return _messages(messages, asked, task), float(reward), bool(done)
+
+
+def _messages(messages: Any, asked: str, task: Task) -> tuple[Message, ...]:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
+        raise _failure(asked, task, f"{messages!r:.80} instead of a sequence of trivium.types.Message")
+    return tuple(messages)
+
+
+def _failure(asked: str, task: Task, found: str) -> EnvironmentFailure:
+    return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "correct the environment or the task")

@@ -1,0 +1,27 @@
+"""One prompt, one reply; reward functions judge."""
+
+from __future__ import annotations
+
+from trivium.config import WorkflowConfig
+from trivium.policy import Policy
+from trivium.types import Message, Task
+
+
+class SingleTurn:
+    """The policy answers the task's prompt once."""
+
+    class Config(WorkflowConfig):
+        """How a task is asked."""
+
+        system: str | None = None
+        """System message put first, unless the task brings its own."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    async def run(self, task: Task, policy: Policy) -> None:
+        """One turn."""
+        messages = task.prompt
+        if self.config.system is not None and messages[0].role != "system":
+            messages = (Message("system", self.config.system), *messages)
+        await policy.reply(messages)
