@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trivium.errors import RolloutError
-from trivium.types import IntArray, Message, Request, Sampling, StopReason, Turn
+from trivium.errors import RolloutError, TriviumError
+from trivium.types import Completion, IntArray, Message, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
     from trivium.protocols import Renderer, RolloutEngine
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 class PromptTooLong(RolloutError):
     """The conversation leaves no room for a reply."""
+
+
+class EngineFailure(TriviumError):
+    """The engine itself broke: no rollout's fault, so it ends the run."""
 
 
 class Policy:
@@ -39,6 +43,8 @@ class Policy:
         self._engine, self._renderer = engine, renderer
         self._sampling, self._key, self._max_context = sampling, key, max_context
         self._record = {} if _record is None else _record
+        self.metrics: dict[str, float] = {}
+        """Numbers a workflow wants to see averaged; logged under `workflow/`."""
         self._calls = 0
         self._history: tuple[Message, ...] = ()
         self._tokens: IntArray = np.empty(0, np.int32)
@@ -56,14 +62,14 @@ class Policy:
             raise PromptTooLong(
                 "a prompt that leaves room for a reply",
                 f"{len(prompt_tokens)} tokens, and the context holds {self._max_context}",
-                "shorten the task, filter long rows (tasks.*.max_prompt_tokens), or raise engine.max_context",
+                "shorten the task, or raise engine.max_context",
             )
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         sampling = replace(self._sampling, max_new_tokens=min(wanted, room))
         key = self._key.child(self._calls)
         self._calls += 1
         media = tuple(item for message in conversation for item in message.media)
-        done = await self._engine.generate(Request(prompt_tokens, sampling, key, media))
+        done = await self._generate(Request(prompt_tokens, sampling, key, media))
         turn = Turn(
             prompt_tokens, done.tokens, done.log_prob, done.policy_version, done.stop_reason,
             self._renderer.decode(done.tokens), media,
@@ -86,6 +92,16 @@ class Policy:
         return tuple(
             self._record[path] for path in sorted(self._record, key=lambda path: [str(p).zfill(6) for p in path])
         )
+
+    async def _generate(self, request: Request) -> Completion:
+        try:
+            return await self._engine.generate(request)
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise EngineFailure(
+                "a reply from the engine", f"{type(error).__name__}: {error}", "look at the engine's own error above"
+            ) from error
 
     def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
         known = len(self._history)

@@ -241,6 +241,14 @@ class TrainEngine(ABC):
 class Buffer(Protocol):
     """Issues slots, keeps finished groups, gives them to the trainer. Journals before it counts."""
 
+    explored: bool
+    """Whether explorers fill it; a buffer over files issues no slots."""
+
+    @property
+    def evicted(self) -> int:
+        """Groups given up as too stale, so far."""
+        ...
+
     async def lease(self, owner: str, version: int) -> int:
         """Waits for the right to play a slot with policy `version`; returns its number.
 
@@ -259,7 +267,29 @@ class Buffer(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    def attempt(self, slot: int) -> int:
+        """How often a slot had been given up before."""
+        ...
+
+    async def drained(self, version: int) -> None:
+        """Waits until every slot that `version` admits has been played."""
+        ...
+
+    async def advance(self, version: int) -> None:
+        """An explorer adopted `version`: more slots may be admitted."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must know; JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
+        """Continues from a checkpoint of `version`, or from the start of the stage where there is none."""
+        ...
+
+    async def close(self) -> None:
+        """Wakes everybody who waits; `lease` and `take` raise StopAsyncIteration from now on."""
+        ...
 
 
 class WeightChannel(Protocol):
@@ -271,6 +301,19 @@ class WeightChannel(Protocol):
 
     def collect(self, version: int) -> Weights:
         """The explorer's side: the weights of `version`, verified."""
+        ...
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions it can still deliver, oldest first."""
+        ...
+
+    def save(self, directory: Path, versions: Sequence[int]) -> None:
+        """Writes versions that explorers of a resumed run may still need."""
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Takes back what `save` wrote."""
         ...
 
 
@@ -288,5 +331,13 @@ class Monitor(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to forget everything logged later than now; JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Back to what had been logged when `state` was taken; nothing where that has no meaning."""
+        ...
 
     def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Where finished groups wait for the trainer."""

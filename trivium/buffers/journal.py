@@ -1,0 +1,138 @@
+"""The journal: every finished group on disk before it counts, so that a killed run loses no rollout.
+
+One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack; a torn tail (the process
+died while writing) is recognised, cut off and played again.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trivium.errors import DataError
+from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
+
+_HEADER = struct.Struct("<II")
+
+
+class Journal:
+    """The rollouts of a run, by train step."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def append(self, step: int, group: Group) -> None:
+        """Hands the group to the operating system: it survives the death of this process."""
+        payload = encode_group(group)
+        with open(self._path(step), "ab", buffering=0) as file:
+            file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+
+    def read(self, after_step: int) -> Iterator[Group]:
+        """The groups of later steps, in the order they were written; cuts off torn tails."""
+        for path in sorted(self.directory.glob("step-*.msgpack")):
+            if int(path.stem.removeprefix("step-")) > after_step:
+                yield from self._read_file(path)
+
+    def _read_file(self, path: Path) -> Iterator[Group]:
+        data = path.read_bytes()
+        offset = 0
+        while offset < len(data):
+            start = offset + _HEADER.size
+            size, crc = _HEADER.unpack(data[offset:start]) if start <= len(data) else (len(data), 0)
+            payload = data[start : start + size]
+            if len(payload) < size or zlib.crc32(payload) != crc:
+                os.truncate(path, offset)
+                return
+            yield decode_group(payload)
+            offset = start + size
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}.msgpack"
+
+
+def encode_group(group: Group) -> bytes:
+    """A group as msgpack: arrays as little-endian bytes, nothing pickled."""
+    try:
+        packed = msgpack.packb(
+            {
+                "slot": group.slot, "epoch": group.epoch, "attempt": group.attempt, "version": group.version,
+                "seconds": group.seconds,
+                "task": {**asdict(group.task), "columns": dict(group.task.columns)},
+                "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
+            }
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"journal the rollouts of task {group.task.task_id!r}",
+            f"a column or metric that is not a JSON value ({error}); columns: {sorted(group.task.columns)}",
+            "let the task source convert its columns to text, numbers, lists and mappings",
+        ) from error
+    assert packed is not None
+    return packed
+
+
+def decode_group(payload: bytes) -> Group:
+    """The inverse of `encode_group`."""
+    data: dict[str, Any] = msgpack.unpackb(payload, strict_map_key=False)
+    task = data["task"]
+    prompt = tuple(_unpack_message(message) for message in task["prompt"])
+    return Group(
+        slot=data["slot"],
+        task=Task(task["task_id"], prompt, task["columns"], task["taskset"]),
+        trajectories=tuple(_unpack_trajectory(item) for item in data["trajectories"]),
+        epoch=data["epoch"],
+        attempt=data["attempt"],
+        version=data["version"],
+        seconds=data["seconds"],
+    )
+
+
+def _pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    failure = trajectory.failure
+    return {
+        "index": trajectory.index,
+        "turns": [_pack_turn(turn) for turn in trajectory.turns],
+        "rewards": dict(trajectory.rewards),
+        "failure": None if failure is None else [failure.side, failure.kind, failure.message],
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def _unpack_trajectory(data: dict[str, Any]) -> Trajectory:
+    failure = None if data["failure"] is None else Failure(*data["failure"])
+    turns = tuple(_unpack_turn(turn) for turn in data["turns"])
+    return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"])
+
+
+def _pack_turn(turn: Turn) -> list[Any]:
+    arrays = (turn.prompt_tokens, turn.tokens, turn.log_prob, turn.policy_version)
+    return [*(array.tobytes() for array in arrays), turn.stop_reason.value, turn.text, [asdict(m) for m in turn.media]]
+
+
+def _unpack_turn(data: list[Any]) -> Turn:
+    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media = data
+    return Turn(
+        np.frombuffer(prompt_tokens, np.int32), np.frombuffer(tokens, np.int32),
+        np.frombuffer(log_prob, np.float32), np.frombuffer(policy_version, np.int32),
+        StopReason(stop_reason), text, _unpack_media(media),
+    )  # fmt: skip
+
+
+def _unpack_message(data: dict[str, Any]) -> Message:
+    return Message(data["role"], data["content"], _unpack_media(data["media"]))
+
+
+def _unpack_media(items: list[dict[str, Any]]) -> tuple[Media, ...]:
+    return tuple(
+        Media(item["mime"], item["data"], None if item["span"] is None else (item["span"][0], item["span"][1]))
+        for item in items
+    )

@@ -1,0 +1,108 @@
+"""Evaluator: fixed tasks, fixed version, exact estimates. Nothing is bootstrapped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING
+
+from trivium.errors import SyncError
+from trivium.randomness import SampleKey
+
+if TYPE_CHECKING:
+    from trivium.explorer import Explorer
+    from trivium.protocols import TaskSource
+    from trivium.types import Group, Metrics, Sampling
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The probability that k of n samples, drawn without replacement, contain a right one.
+
+    1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
+    """
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def maj_at_k(answers: Sequence[str], right: str, k: int) -> float:
+    """The probability that the most frequent answer among k of the n answers is `right`; a tie shares the win.
+
+    Exact, by counting k-subsets: for every number m of right answers drawn, the ways in which no other answer is drawn
+    more than m times, by how many are drawn exactly m times (the ties).
+    """
+    counts = Counter(answers)
+    num_right = counts.pop(right, 0)
+    won = 0.0
+    for drawn in range(1, min(num_right, k) + 1):
+        # ways[(j, t)]: choices of j other answers, none drawn more often than `drawn`, t of them exactly that often
+        ways: dict[tuple[int, int], int] = {(0, 0): 1}
+        for count in counts.values():
+            grown: dict[tuple[int, int], int] = {}
+            for (chosen, ties), number in ways.items():
+                for more in range(min(count, drawn, k - drawn - chosen) + 1):
+                    place = (chosen + more, ties + (more == drawn))
+                    grown[place] = grown.get(place, 0) + number * comb(count, more)
+            ways = grown
+        others = sum(number / (ties + 1) for (chosen, ties), number in ways.items() if chosen == k - drawn)
+        won += comb(num_right, drawn) * others
+    return won / comb(len(answers), k)
+
+
+@dataclass
+class Evaluator:
+    """Plays every task of a taskset `samples` times with one version of the policy."""
+
+    explorer: Explorer
+    tasks: TaskSource
+    taskset: str
+    seed: int
+    samples: int
+    k: tuple[int, ...]
+    sampling: Sampling
+    threshold: float
+
+    async def run(self, version: int) -> Metrics:
+        """Metrics under `eval/<taskset>/`. Raises SyncError if the explorer does not hold `version` throughout."""
+        self._expect(version)
+        groups = await asyncio.gather(*(self._play(index) for index in range(len(self.tasks))))
+        self._expect(version)
+        metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
+        failed = sum(t.failure is not None for g in groups for t in g.trajectories)
+        prefix = f"eval/{self.taskset}/"
+        return {f"{prefix}{k}": v for k, v in {**metrics, "failed": failed, "version": version}.items()}
+
+    async def _play(self, index: int) -> Group:
+        task = self.tasks[index]
+        keys = [
+            SampleKey(self.seed, f"eval/{self.taskset}", task.taskset, task.task_id, 0, sample)
+            for sample in range(self.samples)
+        ]
+        return await self.explorer.play(task, keys, sampling=self.sampling)
+
+    def _names(self) -> list[str]:
+        at_k = [f"{kind}@{k}" for k in self.k for kind in ("pass", "maj")] if self.samples > 1 else []
+        return ["accuracy", "reward", "response_tokens", *at_k]
+
+    def _judge(self, group: Group) -> Metrics:
+        """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
+        right = [t.failure is None and t.reward >= self.threshold for t in group.trajectories]
+        # Replies judged right are one answer, however they are spelled; a wrong one is its own text.
+        votes = ["right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)]
+        metrics = {
+            "accuracy": sum(right) / self.samples,
+            "reward": sum(t.reward for t in group.alive) / max(1, len(group.alive)),
+            "response_tokens": sum(t.num_tokens for t in group.trajectories) / self.samples,
+        }
+        for k in self.k:
+            metrics[f"pass@{k}"] = pass_at_k(self.samples, sum(right), k)
+            metrics[f"maj@{k}"] = maj_at_k(votes, "right", k)
+        return metrics
+
+    def _expect(self, version: int) -> None:
+        if self.explorer.version != version:
+            raise SyncError(
+                f"evaluate version {version}", f"the explorer holds version {self.explorer.version}",
+                "publish the version and wait for its adoption before evaluating",
+            )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Explorer: a task in, a group out. Deadlines, failures as data, rewards; the one place that may catch everything."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from trivium.errors import DeadlineExceeded, RewardError, RolloutError
+from trivium.policy import EngineFailure, Policy, PromptTooLong
+from trivium.types import Failure, Group, Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from trivium.protocols import Renderer, RolloutEngine, WeightChannel, Workflow
+    from trivium.randomness import SampleKey
+    from trivium.types import Task
+
+
+class Judge(Protocol):
+    """Scores the living members of a group."""
+
+    async def score(
+        self, task: Task, trajectories: Sequence[Trajectory]
+    ) -> Sequence[Mapping[str, float] | RewardError]:
+        """The weighted components of each trajectory, or why there are none."""
+        ...
+
+
+@dataclass
+class Explorer:
+    """Plays tasks with one engine. Holds no policy of its own: the engine's version is the truth."""
+
+    engine: RolloutEngine
+    renderer: Renderer
+    workflow: Workflow
+    judge: Judge
+    sampling: Sampling
+    group_size: int
+    max_context: int
+    deadline_s: float
+    max_concurrent: int
+    name: str = "explorer-0"
+    _room: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.max_concurrent)
+        self.ready = asyncio.Event()
+        """Set once it has adopted a version of this run."""
+
+    @property
+    def version(self) -> int:
+        """The policy version it plays with."""
+        return self.engine.version
+
+    async def adopt(self, version: int, channel: WeightChannel) -> None:
+        """Loads a published version; replies in flight finish first."""
+        await self.engine.load(version, channel.collect(version))
+        self.ready.set()
+
+    async def play(
+        self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,
+        sampling: Sampling | None = None,
+    ) -> Group:  # fmt: skip
+        """Plays a task once per key and judges the results; members that failed say why.
+
+        Raises EngineFailure when the engine itself breaks; everything that is the task's or a user's fault is data.
+        """
+        version, started = self.version, time.monotonic()
+        played = await asyncio.gather(*(self._play_one(task, key, sampling or self.sampling) for key in keys))
+        # The deadline covers a rollout whole: rewards get what playing left of it.
+        left = max(0.0, self.deadline_s - (time.monotonic() - started))
+        judged = await self._judge(task, played, left)
+        return Group(slot, task, tuple(judged), epoch, attempt, version, time.monotonic() - started)
+
+    async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> Trajectory:
+        async with self._room:
+            policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
+            try:
+                async with asyncio.timeout(self.deadline_s):
+                    earned = await self.workflow.run(task, policy)
+                rewards = _finite(earned or {})
+            except EngineFailure:
+                raise
+            except Exception as error:  # the rollout boundary: a bad rollout is data
+                return Trajectory(key.index, policy.turns, failure=self._failure(error))
+            return Trajectory(key.index, policy.turns, rewards, metrics=policy.metrics)
+
+    async def _judge(self, task: Task, played: Sequence[Trajectory], deadline_s: float) -> list[Trajectory]:
+        """The trajectories with their rewards; a judge that failed fails the trajectory, never scores it 0."""
+        living = [t for t in played if t.failure is None]
+        try:
+            async with asyncio.timeout(deadline_s):
+                scores = await self.judge.score(task, living) if living else ()
+        except TimeoutError:
+            error = DeadlineExceeded(
+                f"the reward of task {task.task_id!r}", f"none after {deadline_s:.1f} s", "make it faster, or raise "
+                "workflow.deadline_s",
+            )  # fmt: skip
+            scores = [error] * len(living)
+        by_index = dict(zip((t.index for t in living), scores, strict=True))
+        return [self._scored(t, by_index[t.index]) if t.index in by_index else t for t in played]
+
+    def _scored(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
+        if isinstance(score, RolloutError):
+            return replace(trajectory, failure=self._failure(score))
+        rewards = {**trajectory.rewards, **score}
+        if not rewards:
+            error = RewardError(
+                "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
+            )
+            return replace(trajectory, failure=self._failure(error))
+        return replace(trajectory, rewards=rewards)
+
+    def _failure(self, error: Exception) -> Failure:
+        match error:
+            case RewardError():
+                side = "reward"
+            case PromptTooLong():
+                side = "prompt"
+            case TimeoutError():
+                side = "deadline"
+            case _:
+                side = "workflow"
+        message = str(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
+        return Failure(side, type(error).__name__, message)
+
+
+def _finite(earned: Mapping[str, float]) -> dict[str, float]:
+    """What a workflow gave, as floats; anything that is not a finite number is a RewardError."""
+    for name, value in earned.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise RewardError(
+                f"a finite number for reward {name!r}", f"the workflow returned {value!r}", "return floats"
+            )
+    return {name: float(value) for name, value in earned.items()}

@@ -1,0 +1,93 @@
+"""Schedule: slot -> task, epoch and the version that plays it. A pure function; the only cursor is the slot number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from trivium.randomness import SampleKey, permutation
+
+if TYPE_CHECKING:
+    from trivium.protocols import TaskSource
+    from trivium.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a slot stands for."""
+
+    slot: int
+    task: Task
+    epoch: int
+    """How often the taskset had been finished before."""
+
+
+@lru_cache(maxsize=8)
+def _order(length: int, *address: int | str) -> tuple[int, ...]:
+    return tuple(int(place) for place in permutation(length, *address))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which one stage visits its tasks, and how far sampling may run ahead of training.
+
+    Slots are numbered from 0 within the stage; versions and steps are global, the stage beginning at `first_version`.
+    """
+
+    tasks: TaskSource
+    seed: int
+    stage: int = 0
+    first_version: int = 0
+    groups_per_step: int = 1
+    group_size: int = 1
+    max_staleness: int = 0
+    sync_interval: int = 1
+    deterministic: bool = False
+    shuffle: bool = True
+    max_attempts: int = 3
+    steps: int = field(default=1)
+    """Train steps of the stage."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether groups are trained in slot order, not in order of arrival."""
+        return self.max_staleness == 0 or self.deterministic
+
+    def at(self, slot: int) -> Assignment:
+        """The task of a slot. Every epoch visits every task once."""
+        epoch, place = divmod(slot, len(self.tasks))
+        if self.shuffle:
+            place = _order(len(self.tasks), self.seed, "order", self.stage, epoch)[place]
+        return Assignment(slot, self.tasks[place], epoch)
+
+    def key(self, assignment: Assignment, index: int) -> SampleKey:
+        """The randomness of one member of a slot's group."""
+        task = assignment.task
+        return SampleKey(self.seed, f"stage-{self.stage}", task.taskset, task.task_id, assignment.epoch, index)
+
+    def step_of(self, slot: int) -> int:
+        """The (global) train step that a slot is meant for."""
+        return self.first_version + slot // self.groups_per_step + 1
+
+    def admitted(self, version: int) -> int:
+        """How many slots may have been issued to an explorer that has loaded `version`."""
+        ahead = version - self.first_version + self.max_staleness + 1
+        return min(ahead, self.steps) * self.groups_per_step
+
+    def published(self, version: int) -> bool:
+        """Whether the trainer offers `version` to the explorers."""
+        return version == self.first_version or version % self.sync_interval == 0
+
+    def version_for(self, slot: int) -> int:
+        """The first published version that admits a slot: what a deterministic run plays it with."""
+        version = max(self.first_version, self.step_of(slot) - 1 - self.max_staleness)
+        while not self.published(version):
+            version += 1
+        return version
+
+    def resume_version(self, version: int) -> int:
+        """The version explorers start from when training resumes at `version`."""
+        if not self.ordered:
+            return version
+        return min(version, self.version_for((version - self.first_version) * self.groups_per_step))

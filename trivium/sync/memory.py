@@ -1,0 +1,81 @@
+"""The channel of one process: copies, by version."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trivium.errors import SyncError
+from trivium.protocols import Weights
+
+
+class MemoryChannel:
+    """Keeps copies of the newest `keep` published versions in memory.
+
+    Copies, because the trainer goes on changing its tensors while an explorer still reads. Each copy carries the hash of
+    every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error, not a surprise.
+    """
+
+    def __init__(self, *, keep: int = 1) -> None:
+        self._keep = keep
+        self._versions: dict[int, dict[str, torch.Tensor]] = {}
+        self._hashes: dict[int, dict[str, str]] = {}
+        self._lock = Lock()
+
+    def offer(self, version: int, weights: Weights) -> None:
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+        hashes = {name: _digest(tensor) for name, tensor in copies.items()}
+        with self._lock:
+            self._versions[version], self._hashes[version] = copies, hashes
+            for old in sorted(self._versions)[: -self._keep]:
+                del self._versions[old], self._hashes[old]
+
+    def collect(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        # Looked up now and read later: an explorer may first have to finish its replies in flight.
+        with self._lock:
+            copies, hashes = self._versions.get(version), self._hashes.get(version)
+        if copies is None or hashes is None:
+            raise SyncError(
+                f"collect version {version}", f"the channel holds {self.versions}", "publish before adopting"
+            )
+        return _verified(version, copies, hashes)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions held, oldest first."""
+        with self._lock:
+            return tuple(sorted(self._versions))
+
+    def save(self, directory: Path, versions: Sequence[int]) -> None:
+        """Writes versions that explorers may still need, one safetensors file each."""
+        for version in versions:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_file(self._versions[version], directory / f"{version:06d}.safetensors")
+
+    def restore(self, directory: Path) -> None:
+        """Takes back what `save` wrote; nothing where nothing was needed."""
+        for path in sorted(directory.glob("*.safetensors")):
+            self.offer(int(path.stem), load_file(path).items())
+
+
+def _verified(
+    version: int, copies: Mapping[str, torch.Tensor], hashes: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in copies.items():
+        if _digest(tensor) != hashes[name]:
+            raise SyncError(
+                f"collect {name!r} of version {version}",
+                "its bytes changed after it was offered",
+                "do not write to tensors that came from the channel",
+            )
+        yield name, tensor
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

@@ -1,0 +1,244 @@
+"""Trainer: groups in, one new policy version out; decides when weights travel, what is logged, what is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import RolloutsFailing
+from trivium.loops import train_loop
+from trivium.synchronizer import RunningStatus
+
+if TYPE_CHECKING:
+    from trivium.checkpoint import Checkpoint, CheckpointStore
+    from trivium.evaluate import Evaluator
+    from trivium.protocols import Buffer, Monitor, TrainEngine, WeightChannel
+    from trivium.schedule import Schedule
+    from trivium.synchronizer import Synchronizer
+    from trivium.types import Group, Metrics
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a trainer does what it does not do every step. All in train steps; 0 means never in between."""
+
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_ends: bool = False
+    """Whether to evaluate at the start and at the end of the stage."""
+
+
+@dataclass
+class Trainer:
+    """Consumes groups and trains the policy. The method names are those of the seeds."""
+
+    engine: TrainEngine
+    buffer: Buffer
+    channel: WeightChannel
+    synchronizer: Synchronizer
+    schedule: Schedule
+    monitor: Monitor
+    checkpoints: CheckpointStore
+    cadence: Cadence
+    evaluator: Evaluator | None = None
+    resume: Checkpoint | None = None
+    """The checkpoint of this stage to continue from."""
+    max_failed_fraction: float = 1.0
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What else belongs to the run and must survive it: stage, accuracies, seconds. JSON values."""
+    name: str = "trainer"
+
+    def __post_init__(self) -> None:
+        self.train_continue = True
+        self.last_sync_step: int | None = None
+        self.last_trainer_sync_step = 0
+        self.score: float | None = None
+        """The newest measurement of what `checkpoint.keep_best` compares."""
+        self._seconds: dict[str, float] = {}
+        self._evicted = 0
+        self._saved_step: int | None = None
+        self._started = time.monotonic()
+
+    def prepare(self) -> None:
+        """Loads models, and the checkpoint where there is one; tells the other side that training runs."""
+        self.engine.prepare()
+        self.engine.version = self.schedule.first_version
+        state: Mapping[str, Any] | None = None
+        if self.resume is not None:
+            self.engine.load(self.resume.path)
+            self.channel.restore(self.resume.path / "versions")
+            self.engine.algorithm.restore(self.resume.state["algorithm"])
+            state = self.resume.state["buffer"]
+            self.score = self.resume.state["score"]
+        self.buffer.restore(state, self.train_step_num)
+        self._evicted = self.buffer.evicted
+        self.last_trainer_sync_step = self.train_step_num
+        self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
+
+    async def train(self) -> str:
+        """Trains until the stage is done; returns the trainer's name."""
+        await train_loop(self)
+        return self.name
+
+    async def begin(self) -> None:
+        """Publishes what explorers start from; evaluates it if this is where the stage starts."""
+        for version in self.channel.versions:
+            self.synchronizer.publish(version)
+        version = self.train_step_num
+        if self.schedule.published(version) or self.schedule.resume_version(version) == version:
+            await asyncio.to_thread(self.sync_weight)
+        if version == self.schedule.first_version and self.cadence.evaluate_ends:
+            accuracy = await self._evaluate()
+            self.record["accuracy_before"] = self.record["accuracy_after"] = accuracy
+        self.train_continue = self.train_step_num < self.last_step
+
+    async def train_step(self) -> bool:
+        """Takes groups, trains on them, logs. Returns whether to go on.
+
+        Raises RolloutsFailing when too many of the step's trajectories failed.
+        """
+        started = time.monotonic()
+        version = self.train_step_num
+        with self._timed("wait"):
+            groups = await self.buffer.take(self.schedule.groups_per_step, version)
+        self._check_failures(groups)
+        with self._timed("train"):
+            going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
+        metrics |= self._staleness(groups, version)
+        metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics["time/step"] = time.monotonic() - started
+        metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(groups) / metrics["time/step"]
+        self._seconds.clear()
+        self.monitor.log(self.train_step_num, metrics)
+        self.train_continue = going_on and self.train_step_num < self.last_step
+        return self.train_continue
+
+    def need_sync(self) -> bool:
+        """Whether the current version is one that explorers are to have, and have not been offered."""
+        followed = self.buffer.explored and self.schedule.published(self.train_step_num)
+        return self.last_sync_step != self.train_step_num and (followed or self.evaluation_due)
+
+    def sync_weight(self) -> None:
+        """Offers the current weights and says so."""
+        with self._timed("sync"):
+            self.engine.sync_weight()
+            self.synchronizer.publish(self.train_step_num)
+        self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
+
+    async def conclude_step(self) -> None:
+        """Evaluates and saves, where this step is one for it."""
+        if self.evaluation_due:
+            self.record["accuracy_after"] = await self._evaluate()
+        if self._due(self.cadence.save_every):
+            await self.save_checkpoint()
+
+    async def finish(self) -> None:
+        """A last blocking save, and word to the other side."""
+        if self._saved_step != self.train_step_num:
+            await self.save_checkpoint()
+        self.synchronizer.set_trainer_status(RunningStatus.STOPPED)
+
+    async def save_checkpoint(self) -> None:
+        """Writes the whole state of the run at this step; complete when this returns."""
+        version = self.train_step_num
+        oldest = self.schedule.resume_version(version)
+        needed = [v for v in self.channel.versions if oldest <= v < version]
+        # Taken on the event loop, at one moment; the slow writing happens in a thread.
+        state = {
+            **self.record, "seconds": self.seconds, "version": version, "buffer": self.buffer.state(), "algorithm": self.engine.algorithm.state(),
+            "monitor": self.monitor.state(), "score": self.score, "finished": version == self.last_step,
+        }  # fmt: skip
+
+        def write(directory: Path) -> None:
+            self.engine.save(directory)
+            self.channel.save(directory / "versions", needed)
+
+        with self._timed("checkpoint"):
+            await asyncio.to_thread(self.checkpoints.save, version, write, state)
+        self._saved_step = version
+
+    async def shutdown(self) -> None:
+        """Closes the monitor and frees the engine."""
+        self.monitor.close()
+        self.engine.close()
+
+    def is_alive(self) -> bool:
+        """True: a trainer that can answer is alive."""
+        return True
+
+    @property
+    def train_step_num(self) -> int:
+        """Train steps behind this policy, earlier stages included."""
+        return self.engine.train_step_num
+
+    @property
+    def seconds(self) -> float:
+        """Wall time spent on this run, earlier sessions and stages included."""
+        return self.record.get("seconds", 0.0) + time.monotonic() - self._started
+
+    @property
+    def last_step(self) -> int:
+        """The global step that ends the stage."""
+        return self.schedule.first_version + self.schedule.steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the current step is one to evaluate."""
+        if self.evaluator is None or self.train_step_num == self.schedule.first_version:
+            return False
+        at_end = self.cadence.evaluate_ends and self.train_step_num == self.last_step
+        return at_end or self._due(self.cadence.evaluate_every)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.train_step_num % every == 0
+
+    async def _evaluate(self) -> float | None:
+        """Logs an evaluation row; returns its accuracy."""
+        if self.evaluator is None:
+            return None
+        version = self.train_step_num
+        started = time.monotonic()
+        await self.synchronizer.wait_adopted(version)
+        metrics = await self.evaluator.run(version)
+        self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
+        self.score = metrics.get(self.checkpoints.keep_best or "", self.score)
+        return metrics[f"eval/{self.evaluator.taskset}/accuracy"]
+
+    def _check_failures(self, groups: Sequence[Group]) -> None:
+        failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
+        total = sum(len(group.trajectories) for group in groups)
+        if len(failures) <= self.max_failed_fraction * total:
+            return
+        (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
+        raise RolloutsFailing(
+            f"at most {self.max_failed_fraction:.0%} failed trajectories in a step",
+            f"{len(failures)} of {total} failed; most often ({times} times) on the side of the {side}: {kind}: {message}",
+            "mend the cause, or raise workflow.max_failed_fraction if this many failures are normal",
+        )
+
+    def _staleness(self, groups: Sequence[Group], version: int) -> Metrics:
+        ages = [version - group.oldest_version for group in groups] if self.buffer.explored else [0]
+        evicted = self.buffer.evicted
+        metrics = {
+            "rollout/staleness": sum(ages) / len(ages),
+            "rollout/staleness_max": max(ages),
+            "rollout/evicted": evicted - self._evicted,
+        }
+        self._evicted = evicted
+        return metrics
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _rollout_tokens(groups: Sequence[Group]) -> int:
+    return sum(trajectory.num_tokens for group in groups for trajectory in group.trajectories)
