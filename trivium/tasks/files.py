@@ -70,5 +70,5 @@ class ParquetTasks(FileTasks):
                     for row in batch.to_pylist():
                         yield f"{self.config.path}, row {number}", row
                         number += 1
-        except OSError as error:
+        except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
             raise DataError(f"rows of {self.config.path}", str(error), "write the file again") from error
