@@ -103,13 +103,13 @@ def test_mix_is_interleaved_in_proportion() -> None:
 
 
 def test_recorded_entry_is_all_that_scoring_needs() -> None:
-    from reasoning_gym.factory import get_score_answer_fn
+    from reasoning_gym import create_dataset
 
     for task in source("reasoning_gym", environments=MIX, size=8, system="Answer only."):
         recorded = json.loads(json.dumps(task.columns))
         assert recorded == task.columns
         problem = recorded["reasoning_gym"]
-        score = get_score_answer_fn(problem["dataset"])
+        score = create_dataset(problem["dataset"], **problem["config"]).score_answer
         assert score(recorded["answer"], problem["entry"]) == 1.0
         assert score("wrong", problem["entry"]) < 1.0
         assert [message.role for message in task.prompt] == ["system", "user"]

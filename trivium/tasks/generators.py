@@ -115,7 +115,7 @@ class ReasoningGymTasks:
     """A mix of Reasoning Gym environments in a fixed order; needs `reasoning-gym` (extra `envs`).
 
     Columns: `answer` (null where the environment has no single one), `data_source` (the environment) and
-    `reasoning_gym` = {dataset, entry}, which is all that scoring needs. Problems are made when they are asked for.
+    `reasoning_gym` = {dataset, config, entry}, which is all that scoring needs. Problems are made on demand.
     """
 
     class Config(Plugin):
@@ -162,7 +162,11 @@ class ReasoningGymTasks:
         columns = {
             "answer": entry["answer"],
             "data_source": environment,
-            "reasoning_gym": {"dataset": environment, "entry": entry},
+            "reasoning_gym": {
+                "dataset": environment,
+                "config": self.config.environments[environment].config,
+                "entry": entry,
+            },
         }
         return Task(f"{environment}-{number}", prompt, columns, self.name)
 

@@ -9,13 +9,15 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from trivium.config import PluginPath, RunConfig, WorkflowConfig
+from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
 from trivium.policy import Policy, PromptTooLong
 from trivium.registry import resolve
@@ -29,8 +31,8 @@ class EnvironmentFailure(RolloutError):
 class MultiTurn:
     """Drives a fresh environment for each trajectory; the reward is the sum over its steps.
 
-    Methods of the environment that are not `async` run in a thread, so a slow one holds up nobody else. A deadline
-    ends the waiting for such a thread, not the thread.
+    Methods of the environment that are not `async` run in threads of their own, so a slow one holds up neither the
+    other rollouts nor the models. A deadline ends the waiting for such a thread, not the thread.
     """
 
     class Config(WorkflowConfig):
@@ -43,6 +45,8 @@ class MultiTurn:
         """Keyword arguments of the class."""
         max_turns: int = Field(default=8, ge=1)
         """Replies after which an episode ends even if the environment is not done."""
+        threads: int = free(32, ge=1)
+        """How many environments without `async` methods may compute at the same time."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             try:
@@ -53,12 +57,13 @@ class MultiTurn:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._environment = environment_of(config)
+        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="environment")
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
         name = self._environment.__name__
-        world = await _ask(f"{name}()", task, self._environment, **self.config.environment_args)
-        conversation = _messages(await _ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
+        world = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
+        conversation = _messages(await self._ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
         earned, done = 0.0, False
         for _ in range(self.config.max_turns):
             if not conversation or conversation[-1].role == "assistant":
@@ -69,7 +74,7 @@ class MultiTurn:
                 if not policy.turns:
                     raise  # the task itself is too long; later on, a full context ends the episode like `max_turns`
                 break
-            step = await _ask(f"{name}.step", task, world.step, turn.text)
+            step = await self._ask(f"{name}.step", task, world.step, turn.text)
             messages, reward, done = _step(step, f"{name}.step", task)
             conversation = (*conversation, Message("assistant", turn.text), *messages)
             earned += reward
@@ -77,6 +82,25 @@ class MultiTurn:
                 break
         policy.metrics["env_done"] = float(done)
         return {"environment": earned}
+
+    async def _ask(self, asked: str, task: Task, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The result of an environment's method, plain or `async`; whatever it raises is an EnvironmentFailure."""
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            call = partial(_called, function, *args, **kwargs)
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
+
+
+def _called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The call as a thread makes it: a future cannot carry StopIteration, so it becomes an error that it can."""
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("StopIteration") from error
 
 
 def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
@@ -98,17 +122,6 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
             f"it takes {inspect.signature(made_by)}",
         ) from error
     return made_by
-
-
-async def _ask(asked: str, task: Task, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of an environment's method, plain or `async`; whatever it raises is an EnvironmentFailure."""
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
-        result = await asyncio.to_thread(function, *args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-    except Exception as error:
-        raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
 
 
 def _step(step: Any, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:

@@ -1,0 +1,81 @@
+"""Contract tests for plugin authors. What ships passes the same ones.
+
+Call one from a test of your own; a broken promise is an AssertionError that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from trivium.policy import Policy
+
+if TYPE_CHECKING:
+    from trivium.protocols import Workflow
+    from trivium.types import Message, Task, Turn
+
+
+async def check_workflow(
+    workflow: Workflow, task: Task, policy_factory: Callable[[], Policy], *, patience_s: float = 10.0
+) -> None:
+    """A workflow records turns, returns finite rewards, repeats itself in company, and ends when cancelled.
+
+    `policy_factory` makes a fresh policy, the same one each time: same weights, same SampleKey.
+    """
+    alone = policy_factory()
+    earned = await workflow.run(task, alone)
+    _promise(len(alone.turns) > 0, "run records at least one turn: await policy.reply(...)")
+    _promise(earned is None or _all_finite(earned), f"run returns None or finite numbers by name, not {earned!r}")
+    _promise(_all_finite(alone.metrics), f"policy.metrics holds finite numbers by name, not {alone.metrics!r}")
+
+    company = [policy_factory(), policy_factory()]
+    results = await asyncio.gather(*(workflow.run(task, policy) for policy in company))
+    for policy, result in zip(company, results, strict=True):
+        same = result == earned and [*map(_said, policy.turns)] == [*map(_said, alone.turns)]
+        _promise(same, "a trajectory does not depend on those played beside it, or before: keep no state on self")
+
+    silent = _SilentPolicy()
+    playing = asyncio.ensure_future(workflow.run(task, silent))
+    await asyncio.wait_for(silent.asked.wait(), patience_s)
+    playing.cancel()
+    await asyncio.wait({playing}, timeout=patience_s)
+    _promise(playing.done() and playing.cancelled(), "run ends when it is cancelled: let CancelledError through")
+
+
+class _SilentPolicy(Policy):
+    """A policy that never answers, to be cancelled while it is waited for."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.metrics = {}
+
+    async def reply(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> NoReturn:
+        self.asked.set()
+        while True:
+            await asyncio.sleep(3600)
+
+    def fork(self, name: str) -> _SilentPolicy:
+        return self
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return ()
+
+
+def _promise(kept: bool, promise: str) -> None:
+    if not kept:
+        raise AssertionError(promise)
+
+
+def _all_finite(numbers: Any) -> bool:
+    """Whether it is a mapping from text to finite numbers."""
+    if not isinstance(numbers, Mapping):
+        return False
+    named = cast("Mapping[Any, Any]", numbers).items()
+    return all(isinstance(n, str) and isinstance(v, int | float) and math.isfinite(v) for n, v in named)
+
+
+def _said(turn: Turn) -> tuple[list[int], list[int]]:
+    return turn.prompt_tokens.tolist(), turn.tokens.tolist()
