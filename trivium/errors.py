@@ -16,6 +16,7 @@ TriviumError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
 class TriviumError(Exception):
@@ -30,17 +31,17 @@ class TriviumError(Exception):
         return "\n".join(f"{label}: {text}" for label, text in parts if text)
 
 
-class Problem(tuple[str, str, str, str]):
-    """One thing wrong with a config: where (dotted path), asked, found, do."""
+class Problem(NamedTuple):
+    """One thing wrong with a config."""
 
-    __slots__ = ()
-
-    def __new__(cls, where: str, asked: str, found: str, do: str) -> Problem:
-        return super().__new__(cls, (where, asked, found, do))
+    where: str
+    """Dotted path of the key."""
+    asked: str
+    found: str
+    do: str
 
     def __str__(self) -> str:
-        where, asked, found, do = self
-        return f"{where}: {asked}\n    found: {found}\n    do: {do}"
+        return f"{self.where}: {self.asked}\n    found: {self.found}\n    do: {self.do}"
 
 
 class ConfigError(TriviumError):

@@ -1,0 +1,381 @@
+"""The config language: every problem at once, the nearest name, extends, overrides, stages, and what follows."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trivium.config import RunConfig, check, merged, parse_override, plan_run, read_yaml, resume_differences, to_yaml
+from trivium.errors import ConfigError
+
+PARTS = """
+from pydantic import Field
+from trivium.config import (
+    AlgorithmConfig, BufferConfig, Config, ConfigPath, EngineConfig, Plugin, RewardConfig, TrainConfig, WorkflowConfig,
+    free,
+)
+
+class Model:
+    class Config(Plugin):
+        path: ConfigPath
+
+class Tasks:
+    class Config(Plugin):
+        size: int = Field(default=4, ge=1)
+
+class Optimizer(Config):
+    lr: float = Field(default=0.1, gt=0)
+
+class Train:
+    class Config(TrainConfig):
+        optimizer: Optimizer = Optimizer()
+        tokens_per_micro_batch: int = free(1024)
+
+class Play:
+    class Config(WorkflowConfig):
+        max_turns: int = 1
+
+class Engine:
+    class Config(EngineConfig):
+        slots: int = 8
+
+class Learn:
+    class Config(AlgorithmConfig):
+        clip: float = 0.2
+
+class Supervise:
+    class Config(AlgorithmConfig):
+        epochs: int = 1
+
+class Buffer:
+    class Config(BufferConfig):
+        pass
+
+class Exact:
+    class Config(RewardConfig):
+        column: str = "answer"
+
+def constant(prompt, completion, **columns):
+    return 1.0
+"""
+
+RUN = """
+model: {kind: parts.py:Model, path: weights}
+tasks: {train: {kind: parts.py:Tasks}, test: {kind: parts.py:Tasks, size: 2}}
+workflow: {kind: parts.py:Play}
+rewards: [{kind: parts.py:Exact, weight: 0.5}, parts.py:constant]
+engine: {kind: parts.py:Engine, sampling: {max_new_tokens: 16}}
+algorithm: {kind: parts.py:Learn}
+train: {kind: parts.py:Train}
+buffer: {kind: parts.py:Buffer}
+schedule: {steps: 10, groups_per_step: 4, group_size: 2}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def problems_of(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> dict[str, str]:
+    """Where -> full text of every problem of the run with this change."""
+    (folder / "changed.yaml").write_text("extends: run.yaml\n" + textwrap.dedent(change))
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(folder / "changed.yaml", overrides)
+    assert str(caught.value).count("  - ") == len(caught.value.problems)
+    return {problem[0]: str(problem) for problem in caught.value.problems}
+
+
+def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> RunConfig:
+    (folder / "changed.yaml").write_text("extends: run.yaml\n" + textwrap.dedent(change))
+    return RunConfig.load(folder / "changed.yaml", overrides)
+
+
+# --------------------------------------------------------------------------- what is wrong
+
+
+def test_an_unknown_key_is_met_with_the_nearest_name(folder: Path) -> None:
+    found = problems_of(folder, "schedule: {group_sise: 4}")
+    assert list(found) == ["schedule.group_sise"]
+    assert "did you mean 'group_size'?" in found["schedule.group_sise"]
+
+
+def test_an_unknown_section_is_met_with_the_nearest_name(folder: Path) -> None:
+    assert "did you mean 'schedule'?" in problems_of(folder, "shedule: {steps: 1}")["shedule"]
+
+
+@pytest.mark.parametrize("section", ["engine", "algorithm", "buffer", "workflow"])
+def test_an_unknown_kind_is_met_with_the_catalogue(folder: Path, section: str) -> None:
+    found = problems_of(folder, f"{section}: {{kind: nonesuch}}")
+    assert "no such name" in found[section]
+    assert "known: " in found[section]
+
+
+def test_all_problems_are_reported_at_once_also_those_inside_plugins(folder: Path) -> None:
+    found = problems_of(
+        folder,
+        """
+        schedule: {groups_per_step: 0, typo: 1}
+        engine: {slotz: 4, sampling: {temperature: -1}}
+        train: {optimizer: {lr: 0, betas: 1}}
+        tasks: {train: {size: none}}
+        rewards: [{kind: parts.py:Exact, colum: x}, {kind: grpo}]
+        """,
+    )
+    assert set(found) == {
+        "schedule.groups_per_step", "schedule.typo", "engine.slotz", "engine.sampling.temperature",
+        "train.optimizer.lr", "train.optimizer.betas", "tasks.train.size", "rewards[0].colum", "rewards[1]",
+    }  # fmt: skip
+    assert "did you mean 'slots'?" in found["engine.slotz"]
+    assert "did you mean 'column'?" in found["rewards[0].colum"]
+    assert "known: lr" in found["train.optimizer.betas"]
+
+
+def test_a_plain_function_takes_only_the_base_keys_of_a_reward(folder: Path) -> None:
+    found = problems_of(folder, "rewards: [{kind: parts.py:constant, column: x}]")
+    assert "known: kind, name, weight" in found["rewards[0].column"]
+
+
+def test_missing_sections_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("run: {seed: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(tmp_path / "empty.yaml")
+    assert [problem[0] for problem in caught.value.problems] == ["model", "tasks"]
+
+
+def test_problems_of_every_stage_are_reported_before_the_first_runs(folder: Path) -> None:
+    found = problems_of(
+        folder,
+        """
+        stages:
+          - {schedule: {steps: 1}}
+          - {schedule: {stepz: 1}}
+          - {engine: {sampling: {top_p: 0.5}}}
+          - {model: {path: elsewhere}}
+        """,
+    )
+    assert set(found) == {"stages[1].schedule.stepz", "stages[2].engine.sampling.top_p", "stages[3].model"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("[1, 2]", "not a mapping"), ("a: [", "not valid YAML"), ("extends: bad.yaml", "extends itself")],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        RunConfig.load(tmp_path / "bad.yaml")
+
+
+def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
+    assert "no file at" in problems_of(folder, "engine: {kind: nowhere.py:Engine}")["engine"]
+
+
+# --------------------------------------------------------------------------- the sections' company
+
+
+@pytest.mark.parametrize("setting", ["top_p: 0.9", "top_k: 5", "min_new_tokens: 2"])
+def test_training_refuses_sampling_that_it_cannot_replay(folder: Path, setting: str) -> None:
+    name = setting.partition(":")[0]
+    assert set(problems_of(folder, f"engine: {{sampling: {{{setting}}}}}")) == {f"engine.sampling.{name}"}
+    load(folder, f"evaluation: {{taskset: test, sampling: {{{setting}}}}}")  # evaluation has nothing to replay
+
+
+def test_training_refuses_greedy_sampling(folder: Path) -> None:
+    assert set(problems_of(folder, "engine: {sampling: {temperature: 0}}")) == {"engine.sampling.temperature"}
+
+
+@pytest.mark.parametrize(
+    ("change", "staleness"),
+    [
+        ("", 0),
+        ("schedule: {max_staleness: 2}", 2),
+        ("sync: {interval: 3, offset: 0}", 2),
+        ("sync: {interval: 3, offset: 1}", 3),
+        ("{schedule: {max_staleness: 3}, sync: {interval: 3, offset: 1}}", 3),
+    ],
+)
+def test_offset_is_another_way_to_say_max_staleness(folder: Path, change: str, staleness: int) -> None:
+    (folder / "changed.yaml").write_text(yaml.safe_dump({"extends": "run.yaml", **(yaml.safe_load(change) or {})}))
+    assert RunConfig.load(folder / "changed.yaml").max_staleness == staleness
+
+
+@pytest.mark.parametrize("said", [0, 2])
+def test_offset_and_max_staleness_may_not_contradict_each_other(folder: Path, said: int) -> None:
+    found = problems_of(folder, "sync: {offset: 1}", (f"schedule.max_staleness={said}",))
+    assert set(found) == {"sync.offset"}
+
+
+def test_an_interval_that_would_deadlock_is_refused(folder: Path) -> None:
+    found = problems_of(folder, "sync: {interval: 3}", ("schedule.max_staleness=1",))
+    assert "at least 2" in found["schedule.max_staleness"]
+    assert load(folder, "sync: {interval: 3}", ("schedule.max_staleness=2",)).max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("evaluation: {taskset: tset}", "evaluation.taskset"),
+        ("evaluation: {every: 2}", "evaluation.every"),
+        ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k"),
+        ("evaluation: {taskset: test, samples: 4}", "evaluation.samples"),
+        ("evaluation: {taskset: test, every: 3}\nsync: {interval: 2, offset: 0}", "evaluation.every"),
+        ("sync: {method: memry}", "sync.method"),
+    ],
+)
+def test_settings_that_contradict_each_other(folder: Path, change: str, where: str) -> None:
+    assert set(problems_of(folder, change)) == {where}
+
+
+def test_a_run_without_a_training_taskset_is_refused(folder: Path) -> None:
+    text = RUN.replace("train: {kind: parts.py:Tasks}, test", "trian: {kind: parts.py:Tasks}, test")
+    (folder / "run.yaml").write_text(text)
+    assert "did you mean 'trian'?" in problems_of(folder)["tasks"]
+
+
+def test_a_good_config_has_no_problems(folder: Path) -> None:
+    assert check(load(folder)) == []
+
+
+# --------------------------------------------------------------------------- the language
+
+
+def test_extends_and_overrides_are_laid_over_one_another(folder: Path) -> None:
+    config = load(folder, "schedule: {steps: 20}\nrewards: [parts.py:constant]", ("schedule.steps=30", "run.seed=7"))
+    assert (config.schedule.steps, config.schedule.groups_per_step, config.run.seed) == (30, 4, 7)
+    assert [reward.label for reward in config.rewards] == ["constant"]  # lists are replaced, not joined
+
+
+def test_a_section_that_changes_its_kind_starts_afresh(folder: Path) -> None:
+    (folder / "run.yaml").write_text(RUN.replace("{kind: parts.py:Learn}", "{kind: parts.py:Learn, clip: 0.1}"))
+    config = load(folder, "algorithm: {kind: parts.py:Supervise, epochs: 2}")
+    assert config.algorithm.model_dump(exclude={"kind"}) == {"epochs": 2}
+
+
+def test_naming_the_kind_of_a_section_that_had_not_drops_none_of_its_keys() -> None:
+    assert merged({"engine": {"sampling": 1}}, {"engine": {"kind": "torch"}}) == {
+        "engine": {"kind": "torch", "sampling": 1}
+    }
+
+
+def test_merging_does_not_touch_its_inputs() -> None:
+    base: dict[str, Any] = {"a": {"b": [1]}}
+    merged(base, {"a": {"c": 2}})["a"]["b"].append(2)
+    assert base == {"a": {"b": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("a.b=c", {"a": {"b": "c"}}),
+        ("a=1e-3", {"a": "1e-3"}),  # YAML 1.1 reads this as text; pydantic makes it the number
+        ("a.b.c=[1, two]", {"a": {"b": {"c": [1, "two"]}}}),
+        ("a=", {"a": None}),
+        ("a=x=y", {"a": "x=y"}),
+    ],
+)
+def test_overrides_are_read_as_yaml(text: str, meaning: dict[str, Any]) -> None:
+    assert parse_override(text) == meaning
+
+
+@pytest.mark.parametrize("text", ["a.b", "=1", "a=[1"])
+def test_an_override_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        parse_override(text)
+
+
+def test_scientific_notation_is_a_number(folder: Path) -> None:
+    assert load(folder, overrides=("train.optimizer.lr=1e-5",)).train.model_dump()["optimizer"]["lr"] == 1e-5
+
+
+def test_extends_follows_folders(folder: Path) -> None:
+    (folder / "more").mkdir()
+    (folder / "more" / "long.yaml").write_text("extends: ../run.yaml\nschedule: {steps: 99}\n")
+    assert read_yaml(folder / "more" / "long.yaml")["schedule"] == {"steps": 99, "groups_per_step": 4, "group_size": 2}
+
+
+def test_relative_paths_start_at_the_config_and_not_at_the_caller(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    config = load(
+        folder,
+        """
+        stages:
+          - {rewards: [{kind: parts.py:constant}], tasks: {train: {size: 3}}}
+          - {algorithm: {kind: parts.py:Supervise}}
+        """,
+    )
+    assert config.model.model_dump()["path"] == str(folder / "weights")
+    first, second = config.stage_configs()
+    assert first.rewards[0].kind == f"{folder}/parts.py:constant"
+    assert first.tasks["train"].model_dump()["size"] == 3
+    assert [second.tasks["train"].model_dump()["size"], second.algorithm.kind] == [4, f"{folder}/parts.py:Supervise"]
+
+
+def test_a_config_cannot_be_written_to(folder: Path) -> None:
+    config = load(folder)
+    with pytest.raises(ValueError, match="frozen"):
+        config.schedule.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --------------------------------------------------------------------------- what follows
+
+
+def test_the_plan_counts_steps_across_stages(folder: Path) -> None:
+    stages = "stages: [{schedule: {steps: 5, group_size: 1}}, {schedule: {steps: 2}}]"
+    plan = plan_run(load(folder, stages), cores=6)
+    assert [(stage.first_step, stage.last_step) for stage in plan.stages] == [(1, 5), (6, 7)]
+    assert [stage.trajectories_per_step for stage in plan.stages] == [4, 8]
+    assert [stage.slots for stage in plan.stages] == [20, 8]
+    assert plan.stages[1].max_response_tokens_per_step == 8 * 16
+    assert (plan.total_steps, plan.threads) == (7, 6)
+    assert yaml.safe_load(plan.to_yaml())["total_steps"] == 7
+
+
+@pytest.mark.parametrize("change", ["", "sync: {interval: 2, offset: 1}", "stages: [{schedule: {steps: 3}}, {}]"])
+def test_a_saved_config_reads_back_as_the_same_config(folder: Path, change: str) -> None:
+    config = load(folder, change)
+    again = RunConfig.from_mapping(yaml.safe_load(to_yaml(config)), folder / "somewhere")
+    assert [stage.model_dump() for stage in again.stage_configs()] == [c.model_dump() for c in config.stage_configs()]
+
+
+def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Path) -> None:
+    saved = yaml.safe_load(to_yaml(load(folder)))
+    free = ("schedule.steps=50", "train.tokens_per_micro_batch=9", "checkpoint.save_every=1", "monitors=[]")
+    assert resume_differences(saved, load(folder, overrides=free)) == []
+    same = ("run.seed=1", "train.optimizer.lr=0.2", "tasks.train.size=9", "engine.sampling.temperature=0.5")
+    assert {problem[0] for problem in resume_differences(saved, load(folder, overrides=same))} == {
+        change.partition("=")[0] for change in same
+    }
+
+
+def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> None:
+    saved = yaml.safe_load(to_yaml(load(folder)))
+    changed = load(
+        folder,
+        """
+        tasks: {extra: {kind: parts.py:Tasks}}
+        rewards: [parts.py:constant]
+        algorithm: {kind: parts.py:Supervise}
+        """,
+    )
+    assert {problem[0] for problem in resume_differences(saved, changed)} == {
+        "tasks", "rewards", "algorithm.kind", "algorithm.epochs",
+    }  # fmt: skip
+
+
+def test_a_stage_may_grow_when_a_run_resumes_but_not_change(folder: Path) -> None:
+    saved = yaml.safe_load(to_yaml(load(folder, "stages: [{schedule: {steps: 1}}, {schedule: {steps: 2}}]")))
+    longer = load(folder, "stages: [{schedule: {steps: 1}}, {schedule: {steps: 9}}]")
+    assert resume_differences(saved, longer) == []
+    other = load(folder, "stages: [{schedule: {steps: 1}}, {schedule: {steps: 2, group_size: 8}}]")
+    assert [problem[0] for problem in resume_differences(saved, other)] == ["schedule.group_size"]
+    fewer = load(folder, "stages: [{schedule: {steps: 1}}]")
+    assert [problem[0] for problem in resume_differences(saved, fewer)] == ["stages"]
