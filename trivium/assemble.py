@@ -245,7 +245,9 @@ def _claim(config: RunConfig, run_dir: Path) -> None:
     path = run_dir / "config.yaml"
     if path.is_file():
         if not config.run.resume:
-            raise RunDirError(f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume")
+            raise RunDirError(
+                f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume"
+            )
         problems = resume_differences(yaml.safe_load(path.read_text(encoding="utf-8")), config)
         if problems:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checkpoints: one directory per step, complete or absent. Written aside, hashed, renamed; a manifest makes it count."""
+"""Checkpoints: one directory per step, complete or absent. Written aside, hashed, renamed, sealed by a manifest."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Writes a checkpoint: `write` fills a directory, the manifest seals it, a rename publishes it.
 
-        `state["score"]` is what `keep_best` compares (None where nothing was measured); `state["pinned"]` are steps that
-        retention must not touch. Then removes what retention does not keep.
+        `state["score"]` is what `keep_best` compares (None where nothing was measured); `state["pinned"]` are steps
+        that retention must not touch. Then removes what retention does not keep.
         """
         final = self.directory / f"{_PREFIX}{step:06d}"
         aside = self.directory / f".{final.name}.writing"

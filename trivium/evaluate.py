@@ -89,7 +89,9 @@ class Evaluator:
         """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
         right = [t.failure is None and t.reward >= self.threshold for t in group.trajectories]
         # Replies judged right are one answer, however they are spelled; a wrong one is its own text.
-        votes = ["right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)]
+        votes = [
+            "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)
+        ]
         metrics = {
             "accuracy": sum(right) / self.samples,
             "reward": sum(t.reward for t in group.alive) / max(1, len(group.alive)),

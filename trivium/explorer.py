@@ -128,11 +128,13 @@ class Explorer:
         return Failure(side, type(error).__name__, message)
 
 
-def _finite(earned: Mapping[str, float]) -> dict[str, float]:
+def _finite(earned: Mapping[str, object]) -> dict[str, float]:
     """What a workflow gave, as floats; anything that is not a finite number is a RewardError."""
+    rewards: dict[str, float] = {}
     for name, value in earned.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise RewardError(
                 f"a finite number for reward {name!r}", f"the workflow returned {value!r}", "return floats"
             )
-    return {name: float(value) for name, value in earned.items()}
+        rewards[name] = float(value)
+    return rewards

@@ -130,9 +130,7 @@ async def run(parts: Parts) -> None:
     async with asyncio.TaskGroup() as roles:
         helpers: list[asyncio.Task[None]] = []
         if parts.explorer is not None:
-            following = follow_weights(
-                parts.explorer, parts.buffer, parts.schedule, parts.synchronizer, parts.channel
-            )
+            following = follow_weights(parts.explorer, parts.buffer, parts.schedule, parts.synchronizer, parts.channel)
             helpers.append(roles.create_task(following, name="follow_weights"))
         if parts.explorer is not None and parts.buffer.explored:
             helpers.append(

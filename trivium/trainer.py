@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +76,7 @@ class Trainer:
             self.engine.algorithm.restore(self.resume.state["algorithm"])
             state = self.resume.state["buffer"]
             self.score = self.resume.state["score"]
+            self._saved_step = self.resume.step
         self.buffer.restore(state, self.train_step_num)
         self._evicted = self.buffer.evicted
         self.last_trainer_sync_step = self.train_step_num
@@ -93,8 +94,9 @@ class Trainer:
         version = self.train_step_num
         if self.schedule.published(version) or self.schedule.resume_version(version) == version:
             await asyncio.to_thread(self.sync_weight)
-        if version == self.schedule.first_version and self.cadence.evaluate_ends:
-            accuracy = await self._evaluate()
+        at_start = version == self.schedule.first_version and self.cadence.evaluate_ends
+        if at_start and self.evaluator is not None:
+            accuracy = await self._evaluate(self.evaluator)
             self.record["accuracy_before"] = self.record["accuracy_after"] = accuracy
         self.train_continue = self.train_step_num < self.last_step
 
@@ -133,8 +135,8 @@ class Trainer:
 
     async def conclude_step(self) -> None:
         """Evaluates and saves, where this step is one for it."""
-        if self.evaluation_due:
-            self.record["accuracy_after"] = await self._evaluate()
+        if self.evaluation_due and self.evaluator is not None:
+            self.record["accuracy_after"] = await self._evaluate(self.evaluator)
         if self._due(self.cadence.save_every):
             await self.save_checkpoint()
 
@@ -151,8 +153,9 @@ class Trainer:
         needed = [v for v in self.channel.versions if oldest <= v < version]
         # Taken on the event loop, at one moment; the slow writing happens in a thread.
         state = {
-            **self.record, "seconds": self.seconds, "version": version, "buffer": self.buffer.state(), "algorithm": self.engine.algorithm.state(),
-            "monitor": self.monitor.state(), "score": self.score, "finished": version == self.last_step,
+            **self.record, "seconds": self.seconds, "version": version, "score": self.score,
+            "buffer": self.buffer.state(), "algorithm": self.engine.algorithm.state(),
+            "monitor": self.monitor.state(),
         }  # fmt: skip
 
         def write(directory: Path) -> None:
@@ -198,17 +201,15 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.train_step_num % every == 0
 
-    async def _evaluate(self) -> float | None:
+    async def _evaluate(self, evaluator: Evaluator) -> float:
         """Logs an evaluation row; returns its accuracy."""
-        if self.evaluator is None:
-            return None
         version = self.train_step_num
         started = time.monotonic()
         await self.synchronizer.wait_adopted(version)
-        metrics = await self.evaluator.run(version)
+        metrics = await evaluator.run(version)
         self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
         self.score = metrics.get(self.checkpoints.keep_best or "", self.score)
-        return metrics[f"eval/{self.evaluator.taskset}/accuracy"]
+        return metrics[f"eval/{evaluator.taskset}/accuracy"]
 
     def _check_failures(self, groups: Sequence[Group]) -> None:
         failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
@@ -218,7 +219,7 @@ class Trainer:
         (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
         raise RolloutsFailing(
             f"at most {self.max_failed_fraction:.0%} failed trajectories in a step",
-            f"{len(failures)} of {total} failed; most often ({times} times) on the side of the {side}: {kind}: {message}",
+            f"{len(failures)} of {total} failed; most often ({times} times) the {side}: {kind}: {message}",
             "mend the cause, or raise workflow.max_failed_fraction if this many failures are normal",
         )
 
@@ -234,7 +235,7 @@ class Trainer:
         return metrics
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str) -> Generator[None]:
         started = time.monotonic()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started

@@ -17,8 +17,8 @@ from trivium.protocols import Weights
 class MemoryChannel:
     """Keeps copies of the newest `keep` published versions in memory.
 
-    Copies, because the trainer goes on changing its tensors while an explorer still reads. Each copy carries the hash of
-    every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error, not a surprise.
+    Copies, because the trainer goes on changing its tensors while an explorer still reads. Each copy carries the hash
+    of every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error.
     """
 
     def __init__(self, *, keep: int = 1) -> None:

@@ -1,0 +1,39 @@
+"""pass@k and maj@k against enumeration of all subsets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivium.evaluate import maj_at_k, pass_at_k
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
+def test_pass_at_k_is_the_mean_over_all_subsets(right: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(right)))
+    expected = mean(any(subset) for subset in combinations(right, k))
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(expected, abs=1e-12)
+
+
+def _majority(subset: tuple[str, ...]) -> float:
+    counts = Counter(subset)
+    most = max(counts.values())
+    winners = [answer for answer, count in counts.items() if count == most]
+    return ("a" in winners) / len(winners)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), st.data())
+def test_maj_at_k_is_the_mean_over_all_subsets(answers: list[str], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(answers)))
+    expected = mean(_majority(subset) for subset in combinations(answers, k))
+    assert maj_at_k(answers, "a", k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_majority_grows_with_k_where_the_right_answer_leads() -> None:
+    answers = ["a", "b", "c", "a", "b", "c", "a", "a"]
+    assert [round(maj_at_k(answers, "a", k), 3) for k in (1, 3, 4, 8)] == [0.5, 0.595, 0.671, 1.0]
