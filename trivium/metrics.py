@@ -94,6 +94,7 @@ declare("reward/max", "highest total reward", aggregation="max")
 declare("reward/equal_groups", "fraction of groups whose members all got the same reward: they teach nothing", better="down")  # fmt: skip
 declare("reward/component/*", "mean of one reward component, weight applied", better="up")
 declare("rollout/groups", "groups taken from the buffer", aggregation="sum")
+declare("rollout/refused", "groups left out: too few of their members live", aggregation="sum", better="down")
 declare("rollout/trajectories", "trajectories trained on", aggregation="sum")
 declare("rollout/failed", "trajectories that failed and were left out", aggregation="sum", better="down")
 declare("rollout/failed/*", "failed trajectories by the side that failed", aggregation="sum", better="down")

@@ -55,6 +55,17 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "reinforce": "trivium.algorithms.presets:REINFORCE",
         "sft": "trivium.algorithms.presets:SFT",
     },
+    "advantages": {
+        "gae": "trivium.algorithms.advantages:gae",
+        "grpo": "trivium.algorithms.advantages:grpo",
+        "reinforce": "trivium.algorithms.advantages:reinforce",
+        "rloo": "trivium.algorithms.advantages:rloo",
+    },
+    "policy_losses": {
+        "ppo": "trivium.algorithms.policy_losses:ppo",
+        "reinforce": "trivium.algorithms.policy_losses:reinforce",
+        "sft": "trivium.algorithms.policy_losses:sft",
+    },
     "train": {
         "torch": "trivium.training.torch:TorchTrainEngine",
     },

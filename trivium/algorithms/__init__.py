@@ -1,0 +1,52 @@
+"""Policy optimisation as pure functions on tensors, and the algorithms that are put together from them."""
+
+from trivium.algorithms.advantages import AdvantageInputs, Advantages
+from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.algorithm import GroupAlgorithm
+from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
+from trivium.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    get_kl_controller,
+    kl_penalty,
+)
+from trivium.algorithms.objective import PolicyObjective, SftObjective, ValueObjective
+from trivium.algorithms.policy_losses import PerToken, PolicyInputs, compute_policy_loss
+from trivium.algorithms.presets import Preset
+from trivium.algorithms.registered import advantage, catalogue, policy_loss
+from trivium.algorithms.value_loss import compute_value_loss
+from trivium.config import AlgorithmConfig
+from trivium.registry import resolve
+
+
+def build_algorithm(config: AlgorithmConfig) -> GroupAlgorithm:
+    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config)`."""
+    return resolve("algorithms", config.kind).build(config)
+
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageInputs",
+    "Advantages",
+    "FixedKLController",
+    "GroupAlgorithm",
+    "PerToken",
+    "PolicyInputs",
+    "PolicyObjective",
+    "Preset",
+    "SftObjective",
+    "ValueObjective",
+    "advantage",
+    "agg_loss",
+    "apply_kl_penalty",
+    "build_algorithm",
+    "catalogue",
+    "compute_entropy_loss",
+    "compute_policy_loss",
+    "compute_value_loss",
+    "entropy_from_logits",
+    "get_kl_controller",
+    "kl_penalty",
+    "policy_loss",
+]

@@ -1,0 +1,124 @@
+"""From groups to a batch: who is trained on, what is said about them, and their arrays.
+
+Legend: B sequences, L tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.algorithms.advantages import AdvantageInputs
+from trivium.errors import DataError
+from trivium.types import AnyArray, Batch, Group, Metrics, StopReason, Trajectory, experiences_of
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    """The experiences of the groups' living members, in order."""
+    return Batch(tuple(e for group in groups for member in group.alive for e in experiences_of(group, member)))
+
+
+def describe(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
+    """What was played: failures over all groups, everything else over those kept."""
+    failures = Counter(member.failure.side for group in groups for member in group.trajectories if member.failure)
+    members = [member for group in kept for member in group.alive]
+    return {
+        "rollout/groups": len(groups),
+        "rollout/refused": len(groups) - len(kept),
+        "rollout/failed": failures.total(),
+        **{f"rollout/failed/{side}": count for side, count in failures.items()},
+        "rollout/trajectories": len(members),
+        **_about(members),
+        **_about_rewards(kept),
+    }
+
+
+def _about(members: Sequence[Trajectory]) -> Metrics:
+    if not members:
+        return {}
+    tokens = [member.num_tokens for member in members]
+    return {
+        "rollout/response_tokens": fmean(tokens),
+        "rollout/response_tokens_max": max(tokens),
+        "rollout/truncated": fmean(member.stop_reason == StopReason.LENGTH for member in members),
+        "rollout/turns": fmean(len(member.turns) for member in members),
+        **_means("workflow/", [member.metrics for member in members]),
+    }
+
+
+def _about_rewards(kept: Sequence[Group]) -> Metrics:
+    """Nothing where nobody was rewarded, as with supervised data."""
+    judged = [[member.reward for member in group.alive if member.rewards] for group in kept]
+    rewards = [reward for group in judged for reward in group]
+    if not rewards:
+        return {}
+    comparable = [group for group in judged if len(group) > 1]
+    equal = {"reward/equal_groups": fmean(len(set(group)) == 1 for group in comparable)} if comparable else {}
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        **equal,
+        **_means("reward/component/", [member.rewards for group in kept for member in group.alive]),
+    }
+
+
+def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> Metrics:
+    """The mean of each name over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {prefix + name: fmean(row[name] for row in rows if name in row) for name in names}
+
+
+def padded(arrays: Sequence[AnyArray]) -> Tensor:
+    """Ragged arrays as one tensor (B, L), zeros on the right."""
+    length = max((len(array) for array in arrays), default=0)
+    dtype = arrays[0].dtype if arrays else np.dtype(np.float32)
+    result = np.zeros((len(arrays), length), dtype)
+    for row, array in zip(result, arrays, strict=True):
+        row[: len(array)] = array
+    return torch.from_numpy(result)  # pyright: ignore[reportUnknownMemberType]
+
+
+def ragged(values: Tensor, batch: Batch) -> list[AnyArray]:
+    """The inverse of `padded` for the experiences of a batch."""
+    return [row[: len(e)].numpy() for row, e in zip(values, batch.experiences, strict=True)]
+
+
+def column(batch: Batch, name: str) -> Tensor:
+    """A column of the batch as a tensor (B, L); raises DataError where nobody computed it."""
+    if name not in batch.columns:
+        raise DataError(
+            f"the column {name!r} of a batch",
+            f"only {', '.join(sorted(batch.columns)) or 'none'}",
+            "let the train engine score the batch with everything in algorithm.needs before asking for advantages",
+        )
+    return padded(batch.columns[name])
+
+
+def advantage_inputs(batch: Batch) -> AdvantageInputs:
+    """Each trajectory's reward on the last trained token of each of its rows, and who belongs together."""
+    mask = padded([e.response_mask for e in batch.experiences]).bool()
+    scores = np.zeros(tuple(mask.shape), np.float32)
+    for row, e in zip(scores, batch.experiences, strict=True):
+        trained = np.flatnonzero(e.response_mask)
+        if len(trained):
+            row[trained[-1]] = e.reward
+    group = _numbered([e.group_id for e in batch.experiences])
+    trajectory = _numbered([(e.group_id, e.index) for e in batch.experiences])
+    return AdvantageInputs(
+        torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
+        mask, torch.from_numpy(group), torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
+    )  # fmt: skip
+
+
+def _numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
+    """0, 1, ... in order of first appearance."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)

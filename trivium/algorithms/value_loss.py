@@ -1,0 +1,46 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.stats import masked_mean
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """(half squared error, whether clipping decided it) for each token, (B, L).
+
+    The larger error of the value and of the value held within `clip` of the old one (Schulman et al. 2017; the clipping
+    is that of OpenAI's baselines).
+    """
+    held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    error, held_error = (values - returns) ** 2, (held - returns) ** 2
+    return torch.maximum(error, held_error) / 2, held_error > error
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    *,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, fraction of tokens whose value was clipped), both scalars.
+
+    `vpreds` are the current values, `values` those of before the step; all inputs (B, L); modes and counts as in
+    `agg_loss`.
+    """
+    loss, clipped = clipped_value_loss(vpreds, values, returns, cliprange_value)
+    total = agg_loss(
+        loss, response_mask, loss_agg_mode, dp_size=dp_size, batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size, loss_scale_factor=loss_scale_factor,
+    )  # fmt: skip
+    return total, masked_mean(clipped.to(vpreds.dtype), response_mask)
