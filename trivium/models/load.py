@@ -1,18 +1,27 @@
-"""Loads Hugging Face causal language models from a directory; never from a hub."""
+"""Loads Hugging Face language models from a directory; never from a hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 
 def load_lm(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str = "sdpa"
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str | None = "sdpa"
 ) -> PreTrainedModel:
-    """A causal language model in eval mode; `attention` is a name registered with transformers' AttentionInterface."""
+    """A causal language model in eval mode.
+
+    `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model.
+    """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
     )
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The same model without its output layer, in eval mode."""
+    model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,104 @@
+"""The chunked head against softmax written out: values and gradients."""
+
+import pytest
+import torch
+
+from trivium.models import log_prob_head
+from trivium.models.log_prob_head import log_prob_and_entropy
+
+N, H, V = 13, 5, 11
+
+
+@pytest.fixture(autouse=True, params=[1, 4, 100], ids=lambda rows: f"chunk{rows}")
+def rows_per_chunk(request, monkeypatch):
+    """Chunks of one row, of several with a remainder, and one chunk for all."""
+    monkeypatch.setattr(log_prob_head, "_MIN_ROWS", 1)
+    monkeypatch.setattr(log_prob_head, "_CACHE_BYTES", request.param * V * 8)
+    monkeypatch.setattr(log_prob_head, "_CHUNK_BYTES", request.param * V * 8)
+
+
+def tensors(bias=True):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    targets = torch.randint(0, V, (N,), generator=generator)
+    return draw(N, H), draw(V, H), draw(V) if bias else None, targets
+
+
+def plain(hidden, weight, bias, targets, temperature):
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_values_and_gradients(temperature, bias, entropy_grad):
+    hidden, weight, b, targets = tensors(bias)
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    scale = torch.linspace(-2, 3, N, dtype=torch.float64)
+
+    def gradients(function):
+        log_prob, entropy = function()
+        loss = (log_prob * scale).sum() + ((entropy * scale.flip(0)).sum() if entropy_grad else 0)
+        return log_prob, entropy, torch.autograd.grad(loss, inputs)
+
+    found = gradients(
+        lambda: log_prob_and_entropy(hidden, weight, b, targets, temperature=temperature, entropy_grad=entropy_grad)
+    )
+    expected = gradients(lambda: plain(hidden, weight, b, targets, temperature))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found[1].requires_grad == entropy_grad
+
+
+def test_finite_differences():
+    hidden, weight, bias, targets = tensors()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: log_prob_and_entropy(h, w, b, targets, temperature=0.7, entropy_grad=True),
+        (hidden, weight, bias),
+    )
+
+
+def test_tied_weight_collects_both_gradients():
+    _, weight, _, targets = tensors()
+    tokens = targets.flip(0)
+
+    def gradient(head):
+        log_prob, entropy = head(weight[tokens].tanh())
+        return torch.autograd.grad((log_prob * 2 - entropy).sum(), weight)
+
+    found = gradient(lambda h: log_prob_and_entropy(h, weight, None, targets, entropy_grad=True))
+    torch.testing.assert_close(found, gradient(lambda h: plain(h, weight, None, targets, 1.0)), rtol=1e-12, atol=1e-12)
+
+
+def test_low_precision_hidden_states_meet_a_full_precision_head():
+    hidden, weight, bias, targets = (t.detach() if t.is_floating_point() else t for t in tensors())
+    low = hidden.to(torch.bfloat16).requires_grad_()
+    log_prob, _ = log_prob_and_entropy(low, weight.float(), bias.float(), targets)
+    expected, _ = plain(low.detach().double(), weight, bias, targets, 1.0)
+    torch.testing.assert_close(log_prob.double(), expected, rtol=1e-6, atol=1e-6)
+    log_prob.sum().backward()
+    assert low.grad is not None
+    assert low.grad.dtype == torch.bfloat16
+
+
+def test_frozen_weight_gets_no_gradient():
+    hidden, weight, bias, targets = tensors()
+    log_prob, _ = log_prob_and_entropy(hidden, weight.detach(), bias.detach(), targets)
+    log_prob.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_no_tokens():
+    hidden, weight, bias, _ = tensors()
+    log_prob, entropy = log_prob_and_entropy(hidden[:0], weight, bias, torch.empty(0, dtype=torch.int64))
+    log_prob.sum().backward()
+    assert log_prob.shape == entropy.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, bias, targets = tensors()
+    found = log_prob_and_entropy(hidden * 1e4, weight, bias, targets)
+    torch.testing.assert_close(found, plain(hidden * 1e4, weight, bias, targets, 1.0))

@@ -1,0 +1,109 @@
+"""Log-probabilities and entropy from hidden states, a few tokens at a time: `[tokens, vocabulary]` never exists.
+
+Forward keeps two numbers per token. Backward computes the logits of a chunk again and turns them, in place, into their
+own gradient. The price is one more matrix product with the output layer.
+
+Legend: N tokens, H width, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_CHUNK_BYTES = 64 * 2**20
+"""Most memory for the logits of one chunk."""
+_CACHE_BYTES = 4 * 2**20
+"""Preferred memory for them: what a core's cache can hold, so that exp and sum do not wait for memory."""
+_MIN_ROWS = 256
+"""Fewer rows make the matrix products inefficient; preferred over the cache, not over the memory bound."""
+
+
+def log_prob_and_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log_prob, entropy), each (N,) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
+
+    `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` (N,) int64. The arithmetic is the
+    weight's, whatever precision `hidden` has. `entropy` has a gradient only with `entropy_grad`.
+    """
+    return _Head.apply(hidden.to(weight.dtype), weight, bias, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+
+
+def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
+    row_bytes = weight.shape[0] * weight.element_size()
+    size = max(1, min(max(_CACHE_BYTES // row_bytes, _MIN_ROWS), _CHUNK_BYTES // row_bytes))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits += bias
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        entropy_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
+        log_prob, entropy = torch.empty_like(log_norm), torch.empty_like(log_norm)
+        for rows in _chunks(len(hidden), weight):
+            logits = _logits(hidden[rows], weight, bias, temperature)
+            norm = torch.logsumexp(logits, dim=1)
+            log_norm[rows] = norm
+            log_prob[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - norm
+            logits -= norm[:, None]
+            entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
+        ctx.temperature, ctx.entropy_grad = temperature, entropy_grad
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad_log_prob, grad_entropy = grad_outputs
+        hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        grad_bias = torch.zeros_like(bias) if wants_bias else None
+        for rows in _chunks(len(hidden), weight):
+            log_p = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(log_norm[rows, None])
+            g = grad_log_prob[rows, None]
+            if ctx.entropy_grad:  # d entropy / d logit = -p (log p + entropy)
+                p = log_p.exp()
+                grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(g).mul_(p)
+            else:  # d log_prob / d logit = [target] - p
+                grad = log_p.exp_().mul_(-g)
+            grad.scatter_add_(1, targets[rows, None], g)
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, hidden[rows])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None

@@ -1,0 +1,215 @@
+"""Packed sequences: one row of T tokens without padding through every layer, and attention that keeps them apart.
+
+Attention alone needs to know where a sequence ends. It spreads the rows over a few dense grids of nearly equal
+lengths, padded on the right: under causal attention no token sees what comes after it, so no mask exists, and a token
+cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
+through the same seam as one padded grid.
+
+Legend: T tokens of all sequences, B sequences, L tokens of the longest, H heads, D head width, S cells of the grids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from trivium.errors import TriviumError
+
+PACKED = "trivium_packed"
+"""The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
+
+_FILL = 0.75
+"""The shortest sequence of a dense grid, as a part of its longest."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_EXTRAS = ("softcap", "s_aux", "position_bias")
+"""Arguments by which models change what attention computes, and which packed attention does not know."""
+
+
+class CannotPack(Exception):
+    """This model's attention is more than packed attention computes; it is run padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sequences end to end, and where each token sits in dense grids."""
+
+    tokens: torch.Tensor
+    """(T,) int64."""
+    positions: torch.Tensor
+    """(T,) int64: place of each token in its own sequence."""
+    lengths: tuple[int, ...]
+    cell: torch.Tensor
+    """(T,) int64: cell of each token in the row-major (B, L) grid."""
+    grids: tuple[tuple[int, int], ...]
+    """(sequences, padded length) of each attention grid; together they have S cells."""
+    spread: torch.Tensor
+    """(S,) int64: the token in each cell of the attention grids; padding repeats its own sequence's last token."""
+    collect: torch.Tensor
+    """(T,) int64: the cell of the attention grids that holds each token."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L)."""
+        return len(self.lengths), max(self.lengths)
+
+
+def pack(sequences: Sequence[npt.NDArray[np.int32]], device: torch.device | str = "cpu") -> Pack:
+    """Sequences of at least one token each, in the given order, as one row."""
+    lengths = np.array([len(s) for s in sequences])
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    grids, spread, collect = _grids(lengths, starts)
+
+    def move(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return Pack(
+        tokens=move(np.concatenate(sequences)),
+        positions=move(positions),
+        lengths=tuple(int(n) for n in lengths),
+        cell=move(owner * lengths.max() + positions),
+        grids=grids,
+        spread=move(spread),
+        collect=move(collect),
+    )
+
+
+def _grids(
+    lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+) -> tuple[tuple[tuple[int, int], ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Dense grids over sequences of similar length: their shapes, cell -> token, token -> cell."""
+    order = np.argsort(-lengths, kind="stable")
+    members: list[list[int]] = []
+    for i in order:
+        if not members or lengths[i] < _FILL * lengths[members[-1][0]]:
+            members.append([])
+        members[-1].append(int(i))
+    collect = np.empty(int(lengths.sum()), np.int64)
+    spread: list[npt.NDArray[np.int64]] = []
+    offset = 0
+    for grid in members:
+        longest = int(lengths[grid[0]])
+        for i in grid:
+            spread.append(starts[i] + np.minimum(np.arange(longest), lengths[i] - 1))
+            collect[starts[i] : starts[i] + lengths[i]] = offset + np.arange(lengths[i])
+            offset += longest
+    return tuple((len(grid), int(lengths[grid[0]])) for grid in members), np.concatenate(spread), collect
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    trivium_pack: Pack | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence of a pack: (1, H, T, D) -> (1, T, H, D).
+
+    Never applies dropout: the ratio of two policies is only meaningful without it.
+    """
+    if trivium_pack is None:
+        raise TriviumError(
+            "packed attention",
+            f"{type(module).__name__} was called without a pack",
+            "call the model through trivium.models.packed.Backbone",
+        )
+    extras = [name for name in _EXTRAS if arguments.get(name) is not None]
+    if extras or attention_mask is not None:
+        raise CannotPack(f"{type(module).__name__} passes {', '.join(extras) or 'a mask of its own'} to attention")
+    outputs: list[torch.Tensor] = []
+    offset = 0
+    dense = [x[0].transpose(0, 1).index_select(0, trivium_pack.spread) for x in (query, key, value)]
+    for rows, length in trivium_pack.grids:
+        q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
+        window = _window(length, sliding_window, q.device)
+        grid = scaled_dot_product_attention(
+            q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(grid.transpose(1, 2).flatten(0, 1))
+        offset += rows * length
+    return torch.cat(outputs).index_select(0, trivium_pack.collect)[None], None
+
+
+def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """(length, length) mask of a sliding window, where the window is shorter than the grid."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    index = torch.arange(length, device=device)
+    behind = index[:, None] - index[None, :]
+    return (behind >= 0) & (behind < sliding_window)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+class Backbone:
+    """A decoder as a function from packs to hidden states: packed where the model allows it, else padded."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        self.packs = _declares_packing(module) and self._probe()
+
+    def __call__(self, batch: Pack) -> torch.Tensor:
+        """(T, width): the last hidden state of every token."""
+        return self._packed(batch) if self.packs else self._padded(batch)
+
+    def _packed(self, batch: Pack) -> torch.Tensor:
+        output = self.module(
+            input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, trivium_pack=batch
+        )
+        return output.last_hidden_state[0]
+
+    def _padded(self, batch: Pack) -> torch.Tensor:
+        grid = batch.tokens.new_zeros(batch.shape)
+        mask = torch.zeros_like(grid)
+        grid.view(-1)[batch.cell], mask.view(-1)[batch.cell] = batch.tokens, 1
+        output = self.module(input_ids=grid, attention_mask=mask, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, batch.cell)
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Whether this model, packed, gives what it gives padded: its code may ignore positions or the interface."""
+        batch = probe_pack(self.module)
+        expected = self._padded(batch)
+        before = str(self.module.config._attn_implementation)
+        self.module.set_attn_implementation(PACKED)
+        try:
+            agrees = (self._packed(batch) - expected).abs().max() <= 1e-3 * expected.abs().max()
+        except CannotPack:
+            agrees = False
+        if not agrees:
+            self.module.set_attn_implementation(before)
+        return bool(agrees)
+
+
+def probe_pack(module: PreTrainedModel) -> Pack:
+    """Two short sequences of valid tokens, for asking a model what it does."""
+    vocabulary = cast(nn.Embedding, module.get_input_embeddings()).num_embeddings
+    tokens = np.arange(3, 14, dtype=np.int32) % vocabulary
+    return pack([tokens[:4], tokens[4:]], module.device)
+
+
+def _declares_packing(module: PreTrainedModel) -> bool:
+    """What a short probe cannot show: how attention is reached, and rules that only bite on long sequences."""
+    config = module.config.get_text_config()
+    return (
+        type(module)._supports_attention_backend
+        and "position_ids" in inspect.signature(module.forward).parameters
+        and set(getattr(config, "layer_types", None) or ()) <= _LAYER_TYPES
+        and getattr(config, "attention_chunk_size", None) is None
+    )

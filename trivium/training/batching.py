@@ -1,0 +1,123 @@
+"""Cuts a mini-batch into micro-batches and turns each into tensors.
+
+A cut never changes the gradient: the learner divides by counts of the whole mini-batch. It only decides how much
+memory one forward and backward pass takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trivium.errors import DataError
+from trivium.models.loss import Totals
+from trivium.models.packed import Pack, pack
+from trivium.types import AnyArray, Batch, Experience
+
+
+def count(batch: Batch) -> Totals:
+    """The counts that a whole mini-batch is normalised by."""
+    trained = [e.num_response_tokens for e in batch.experiences]
+    return Totals(
+        tokens=sum(trained), sequences=sum(n > 0 for n in trained), max_response_length=max(trained, default=0)
+    )
+
+
+def units(batch: Batch, unit: str) -> list[list[int]]:
+    """Rows that a micro-batch must hold together: `sequence`, `pair` (two consecutive rows) or `group`.
+
+    Units without a trained token are left out.
+    """
+    together: dict[object, list[int]] = {}
+    for row, experience in enumerate(batch.experiences):
+        keys = {"sequence": row, "pair": row // 2, "group": experience.group_id}
+        if unit not in keys:
+            raise DataError(f"an objective over units of {unit!r}", "no such unit", f"known: {', '.join(keys)}")
+        together.setdefault(keys[unit], []).append(row)
+    return [rows for rows in together.values() if any(batch.experiences[row].response_mask.any() for row in rows)]
+
+
+def cut(
+    together: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, *, padded: bool = False
+) -> list[list[int]]:
+    """Micro-batches of at most `max_tokens` tokens, made of whole units; a longer unit goes alone.
+
+    Units of similar length share a micro-batch, which keeps padding small where there is any. With `padded`, padding
+    counts as tokens.
+    """
+
+    def cost(rows: Iterable[int]) -> int:
+        taken = [lengths[row] for row in rows]
+        return len(taken) * max(taken) if padded else sum(taken)
+
+    micro_batches: list[list[int]] = []
+    for unit in sorted(together, key=lambda rows: -max(lengths[row] for row in rows)):
+        if micro_batches and cost([*micro_batches[-1], *unit]) <= max_tokens:
+            micro_batches[-1].extend(unit)
+        else:
+            micro_batches.append(list(unit))
+    return micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole sequences on the device: packed for the model, as a (B, L) grid for the loss."""
+
+    pack: Pack
+    rows: torch.Tensor
+    """(N,) int64: the trained tokens, as rows of the pack."""
+    response_mask: torch.Tensor
+    """(B, L) bool."""
+    policy_version: torch.Tensor
+    """(B, L) int32."""
+    columns: dict[str, torch.Tensor]
+    """(B, L) each."""
+
+    def grid(self, values: torch.Tensor) -> torch.Tensor:
+        """(N,) numbers of the trained tokens as (B, L), zero elsewhere; differentiable."""
+        flat = values.new_zeros(self.response_mask.numel())
+        return flat.index_copy(0, self.pack.cell[self.rows], values).view(self.response_mask.shape)
+
+
+def collate(
+    batch: Batch, rows: Sequence[int], columns: Iterable[str], *, device: torch.device, dtype: torch.dtype
+) -> MicroBatch:
+    """The experiences at `rows` with the named columns and `rollout_log_prob`.
+
+    Raises DataError for a column that the batch lacks, and for media, which no model here reads yet.
+    """
+    chosen = [batch.experiences[row] for row in rows]
+    missing = sorted(set(columns) - set(batch.columns))
+    if missing:
+        raise DataError(
+            f"columns {', '.join(missing)} for the update",
+            f"the batch holds {', '.join(sorted(batch.columns)) or 'none'}",
+            "list the score in the algorithm's `needs`, or compute the column in its `advantages`",
+        )
+    _refuse_media(chosen)
+    shape = (len(chosen), max(len(e) for e in chosen))
+
+    def grid(arrays: Iterable[AnyArray], dtype: torch.dtype) -> torch.Tensor:
+        padded = torch.zeros(shape, dtype=dtype)
+        for row, array in zip(padded.numpy(), arrays, strict=True):
+            row[: len(array)] = array
+        return padded.to(device)
+
+    return MicroBatch(
+        pack=pack([e.tokens for e in chosen], device),
+        rows=torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device),
+        response_mask=grid((e.response_mask for e in chosen), torch.bool),
+        policy_version=grid((e.policy_version for e in chosen), torch.int32),
+        columns={
+            "rollout_log_prob": grid((e.rollout_log_prob for e in chosen), dtype),
+            **{name: grid((batch.columns[name][row] for row in rows), dtype) for name in columns},
+        },
+    )
+
+
+def _refuse_media(experiences: Iterable[Experience]) -> None:
+    if any(e.media for e in experiences):
+        raise DataError("train on images or sound", "this engine reads tokens only", "use a text-only workflow")

@@ -1,0 +1,104 @@
+"""AdamW, its schedule and its state on disk.
+
+Weight decay pulls on matrices only: not on norms and biases (one dimension), nor on embeddings, a tied output layer
+included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from trivium.config import Config
+from trivium.errors import RunDirError, TriviumError
+
+
+class OptimizerConfig(Config):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; norms, biases and embeddings have none."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Train steps of linear warm-up; the first one has `lr / warmup_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up, until the run's last train step."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where `linear` and `cosine` end, as a part of `lr`."""
+
+
+def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
+    """The rate of the train step that starts from policy `version` (0 is the first); all its mini-batches share it."""
+    if version < config.warmup_steps:
+        return config.lr * (version + 1) / config.warmup_steps
+    progress = min(1.0, (version - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    remaining = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.schedule]
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
+
+
+class Optimizer:
+    """AdamW over the named parameters of a module, with float32 (or float64) state."""
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        decayed = [p for p in self.parameters.values() if p.ndim >= 2 and id(p) not in embeddings]
+        others = [p for p in self.parameters.values() if p.ndim < 2 or id(p) in embeddings]
+        self._adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.lr, betas=config.betas, eps=config.eps, fused=True,
+        )  # fmt: skip
+
+    def step(self, lr: float, max_grad_norm: float, who: str) -> float:
+        """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping.
+
+        Raises TriviumError, weights untouched, when the norm is not finite.
+        """
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise TriviumError(
+                f"an optimizer step of {who}",
+                f"the gradient norm is {float(norm)}; the weights are as they were before",
+                "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
+            )
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        return float(norm)
+
+    def zero_grad(self) -> None:
+        """Forgets the gradient."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """`<parameter>/<moment or step>` -> tensor; empty before the first step."""
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of `state`."""
+        for key, value in state.items():
+            name, _, moment = key.rpartition("/")
+            if name not in self.parameters:
+                raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
+            parameter = self.parameters[name]
+            device = "cpu" if moment == "step" and parameter.device.type == "cpu" else parameter.device
+            self._adamw.state[parameter][moment] = value.to(device)

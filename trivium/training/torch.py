@@ -1,0 +1,203 @@
+"""The train engine for one process: CPU or one GPU, weights in float32, micro-batches packed.
+
+Precision: weights, gradients, optimizer state and the head are float32 (float64 for tests); `bfloat16` runs the
+backbone's matrix products and attention under autocast, which casts from the float32 master weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import safetensors.torch
+import torch
+from pydantic import Field
+
+from trivium.config import TrainConfig, free
+from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.models.heads import LanguageModel, ValueModel
+from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
+from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
+from trivium.types import AnyArray, Batch, Metrics
+
+_SCORES = {
+    "old": ("policy", "log_prob"),
+    "entropy": ("policy", "entropy"),
+    "ref": ("reference", "log_prob"),
+    "values": ("critic", "values"),
+}
+_METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
+_WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
+_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
+
+
+class TorchTrainEngine(TrainEngine):
+    """Policy, and where the algorithm asks for them critic and frozen reference, in this process."""
+
+    class Config(TrainConfig):
+        """How the models are trained."""
+
+        kind: str = "torch"
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+        """Arithmetic of the backbone; weights, optimizer and head are float32 at least."""
+        device: str = "auto"
+        """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+        max_tokens_per_micro_batch: int = free(16384, ge=1)
+        """Tokens of one forward and backward pass, context included; a longer sequence goes alone. Decides memory
+        and speed, never the gradient."""
+        gradient_checkpointing: bool = False
+        """Trades a second forward pass for memory: activations of one layer at a time."""
+        max_grad_norm: float = Field(default=1.0, gt=0)
+        """The gradient of a whole mini-batch is scaled down to this norm."""
+        optimizer: OptimizerConfig = OptimizerConfig()
+        """The policy's optimizer."""
+        critic_optimizer: OptimizerConfig | None = None
+        """The critic's; nothing means the same as the policy's."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_dir: Path,
+        algorithm: Algorithm,
+        temperature: float,
+        total_steps: int,
+        seed: int,
+        threads: int,
+    ) -> None:
+        """`temperature` is the sampling temperature, `total_steps` the train steps of the schedule.
+
+        `seed` draws the critic's head; `threads` is set by every verb for the thread that calls it.
+        """
+        self.config, self.algorithm = config, algorithm
+        self._model_dir, self._temperature = model_dir, temperature
+        self._total_steps, self._seed, self._threads = total_steps, seed, threads
+        self._device = _device(config.device)
+        self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self._learners: dict[str, Learner] = {}
+
+    def prepare(self) -> None:
+        """Loads models and optimizers from the initial model directory."""
+        self._open(self._model_dir, self._model_dir)
+
+    def score(self, batch: Batch, what: str) -> list[AnyArray]:
+        """Per-token numbers without gradient: length L each, 0 outside the response mask."""
+        torch.set_num_threads(self._threads)
+        if what not in _SCORES:
+            raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(_SCORES)}")
+        role, kind = _SCORES[what]
+        return self._learner(role).score(batch, kind)
+
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step of one role, at the learning rate that belongs to `version`.
+
+        Raises TriviumError, weights untouched, when the gradient is not finite.
+        """
+        torch.set_num_threads(self._threads)
+        learner = self._learner(role)
+        lr = learning_rate(self._optimizer_config(role), self.version, self._total_steps)
+        return learner.update(
+            batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm,
+            who=f"the {role} in train step {self.version + 1}",
+        )  # fmt: skip
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self._policy.module.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor.detach()
+
+    def save(self, directory: Path) -> None:
+        """`policy/` and `critic/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.save_weights(directory / "policy")
+        for role, learner in self._learners.items():
+            if role == "critic":
+                learner.model.save(directory / role)
+            if learner.optimizer is not None:
+                state = {key: value.contiguous() for key, value in learner.optimizer.state().items()}
+                safetensors.torch.save_file(state, directory / f"{role}-optimizer.safetensors")
+        (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        """Opens what `save` wrote; the reference still comes from the initial model directory."""
+        counters = directory / "engine.json"
+        if not counters.is_file():
+            raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
+        self._open(directory / "policy", directory / "critic")
+        for role, learner in self._learners.items():
+            if learner.optimizer is not None:
+                learner.optimizer.restore(safetensors.torch.load_file(directory / f"{role}-optimizer.safetensors"))
+        self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
+
+    def save_weights(self, directory: Path) -> None:
+        """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._policy.save(directory)
+        skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS) for p in self._model_dir.glob(pattern)}
+        for file in self._model_dir.iterdir():
+            if file.is_file() and file not in skip:
+                shutil.copyfile(file, directory / file.name)
+
+    def close(self) -> None:
+        """Lets go of the models."""
+        self._learners = {}
+
+    @property
+    def _policy(self) -> LanguageModel:
+        return cast(LanguageModel, self._learner("policy").model)
+
+    def _learner(self, role: str) -> Learner:
+        if role not in self._learners:
+            raise TriviumError(
+                f"the {role} of the train engine",
+                f"it holds {', '.join(self._learners) or 'nothing yet'}",
+                "declare the score or objective in the algorithm, and call prepare() first",
+            )
+        return self._learners[role]
+
+    def _optimizer_config(self, role: str) -> OptimizerConfig:
+        critic = self.config.critic_optimizer if role == "critic" else None
+        return critic or self.config.optimizer
+
+    def _open(self, policy: Path, critic: Path) -> None:
+        """Only the roles that the algorithm has a use for."""
+        how: dict[str, Any] = {
+            "dtype": self._dtype, "device": self._device, "autocast": self.config.dtype == "bfloat16",
+        }  # fmt: skip
+        roles = {objective.role for objective in self.algorithm.objectives}
+        roles |= {_SCORES[what][0] for what in self.algorithm.needs}
+        torch.set_num_threads(self._threads)
+        self._learners = {}
+        self._add("policy", LanguageModel(policy, temperature=self._temperature, **how), trained="policy" in roles)
+        if "critic" in roles:
+            self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
+        if "reference" in roles:
+            reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
+            self._add("reference", reference, trained=False)
+
+    def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool) -> None:
+        optimizer = None
+        if trained:
+            network = model if isinstance(model, ValueModel) else model.module
+            optimizer = Optimizer(network, self._optimizer_config(role))
+            if self.config.gradient_checkpointing:
+                checkpoint_gradients(model.module)
+        else:
+            model.module.requires_grad_(False)
+        self._learners[role] = Learner(model, _METRIC_NAME[role], self.config.max_tokens_per_micro_batch, optimizer)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
+    return device
