@@ -30,7 +30,8 @@ from trivium.registry import resolve
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Schedule
 from trivium.synchronizer import MemoryBoard, Synchronizer
-from trivium.text import ChatRenderer, hf_tokenizer
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
 from trivium.types import Metrics
 
