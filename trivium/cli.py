@@ -46,7 +46,7 @@ def demo(
         outcome.log_dir = dir
         from trivium.demo import demo as run_demo
 
-        _show(run_demo(dir, seed))
+        show(run_demo(dir, seed))
 
 
 @app.command()
@@ -68,7 +68,7 @@ def run(
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.assemble import run as run_all
 
-        _show(run_all(loaded))
+        show(run_all(loaded))
 
 
 @app.command()
@@ -92,7 +92,7 @@ def evaluate(
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.assemble import evaluate as evaluate_step
 
-        _show(evaluate_step(loaded, step))
+        show(evaluate_step(loaded, step))
 
 
 @app.command()
@@ -117,7 +117,8 @@ def main() -> None:
     app()
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
+    """A result as JSON, for people and programs."""
     print(json.dumps(dict(result), indent=2, default=str))
 
 

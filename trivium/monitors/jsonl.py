@@ -26,8 +26,9 @@ class JsonlMonitor:
         self._files: dict[str, _RowFile] = {}
         existing = ["metrics.jsonl", *(f"tables/{p.name}" for p in sorted((run_dir / "tables").glob("*.jsonl")))]
         for name in existing:
+            file = self._file(name)
             if resume_step == 0:
-                self._file(name).truncate(0)
+                file.truncate(0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file("metrics.jsonl").append({"step": step, **metrics})

@@ -1,0 +1,188 @@
+"""The command line: exit codes, messages in three parts, tracebacks only where they belong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner, Result
+
+from trivium.cli import Outcome, app, first_cause
+from trivium.errors import ConfigError, DataError
+
+PARTS = """
+from trivium.config import AlgorithmConfig, BufferConfig, EngineConfig, Plugin, TrainConfig, WorkflowConfig
+
+class Part:
+    class Config(Plugin):
+        pass
+
+class Play:
+    class Config(WorkflowConfig):
+        pass
+
+class Engine:
+    class Config(EngineConfig):
+        pass
+
+class Learn:
+    class Config(AlgorithmConfig):
+        pass
+
+class Train:
+    class Config(TrainConfig):
+        pass
+
+class Buffer:
+    class Config(BufferConfig):
+        pass
+"""
+
+RUN = """
+model: parts.py:Part
+tasks: {train: parts.py:Part}
+workflow: parts.py:Play
+engine: parts.py:Engine
+algorithm: parts.py:Learn
+train: parts.py:Train
+buffer: parts.py:Buffer
+schedule: {steps: 3, groups_per_step: 4, group_size: 2}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path / "run.yaml"
+
+
+def trivium(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_check_prints_the_plan(config: Path) -> None:
+    result = trivium("check", config, "schedule.steps=5", "cluster.threads=2")
+    assert result.exit_code == 0, result.stderr
+    plan = yaml.safe_load(result.stdout)
+    assert (plan["total_steps"], plan["threads"]) == (5, 2)
+    assert plan["stages"][0]["trajectories_per_step"] == 8
+
+
+def test_check_prints_all_problems_and_exits_2(config: Path) -> None:
+    result = trivium("check", config, "schedule.setps=5", "run.seed=x")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "did you mean 'steps'?" in result.stderr
+    assert "run.seed: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "check", "eval"])
+def test_every_command_that_reads_a_config_checks_it(config: Path, command: str) -> None:
+    step = ["--step", "0"] if command == "eval" else []
+    result = trivium(command, config, "nonsense=1", *step)
+    assert result.exit_code == 2
+    assert "nonsense" in result.stderr
+
+
+def test_no_resume_is_an_override(config: Path) -> None:
+    result = trivium("run", config, "run.resum=true", "--no-resume")
+    assert "did you mean 'resume'?" in result.stderr
+    assert len(result.stderr.split("  - ")) == 2  # run.resume itself was understood
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run"],
+        ["nonsense"],
+        ["eval", "x.yaml"],
+        ["export", "run"],
+        ["eval", "x.yaml", "--step", "-1"],
+        ["check", "no.yaml"],
+    ],
+)
+def test_wrong_arguments_exit_2(arguments: list[str]) -> None:
+    assert trivium(*arguments).exit_code == 2
+
+
+def test_the_module_is_the_command(config: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "trivium", "check", config, "a.b"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("asked: override 'a.b'\nfound: no `=`\ndo: write")
+    assert ran.stdout == ""
+
+
+def exit_code(error: BaseException, log_dir: Path | None = None, debug: bool = False) -> int:
+    outcome = Outcome(debug)
+    outcome.log_dir = log_dir
+    with pytest.raises(typer.Exit) as caught, outcome:
+        raise error
+    return caught.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a", "b", "c"), 2),
+        (DataError("a", "b", "c"), 1),
+        (RuntimeError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (ExceptionGroup("group", [ExceptionGroup("inner", [ConfigError("a")]), RuntimeError("later")]), 2),
+    ],
+    ids=repr,
+)
+def test_errors_become_exit_codes(error: BaseException, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_an_error_of_ours_needs_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(ExceptionGroup("group", [DataError("read x", "nothing", "make it")]))
+    assert capsys.readouterr().err == "asked: read x\nfound: nothing\ndo: make it\n"
+
+
+def test_the_traceback_goes_to_the_log_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").write_text("earlier\n")
+    exit_code(RuntimeError("went wrong"), log_dir=tmp_path)
+    shown, log = capsys.readouterr().err, (tmp_path / "log.txt").read_text()
+    assert shown == f"RuntimeError: went wrong\ntraceback: {tmp_path / 'log.txt'}\n"
+    assert log.startswith("earlier\nTraceback")
+    assert "RuntimeError: went wrong" in log
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_unexpected_error_without_a_log_shows_where_it_came_from(
+    debug: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    exit_code(RuntimeError("went wrong"), log_dir=tmp_path / "never made", debug=debug)
+    assert "Traceback" in capsys.readouterr().err
+    assert not (tmp_path / "never made").exists()
+
+
+def test_debug_shows_the_traceback_of_any_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(DataError("read x"), log_dir=tmp_path, debug=True)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_first_cause_of_a_group_is_the_first_that_was_raised() -> None:
+    cause = ValueError("first")
+    assert first_cause(ExceptionGroup("a", [ExceptionGroup("b", [cause]), OSError("second")])) is cause
+
+
+def test_results_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    from trivium.cli import show
+
+    show({"accuracy": 0.5, "run_dir": Path("runs/x")})
+    assert json.loads(capsys.readouterr().out) == {"accuracy": 0.5, "run_dir": "runs/x"}
