@@ -1,0 +1,158 @@
+"""The rewards that ship. Expected GSM8K values are those of the graders that published results come from."""
+
+import json
+import threading
+
+import pytest
+from pydantic import ValidationError
+
+from trivium.errors import DataError, MissingPackage, RewardError
+from trivium.rewards.functions import Exact, Format, Gsm8k, MathVerify, ReasoningGym, Regex, gsm8k_answer, last_tag
+from trivium.rewards.isolated import Isolated, require
+
+
+def test_exact():
+    plain, strict = Exact(Exact.Config()), Exact(Exact.Config(strip=False))
+    folded = Exact(Exact.Config(casefold=True))
+    assert plain("", " 12\n", "12") == 1.0
+    assert plain("", "12", 12) == 1.0
+    assert plain("", "Yes", "yes") == 0.0
+    assert strict("", " 12", "12") == 0.0
+    assert folded("", "STRASSE", "straße") == 1.0
+
+
+def test_regex():
+    assert Regex(Regex.Config(pattern=r"\d+"))("", "so 12.") == 1.0
+    assert Regex(Regex.Config(pattern=r"\d+", match="full"))("", "so 12.") == 0.0
+    assert Regex(Regex.Config(pattern=r"(?s)a.b", match="full"))("", "a\nb") == 1.0
+    with pytest.raises(ValidationError, match="not a regular expression"):
+        Regex.Config(pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        (" <think>a\n</think>\n <answer></answer>\n", 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>!", 0.0),
+        ("x<think>a</think><answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("</think>a<think><answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion, score):
+    assert Format(Format.Config())("", completion) == score
+
+
+GSM8K = [
+    # text, strict, flexible
+    ("The answer is #### 42", "42", "42"),
+    ("#### -17", "-17", "-17"),
+    ("#### 1,234", "1234", "1234"),
+    ("#### 3.5", "3.5", "3.5"),
+    ("#### 13.", "13", "13"),
+    ("#### 1\n#### 2", "2", "2"),
+    ("no number here", None, None),
+    ("#### $18", None, "18"),
+    ("####18", None, "18"),
+    ("#### 18 dollars", "18", "18"),
+    ("-3 then 4", None, "4"),
+    ("7 ####", None, "7"),
+    ("", None, None),
+    ("#### 0", "0", "0"),
+    ("a1b2c3", None, "3"),
+    ("#### x", None, None),
+    ("first #### 9 then more text 10", "9", "10"),
+    ("x" * 400 + "#### 5", "5", "5"),
+    ("#### 5" + "y" * 400, None, None),
+    ("#### 12\xa0", "12", "12"),
+    ("#### \u221212", None, "12"),
+    ("<think>#### 3</think> #### 4", "4", "4"),
+    ("I do not know...", None, None),
+    ("Hello, world.", None, None),
+]
+
+
+@pytest.mark.parametrize(("text", "strict", "flexible"), GSM8K)
+def test_gsm8k_answer(text, strict, flexible):
+    assert gsm8k_answer(text) == strict
+    assert gsm8k_answer(text, "flexible") == flexible
+
+
+def test_gsm8k_scores():
+    strict = Gsm8k(Gsm8k.Config(format_score=0.1))
+    flexible = Gsm8k(Gsm8k.Config(method="flexible", format_score=0.1))
+    solution = "He sells 18/2 = <<18/2=9>>9 for $1,111 each.\n#### 9,999"
+    assert strict("", "#### 42", "42") == flexible("", "so 42", 42) == 1.0
+    assert strict("", "#### 9999", solution) == strict("", solution, solution) == 1.0
+    assert strict("", "#### 41", "42") == flexible("", "41", "42") == 0.1
+    assert strict("", "42", "42") == flexible("", "nothing", "0") == 0.0
+
+
+MATH = [
+    # completion, answer, right
+    ("\\boxed{\\frac{1}{2}}", "0.5", True),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt{2}", True),
+    ("\\boxed{x+1}", "1+x", True),
+    ("\\boxed{1,000}", "1000", True),
+    ("The answer is 42", "42", True),
+    ("\\boxed{42} hmm, no: \\boxed{41}", "42", False),
+    ("\\boxed{3.14}", "\\pi", False),
+    ("\\boxed{-7}", "$7$", False),
+    ("", "\\boxed{42}", False),
+]
+
+
+def test_math_verify_off_the_main_thread():
+    pytest.importorskip("math_verify")
+    reward = MathVerify(MathVerify.Config(cpu_limit_s=2))
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.extend(reward("", text, gold) for text, gold, _ in MATH))
+    thread.start()
+    thread.join()
+    assert found == [float(right) for _, _, right in MATH]
+    with pytest.raises(RewardError, match="an `answer` that math-verify can read"):
+        reward("", "42", "\\boxed{}")
+    with pytest.raises(RewardError, match="within 2 CPU seconds"):  # would hold this interpreter for ever
+        reward("", "\\boxed{9^{9^{9^{9}}}}", "42")
+    assert reward("", "\\boxed{42}", "42") == 1.0
+
+
+def test_reasoning_gym_scores_as_the_dataset_does():
+    gym = pytest.importorskip("reasoning_gym")
+    config = {"seed": 3, "size": 5}
+    full, tag = ReasoningGym(ReasoningGym.Config()), ReasoningGym(ReasoningGym.Config(extract="tag"))
+    for name in ("countdown", "basic_arithmetic"):
+        dataset = gym.create_dataset(name, **config)
+        entry = json.loads(json.dumps(dataset[1]))
+        column = {"dataset": name, "config": config, "entry": entry}
+        assert full("", f" {entry['answer']}\n", column) == 1.0
+        assert full("", "no idea", column) == dataset.score_answer("no idea", dataset[1])
+        assert full("", "no idea", column) < 1.0
+        assert tag("", f"<answer>x</answer> so <answer> {entry['answer']} </answer>.", column) == 1.0
+        assert tag("", entry["answer"], column) == dataset.score_answer(None, dataset[1])
+    with pytest.raises(DataError, match="reasoning_gym"):
+        full("", "1", {"dataset": "countdown"})
+
+
+def test_last_tag():
+    assert last_tag("<answer>1</answer> <answer> 2 </answer> 3", "answer") == "2"
+    assert last_tag("<answer>1", "answer") is None
+    assert last_tag("1</answer>", "answer") is None
+
+
+def test_a_missing_package_says_what_to_install():
+    with pytest.raises(MissingPackage, match=r"trivium\[math\]"):
+        require("no_such_module", "math-verify", "math", "score")
+
+
+def test_a_child_that_dies_is_an_error_and_is_replaced():
+    exits = Isolated("os:_exit", 5)
+    for _ in range(2):
+        with pytest.raises(RewardError, match="ended with code 3"):
+            exits(status=3)

@@ -1,0 +1,174 @@
+"""The rewards that ship. Each is called as f(prompt, completion, columns by name) and gives a number in [0, 1]."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from trivium.config import RewardConfig
+from trivium.errors import DataError
+from trivium.rewards.isolated import Isolated, require
+
+
+class Exact:
+    """1 where the completion is the column `answer`, else 0."""
+
+    class Config(RewardConfig):
+        kind: str = "exact"
+        strip: bool = True
+        """Ignores white space around either text."""
+        casefold: bool = False
+        """Ignores upper and lower case."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+        return float(self._normal(completion) == self._normal(str(answer)))
+
+    def _normal(self, text: str) -> str:
+        text = text.strip() if self.config.strip else text
+        return text.casefold() if self.config.casefold else text
+
+
+class Regex:
+    """1 where the pattern matches the completion, else 0."""
+
+    class Config(RewardConfig):
+        kind: str = "regex"
+        pattern: str
+        """A Python regular expression; flags as `(?s)`. It runs on whatever the policy writes: avoid nested repeats."""
+        match: Literal["search", "full"] = "search"
+        """Anywhere in the completion, or all of it."""
+
+        @field_validator("pattern")
+        @classmethod
+        def _compiles(cls, pattern: str) -> str:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"not a regular expression: {error}") from error
+            return pattern
+
+    def __init__(self, config: Config) -> None:
+        pattern = re.compile(config.pattern)
+        self._match = pattern.search if config.match == "search" else pattern.fullmatch
+
+    def __call__(self, prompt: str, completion: str) -> float:
+        return float(self._match(completion) is not None)
+
+
+class Format:
+    """1 where the completion is the sections in order, each tag once, nothing but white space around them; else 0."""
+
+    class Config(RewardConfig):
+        kind: str = "format"
+        sections: tuple[str, ...] = Field(default=("think", "answer"), min_length=1)
+        """Tag names: `[think, answer]` wants `<think>...</think> <answer>...</answer>`."""
+
+    def __init__(self, config: Config) -> None:
+        self._tags = [tag for name in config.sections for tag in (f"<{name}>", f"</{name}>")]
+
+    def __call__(self, prompt: str, completion: str) -> float:
+        if any(completion.count(tag) != 1 for tag in self._tags):
+            return 0.0
+        at = [completion.index(tag) for tag in self._tags]
+        ends = [start + len(tag) for start, tag in zip(at, self._tags, strict=True)]
+        outside = [completion[: at[0]], completion[ends[-1] :]]
+        outside += [completion[ends[i] : at[i + 1]] for i in range(1, len(at) - 1, 2)]
+        return float(at == sorted(at) and not "".join(outside).strip())
+
+
+_GSM8K_TAIL = 300
+"""Only the end of a completion counts, as in the graders that published GSM8K results come from."""
+_NUMBER = r"-?[0-9.,]*[0-9][0-9.,]*"
+
+
+def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    """The final number of a GSM8K solution, without thousands separators; None where there is none.
+
+    `strict` wants it after the last `#### ` that has one; `flexible` takes the last number.
+    """
+    found = re.findall(rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text[-_GSM8K_TAIL:])
+    return _plain_number(found[-1]) if found else None
+
+
+class Gsm8k:
+    """1 where the final number is that of the column `answer` (a number, or a whole solution ending in `#### n`)."""
+
+    class Config(RewardConfig):
+        kind: str = "gsm8k"
+        method: Literal["strict", "flexible"] = "strict"
+        """`strict`: the number after the last `#### `; `flexible`: the last number."""
+        format_score: float = 0.0
+        """What a wrong number earns; no number earns 0."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+        found = gsm8k_answer(completion, self.config.method)
+        if found is None:
+            return 0.0
+        return 1.0 if found == _plain_number(str(answer).rpartition("####")[2].strip()) else self.config.format_score
+
+
+def _plain_number(text: str) -> str:
+    return text.replace(",", "").rstrip(".")
+
+
+class MathVerify:
+    """1 where the completion's final expression equals the column `answer` (math-verify), else 0."""
+
+    class Config(RewardConfig):
+        kind: str = "math_verify"
+        cpu_limit_s: int = Field(default=10, ge=1)
+        """CPU seconds that one completion may take; more is an error of that trajectory, not a 0."""
+
+    def __init__(self, config: Config) -> None:
+        require("math_verify", "math-verify", "math", "score with kind: math_verify")
+        self._score = Isolated("trivium.rewards.scorers:math_verify", config.cpu_limit_s)
+
+    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+        return self._score(completion=completion, answer=str(answer))
+
+
+class ReasoningGym:
+    """What the Reasoning Gym dataset itself gives for the answer, from the column `reasoning_gym` of its tasks:
+    `{dataset: name, config: {...}, entry: {...}}`."""
+
+    class Config(RewardConfig):
+        kind: str = "reasoning_gym"
+        extract: Literal["full", "tag"] = "full"
+        """Where the answer is: the whole completion, or the last `<answer>...</answer>` (without one: no answer)."""
+        cpu_limit_s: int = Field(default=10, ge=1)
+        """CPU seconds that one completion may take; more is an error of that trajectory, not a 0."""
+
+    def __init__(self, config: Config) -> None:
+        require("reasoning_gym", "reasoning-gym", "envs", "score with kind: reasoning_gym")
+        self._tagged = config.extract == "tag"
+        self._score = Isolated("trivium.rewards.scorers:reasoning_gym", config.cpu_limit_s)
+
+    def __call__(self, prompt: str, completion: str, reasoning_gym: Any) -> float:
+        answer = last_tag(completion, "answer") if self._tagged else completion.strip()
+        if not isinstance(reasoning_gym, dict) or not {"dataset", "config", "entry"} <= reasoning_gym.keys():
+            raise DataError(
+                "a column `reasoning_gym` of {dataset, config, entry}",
+                repr(reasoning_gym)[:80],
+                "use the task source `reasoning_gym`",
+            )
+        return self._score(
+            answer=answer,
+            dataset=reasoning_gym["dataset"],
+            config=reasoning_gym["config"],
+            entry=reasoning_gym["entry"],
+        )
+
+
+def last_tag(text: str, name: str) -> str | None:
+    """What stands in the last `<name>...</name>`; None where there is none."""
+    before, closing, _ = text.rpartition(f"</{name}>")
+    _, opening, inside = before.rpartition(f"<{name}>")
+    return inside.strip() if closing and opening else None
