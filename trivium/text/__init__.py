@@ -1,0 +1,5 @@
+"""Words and tokens: tokenizers, the renderer that turns conversations into tokens, offline tiny models."""
+
+from trivium.text.tokenizer import hf_processor, hf_tokenizer
+
+__all__ = ["hf_processor", "hf_tokenizer"]

@@ -1,0 +1,172 @@
+"""Tiny models made on the spot: a real tokenizer and a real Hugging Face model, offline, from a seed.
+
+The tokenizer has one token per character (or per byte) and one per role, so a prompt costs a tiny model few tokens:
+`<|user|>3+4=<|end|><|assistant|>`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trivium.config import Plugin
+from trivium.errors import DataError
+from trivium.randomness import stream
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
+"""Every printable ASCII character, space and newline."""
+ROLES = ("system", "user", "assistant", "tool")
+END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
+TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{% if message.role not in {ROLES} %}}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class TinyModel:
+    """A randomly initialised small model with its own tokenizer: nothing to download, nothing to wait for."""
+
+    class Config(Plugin):
+        kind: str = "tiny"
+        architecture: Literal["qwen3", "llama", "gpt2"] = "qwen3"
+        """Which Hugging Face model class."""
+        layers: int = Field(default=2, ge=1)
+        """Transformer blocks."""
+        hidden: int = Field(default=64, ge=1)
+        """Width of the residual stream."""
+        heads: int = Field(default=4, ge=1)
+        """Query heads."""
+        kv_heads: int | None = Field(default=None, ge=1)
+        """Key and value heads; nothing means as many as `heads` (always so in gpt2)."""
+        head_dim: int | None = Field(default=None, ge=1)
+        """Width of a head; nothing means `hidden / heads` (always so in gpt2)."""
+        mlp: int = Field(default=128, ge=1)
+        """Width of the feed-forward layers."""
+        max_position: int = Field(default=512, ge=2)
+        """Longest sequence, in tokens."""
+        tied: bool = True
+        """Whether input and output share one embedding."""
+        alphabet: str = Field(default="ascii", min_length=1)
+        """`ascii` (printable characters), `bytes` (any text at all, one token per UTF-8 byte), or the characters."""
+
+        @model_validator(mode="after")
+        def _shapes_fit(self) -> Self:
+            if self.head_dim is None and self.hidden % self.heads:
+                raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; or say head_dim")
+            if self.heads % self.num_kv_heads:
+                raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            if self.architecture != "gpt2" and self.head_width % 2:
+                raise ValueError(f"rotary positions need an even head_dim, not {self.head_width}")
+            if self.architecture == "gpt2" and (
+                self.num_kv_heads != self.heads or self.head_width * self.heads != self.hidden
+            ):
+                raise ValueError("gpt2 has kv_heads = heads and head_dim = hidden / heads; leave both out")
+            return self
+
+        @property
+        def num_kv_heads(self) -> int:
+            return self.kv_heads or self.heads
+
+        @property
+        def head_width(self) -> int:
+            return self.head_dim or self.hidden // self.heads
+
+    def __init__(self, config: Config, *, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    def materialize(self, directory: Path) -> Path:
+        """Builds model and tokenizer into `directory` unless they are there; the weights depend on the seed alone.
+
+        Written aside and renamed: a process that dies leaves all of it or nothing.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        if (directory / "config.json").is_file():
+            return directory
+        if directory.exists() and any(directory.iterdir()):
+            raise DataError(
+                f"build a tiny model in {directory}",
+                "a directory that holds other files",
+                "choose an empty or new run directory",
+            )
+        tokenizer = tiny_tokenizer(self.config.alphabet, self.config.max_position)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(self.seed, "tiny", "weights"))
+            model = AutoModelForCausalLM.from_config(_model_config(self.config, tokenizer), dtype=torch.float32)
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+        aside = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        tokenizer.save_pretrained(aside)
+        model.save_pretrained(aside)
+        aside.rename(directory)
+        return directory
+
+
+def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrainedTokenizerFast:
+    """One token per character of the alphabet (`ascii`, `bytes`, or the characters), then roles, end, pad, unknown.
+
+    A character outside the alphabet becomes `<|unk|>`; `bytes` encodes everything and has no unknown token.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    by_byte = alphabet == "bytes"
+    pieces = _byte_pieces() if by_byte else dict.fromkeys(ASCII if alphabet == "ascii" else alphabet)
+    names: dict[str, Any] = {"eos_token": END, "pad_token": PAD}
+    if not by_byte:
+        names["unk_token"] = UNKNOWN
+    specials = [*(f"<|{role}|>" for role in ROLES), *names.values()]
+    vocabulary = {piece: number for number, piece in enumerate([*pieces, *specials])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None if by_byte else UNKNOWN))
+    if by_byte:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=TEMPLATE, model_max_length=max_length,
+        additional_special_tokens=specials[: len(ROLES)], clean_up_tokenization_spaces=False, **names,
+    )  # fmt: skip
+
+
+def _byte_pieces() -> list[str]:
+    """The characters that stand for bytes 0..255 in byte-level vocabularies (Radford et al. 2019), in that order."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    common = {
+        "vocab_size": len(tokenizer), "tie_word_embeddings": config.tied,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    if config.architecture == "gpt2":
+        return AutoConfig.for_model(
+            "gpt2", **common, n_layer=config.layers, n_embd=config.hidden, n_head=config.heads, n_inner=config.mlp,
+            n_positions=config.max_position, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    return AutoConfig.for_model(
+        config.architecture, **common, num_hidden_layers=config.layers, hidden_size=config.hidden,
+        num_attention_heads=config.heads, num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_width, intermediate_size=config.mlp,
+        max_position_embeddings=config.max_position,
+    )  # fmt: skip
