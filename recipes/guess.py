@@ -1,0 +1,32 @@
+"""Higher or lower: the policy looks for a hidden digit, and each reply is one guess."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trivium.types import Message, Task
+
+
+class Guess:
+    """One game. A hit earns 1, less `cost` for each guess before it; what is no digit costs a guess too."""
+
+    def __init__(self, cost: float = 0.1) -> None:
+        self.cost = cost
+
+    def reset(self, task: Task) -> Sequence[Message]:
+        """The question; the digit stays hidden in the task's columns."""
+        self.secret: int = task.columns["secret"]
+        return task.prompt
+
+    def step(self, reply: str) -> tuple[Sequence[Message], float, bool]:
+        """`up`, `down` or `digit?` until the digit is found."""
+        guess = reply.strip()
+        if guess == str(self.secret):
+            return (), 1.0, True
+        if len(guess) != 1 or guess not in "0123456789":
+            return (Message("user", "digit?"),), -self.cost, False
+        return (Message("user", "up" if int(guess) < self.secret else "down"),), -self.cost, False
+
+
+def tasks() -> list[dict[str, Any]]:
+    """One task for each digit; `completion` is a first guess that teaches a new model what a reply looks like."""
+    return [{"id": str(digit), "prompt": "digit?", "secret": digit, "completion": str(digit)} for digit in range(10)]
