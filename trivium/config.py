@@ -223,7 +223,7 @@ class ScheduleSection(Config):
     """How many versions old a group may be when it is trained on. Unsaid, it follows from `sync.offset`, else it is 0:
     the synchronous run."""
     deterministic: bool = False
-    """Makes an asynchronous run a function of its seeds (DESIGN section 4)."""
+    """Makes an asynchronous run a function of its seeds: which version plays a group no longer depends on timing."""
     shuffle: bool = True
     """Whether each epoch visits the tasks in its own order."""
     max_attempts: int = Field(default=3, ge=1)

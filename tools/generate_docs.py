@@ -1,0 +1,209 @@
+"""Writes docs/config.md and docs/metrics.md from the code: fields with their docstrings, the metrics' catalogue."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trivium.config import (
+    AlgorithmConfig,
+    BufferConfig,
+    EngineConfig,
+    Plugin,
+    RewardConfig,
+    RunConfig,
+    TrainConfig,
+    WorkflowConfig,
+)
+from trivium.metrics import METRICS
+from trivium.registry import CATALOGUE, resolve
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+ROOMS: dict[str, tuple[str, type[Plugin]]] = {
+    "model": ("models", Plugin),
+    "tasks": ("tasks", Plugin),
+    "workflow": ("workflows", WorkflowConfig),
+    "rewards": ("rewards", RewardConfig),
+    "engine": ("engines", EngineConfig),
+    "algorithm": ("algorithms", AlgorithmConfig),
+    "algorithm.advantage": ("advantages", Plugin),
+    "algorithm.policy_loss": ("policy_losses", Plugin),
+    "train": ("train", TrainConfig),
+    "buffer": ("buffers", BufferConfig),
+    "monitors": ("monitors", Plugin),
+}
+"""Where a config names a plugin: the room of the catalogue, and the fields that every plugin there has."""
+
+MANY = {"tasks": "tasks.<name>", "rewards": "rewards[]", "monitors": "monitors[]"}
+"""How a key of a section that holds several plugins is written."""
+
+CONFIG_HEAD = """# The config
+
+Generated from the code by `make docs`. A config is YAML; `extends: base.yaml` lays a file over another, and
+`section.field=value` on the command line lays a value over both. Unknown keys are errors. A section with a `kind` names
+the class that owns its fields: a name listed here, `package.module:Name`, or `file.py:Name` beside the config file.
+
+*Resume* says whether a run that continues may change the field: `free`, or `same` for what would make it another run.
+"""
+
+METRICS_HEAD = """# Metrics
+
+Generated from the code by `make docs`. Every key in `metrics.jsonl` is declared here; `*` stands for a name of yours (a
+reward component, a taskset, an objective). *Over* says how several values become the one that is logged. Two runs of
+one config agree on everything outside `time/` and `perf/`.
+"""
+
+
+def config_page() -> str:
+    """docs/config.md."""
+    parts = [CONFIG_HEAD]
+    for name, field in RunConfig.model_fields.items():
+        parts.append(f"## {name}\n")
+        owner = field.annotation
+        if name in ROOMS:
+            parts += [_paragraph(field.description), *_plugins(name)]
+            parts += [
+                part for inner in ROOMS if inner.startswith(f"{name}.") for part in (f"### {inner}\n", *_plugins(inner))
+            ]
+        elif _is_section(owner):
+            parts += [_paragraph(owner.__doc__), _table(list(_rows(owner, name).values()))]  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+        else:
+            parts.append(_paragraph(field.description))
+    return "\n".join(part for part in parts if part)
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    areas: dict[str, list[str]] = {}
+    for key, metric in METRICS.items():
+        row = f"| `{key}` | {_cell(metric.help)} | {metric.unit} | {metric.aggregation} | {metric.better} |"
+        areas.setdefault(key.partition("/")[0], []).append(row)
+    head = "| key | meaning | unit | over | better |\n|---|---|---|---|---|"
+    return "\n".join(
+        [METRICS_HEAD, *(f"## {area}\n\n{head}\n" + "\n".join(rows) + "\n" for area, rows in areas.items())]
+    )
+
+
+def _plugins(section: str) -> Iterator[str]:
+    """The fields that all plugins of a room share, then each kind with its own; what two kinds share is shown once."""
+    room, base = ROOMS[section]
+    prefix = MANY.get(section, section)
+    seen: dict[str, str] = {}
+    if len(base.model_fields) > 1:
+        yield f"Every {section} section:\n"
+        yield _table(list(_rows(base, prefix).values()))
+        seen = dict.fromkeys(_rows(base, prefix).values(), "")
+    for kind in CATALOGUE[room]:
+        target = resolve(room, kind)
+        yield f"**`kind: {kind}`** {_about(target)}\n"
+        rows = _rows(getattr(target, "Config", base), prefix)
+        shared = [(key, seen[row]) for key, row in rows.items() if seen.get(row)]
+        yield _table([row for row in rows.values() if row not in seen])
+        for other in dict.fromkeys(kind for _, kind in shared):
+            keys = [f"`{key.removeprefix(prefix + '.')}`" for key, kind in shared if kind == other]
+            yield f"Keys as for `{other}`{'' if len(keys) == len(rows) else ': ' + ', '.join(keys)}.\n"
+        seen = {**dict.fromkeys(rows.values(), kind), **seen}
+
+
+def _about(target: Any) -> str:
+    """What a class, function or preset is: its summary, its formula, its source."""
+    summary = (target.__doc__ or "").strip().split("\n\n")[0] if isinstance(target, type) or callable(target) else ""
+    law = getattr(target, "law", None)
+    says = ", ".join(f"`{name}: {value['kind']}`" for name, value in getattr(target, "says", {}).items())
+    source = law.source if law is not None else getattr(target, "source", "")
+    formula = f"`{law.formula}`" if law is not None else ""
+    return _cell(" ".join(filter(None, [summary, says, formula, f"({source})" if source else ""])))
+
+
+def _table(rows: list[str]) -> str:
+    return (
+        "\n".join(["| key | type | default | resume | meaning |", "|---|---|---|---|---|", *rows, ""]) if rows else ""
+    )
+
+
+def _rows(
+    owner: type[BaseModel], prefix: str, resume: str = "same", default: BaseModel | None = None
+) -> dict[str, str]:
+    """Key -> row for each field, nested sections included, with the defaults that this place (`default`) gives them."""
+    rows: dict[str, str] = {}
+    for name, field in owner.model_fields.items():
+        if name == "kind" and issubclass(owner, Plugin):
+            continue
+        extra = field.json_schema_extra
+        said = str(extra.get("resume", resume)) if isinstance(extra, dict) else resume
+        here = getattr(default, name) if default is not None else field.get_default(call_default_factory=True)
+        key = f"{prefix}.{name}"
+        if _is_section(field.annotation):
+            rows |= _rows(field.annotation, key, said, here if isinstance(here, BaseModel) else None)  # pyright: ignore[reportArgumentType]
+            continue
+        rows[key] = _row(key, field, said, here)
+        values = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else None
+        if _is_section(values):
+            rows |= _rows(values, f"{key}.<name>", said)
+    return rows
+
+
+def _is_section(annotation: Any) -> bool:
+    """A nested section that is no plugin."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and not issubclass(annotation, Plugin)
+
+
+def _row(key: str, field: FieldInfo, resume: str, default: Any) -> str:
+    shown = "required" if field.is_required() else f"`{_value(default)}`"
+    limits = [f"{sign} {getattr(m, word)}" for m in field.metadata for word, sign in LIMITS.items() if hasattr(m, word)]
+    kind = ", ".join([_type(field.annotation), *limits])
+    return f"| `{key}` | {kind} | {shown} | {resume} | {_cell(field.description)} |"
+
+
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def _value(default: Any) -> str:
+    if isinstance(default, Plugin):
+        return default.kind
+    if isinstance(default, tuple | list):
+        return "[" + ", ".join(_value(item) for item in default) + "]"
+    if default is None or isinstance(default, bool):
+        return str({None: "null", True: "true", False: "false"}[default])
+    return str(default) or '""'
+
+
+def _type(annotation: Any) -> str:
+    """A type in words."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(inside[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inside)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(kind) for kind in inside)
+    if origin in (tuple, list):
+        return f"list of {_type(inside[0])}"
+    if origin is dict:
+        return f"mapping to {_type(inside[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section with `kind`" if issubclass(annotation, Plugin) else "section"
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
+    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
+
+
+def _paragraph(text: str | None) -> str:
+    return " ".join((text or "").split()) + "\n" if text else ""
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+
+if __name__ == "__main__":
+    DOCS.mkdir(exist_ok=True)
+    for page, text in PAGES.items():
+        (DOCS / page).write_text(text(), encoding="utf-8")
