@@ -632,7 +632,10 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Prob
 
     Stages are compared one by one as the configs they stand for, so that the length of a stage may change as well.
     """
-    before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
+    try:
+        before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
+    except ValidationError as error:  # the saved one: `config` itself is valid
+        return list(_flatten(error, type(config), "the saved config"))
     if len(before) != len(now):
         return [Problem("stages", f"{len(now)} stage(s)", f"the run began with {len(before)}", "start another run.dir")]
     problems: dict[Problem, None] = {}

@@ -371,6 +371,13 @@ def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> N
     }  # fmt: skip
 
 
+def test_a_saved_config_that_no_longer_reads_is_a_problem_and_not_a_crash(folder: Path) -> None:
+    saved = yaml.safe_load(to_yaml(load(folder)))
+    saved["schedule"]["grop_size"] = 3
+    (problem,) = resume_differences(saved, load(folder))
+    assert problem.where == "the saved config.schedule.grop_size"
+
+
 def test_a_stage_may_grow_when_a_run_resumes_but_not_change(folder: Path) -> None:
     saved = yaml.safe_load(to_yaml(load(folder, "stages: [{schedule: {steps: 1}}, {schedule: {steps: 2}}]")))
     longer = load(folder, "stages: [{schedule: {steps: 1}}, {schedule: {steps: 9}}]")
