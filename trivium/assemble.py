@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
@@ -38,6 +39,9 @@ from trivium.types import Metrics
 _log = logging.getLogger("trivium")
 _CARRIED = ("accuracy_before", "accuracy_after", "seconds")
 """What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
+
+
+disable_progress_bar()  # transformers' own bars would break into the console's table
 
 
 def run(config: RunConfig) -> dict[str, Any]:

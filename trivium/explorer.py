@@ -38,7 +38,6 @@ class Explorer:
     workflow: Workflow
     judge: Judge
     sampling: Sampling
-    group_size: int
     max_context: int
     deadline_s: float
     max_concurrent: int
@@ -47,8 +46,6 @@ class Explorer:
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.max_concurrent)
-        self.ready = asyncio.Event()
-        """Set once it has adopted a version of this run."""
 
     @property
     def version(self) -> int:
@@ -58,7 +55,6 @@ class Explorer:
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; replies in flight finish first."""
         await self.engine.load(version, channel.collect(version))
-        self.ready.set()
 
     async def play(
         self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,

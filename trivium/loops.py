@@ -69,11 +69,10 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule) -
         )
         await buffer.put(explorer.name, group)
 
-    await explorer.ready.wait()  # for the first adoption, whose deadline follow_weights holds
     async with asyncio.TaskGroup() as playing:
         while True:
             try:
-                slot = await buffer.lease(explorer.name, explorer.version)
+                slot = await buffer.lease(explorer.name)
             except StopAsyncIteration:
                 return
             playing.create_task(play(slot), name=f"slot-{slot}")
@@ -95,7 +94,7 @@ async def follow_weights(
         await explorer.adopt(version, channel)
         loaded = version
         synchronizer.adopted(explorer.name, version)
-        await buffer.advance(version)
+        await buffer.advance(explorer.name, version)
 
 
 async def train_loop(trainer: Trainer) -> None:

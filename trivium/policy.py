@@ -82,9 +82,11 @@ class Policy:
 
     def fork(self, name: str) -> Policy:
         """A second speaker with its own conversation and its own randomness; its turns join the same record."""
-        return Policy(
+        other = Policy(
             self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._record
         )
+        other.metrics = self.metrics
+        return other
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -96,7 +98,7 @@ class Policy:
     async def _generate(self, request: Request) -> Completion:
         try:
             return await self._engine.generate(request)
-        except RolloutError:
+        except (RolloutError, EngineFailure):
             raise
         except Exception as error:
             raise EngineFailure(

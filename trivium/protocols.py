@@ -249,10 +249,10 @@ class Buffer(Protocol):
         """Groups given up as too stale, so far."""
         ...
 
-    async def lease(self, owner: str, version: int) -> int:
-        """Waits for the right to play a slot with policy `version`; returns its number.
+    async def lease(self, owner: str) -> int:
+        """Waits for the right to play a slot with the version that `owner` has loaded; returns its number.
 
-        Raises StopAsyncIteration when every slot of the run has been issued.
+        Raises StopAsyncIteration once the buffer is closed.
         """
         ...
 
@@ -263,7 +263,7 @@ class Buffer(Protocol):
     async def take(self, count: int, version: int) -> list[Group]:
         """Waits for `count` groups to train version `version` on; evicts what became too stale.
 
-        Raises StopAsyncIteration at the end of the data.
+        Raises StopAsyncIteration once the buffer is closed.
         """
         ...
 
@@ -275,8 +275,8 @@ class Buffer(Protocol):
         """Waits until every slot that `version` admits has been played."""
         ...
 
-    async def advance(self, version: int) -> None:
-        """An explorer adopted `version`: more slots may be admitted."""
+    async def advance(self, owner: str, version: int) -> None:
+        """The explorer `owner` adopted `version`: more slots may be admitted."""
         ...
 
     def state(self) -> dict[str, Any]:

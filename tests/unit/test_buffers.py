@@ -43,7 +43,8 @@ def group(slot: int, version: int = 0, attempt: int = 0, task: Task | None = Non
 
 
 async def leased(buf: MemoryBuffer, version: int) -> int:
-    return await asyncio.wait_for(buf.lease("e", version), 1)
+    await buf.advance("e", version)
+    return await asyncio.wait_for(buf.lease("e"), 1)
 
 
 async def blocked(awaitable: object) -> asyncio.Task[object]:
@@ -104,7 +105,7 @@ def test_a_flipped_bit_ends_the_journal_there(tmp_path: Path) -> None:
 async def test_slots_are_admitted_by_version_and_trained_in_order(tmp_path: Path) -> None:
     buf = buffer(tmp_path)
     assert [await leased(buf, 0), await leased(buf, 0)] == [0, 1]
-    third = await blocked(buf.lease("e", 0))
+    third = await blocked(buf.lease("e"))
     taking = await blocked(buf.take(2, 0))
     await buf.put("e", group(1))
     assert not taking.done()
@@ -182,7 +183,7 @@ async def test_waits_have_deadlines_that_name_both_sides(tmp_path: Path) -> None
     await leased(buf, 0)
     await leased(buf, 0)
     with pytest.raises(SyncError, match=r"explorer .e. .version 0. waits for the trainer to take groups"):
-        await buf.lease("e", 0)
+        await buf.lease("e")
     with pytest.raises(SyncError, match="2 being played"):
         await buf.drained(0)
 

@@ -58,7 +58,7 @@ class FileBuffer:
 
     def restore(self, state: Mapping[str, Any] | None, version: int) -> None: ...
 
-    async def lease(self, owner: str, version: int) -> int:
+    async def lease(self, owner: str) -> int:
         raise DataError("a slot to explore", "this buffer is filled from files", "use buffer.kind: memory to explore")
 
     def attempt(self, slot: int) -> int:
@@ -69,6 +69,6 @@ class FileBuffer:
 
     async def drained(self, version: int) -> None: ...
 
-    async def advance(self, version: int) -> None: ...
+    async def advance(self, owner: str, version: int) -> None: ...
 
     async def close(self) -> None: ...

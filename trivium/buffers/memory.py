@@ -35,6 +35,8 @@ class MemoryBuffer:
         del config, renderer  # nothing to say about memory; only file buffers tokenise
         self.schedule, self._deadline_s = schedule, deadline_s
         self._journal = Journal(rollouts)
+        self._loaded: dict[str, int] = {}
+        """The version each explorer has loaded."""
         self._leases: dict[int, str] = {}
         self._groups: dict[int, Group] = {}
         """Finished and not taken, in order of arrival."""
@@ -47,13 +49,13 @@ class MemoryBuffer:
         self._changed = asyncio.Condition()
         self._closed = False
 
-    async def lease(self, owner: str, version: int) -> int:
-        """The lowest slot that nobody plays and `version` admits."""
+    async def lease(self, owner: str) -> int:
+        """The lowest slot that nobody plays and the version of `owner` admits."""
         async with self._changed:
             await self._wait(
-                lambda: self._free_slot() < self._bound(version),
-                f"explorer {owner!r} (version {version})",
-                f"the trainer to take groups (next slot {self._free_slot()}, admitted below {self._bound(version)})",
+                lambda: self._free_slot() < self._bound(self._loaded.get(owner)),
+                f"explorer {owner!r} (version {self._loaded.get(owner)})",
+                f"the trainer to take groups (next slot {self._free_slot()})",
             )
             slot = self._free_slot()
             self._leases[slot] = owner
@@ -97,10 +99,10 @@ class MemoryBuffer:
                 "the next version", f"the slots of version {version} ({len(self._leases)} being played)",
             )  # fmt: skip
 
-    async def advance(self, version: int) -> None:
+    async def advance(self, owner: str, version: int) -> None:
         """An explorer adopted `version`: more slots may be admitted."""
-        del version  # every lease says its own
         async with self._changed:
+            self._loaded[owner] = version
             self._changed.notify_all()
 
     async def close(self) -> None:
@@ -152,8 +154,8 @@ class MemoryBuffer:
                 )
             self._groups[group.slot] = group
 
-    def _bound(self, version: int) -> int:
-        return self.schedule.admitted(version) + self._given_up
+    def _bound(self, version: int | None) -> int:
+        return 0 if version is None else self.schedule.admitted(version) + self._given_up
 
     def _free_slot(self) -> int:
         while self._cursor in self._leases or self._cursor in self._groups or self._cursor in self._consumed:
