@@ -108,6 +108,13 @@ def test_white_space_before_a_sampled_end_of_turn_is_not_repeated():
     assert written(extended) == "<|user|>[a] b<|end|><|user|>[d] "
 
 
+def test_a_cut_reply_that_ends_like_the_closing_keeps_both():
+    chat = renderer(SPACED)
+    tokens = np.concatenate([chat.render([user("a")]), np.asarray(ids("b "), np.int32)])
+    extended = chat.extend([user("a"), assistant("b ")], tokens, StopReason.LENGTH, [user("d")])
+    assert written(extended) == "<|user|>[a] b  <|end|><|user|>[d] "
+
+
 def test_reasoning_that_the_template_would_drop_stays_as_sampled():
     chat = renderer(THINKING)
     tokens, talk = chat.render([user("a")]), [user("a")]

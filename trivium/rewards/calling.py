@@ -22,6 +22,7 @@ import numpy as np
 
 from trivium.config import RewardConfig, build
 from trivium.errors import ConfigError, DataError, RewardError
+from trivium.threads import in_thread
 from trivium.types import Task, Trajectory
 
 _GIVEN = ("prompt", "completion")
@@ -77,7 +78,7 @@ class Judge:
         others = [c for c in self._components if c.is_async]
         stop = threading.Event()
         try:
-            results = await asyncio.to_thread(_call, plain, task, trajectories, stop) if plain else {}
+            results = await in_thread(lambda: _call(plain, task, trajectories, stop), "trivium-rewards")
         finally:
             stop.set()
         results |= _call(others, task, trajectories)

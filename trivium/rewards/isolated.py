@@ -38,7 +38,7 @@ class Isolated:
 
     def __call__(self, **arguments: Any) -> Any:
         with self._lock:
-            child = self._child or self._start()
+            child, self._child = self._child or self._start(), None  # a call that is interrupted leaves no child
             requests, answers = _pipes(child)
             try:
                 requests.write(json.dumps(arguments) + "\n")
@@ -47,12 +47,12 @@ class Isolated:
             except BrokenPipeError:
                 line = ""
             if not line:
-                self._child = None
                 raise RewardError(
                     f"an answer of {self._function} within {self._cpu_limit_s} CPU seconds",
                     f"its process ended with code {_end(child)} on {str(arguments)[:80]}",
                     "raise cpu_limit_s if the answer is a fair one",
                 )
+            self._child = child
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RewardError(f"an answer of {self._function}", answer["error"], "look at the task's columns")
@@ -60,11 +60,11 @@ class Isolated:
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "trivium.rewards.child", self._function, str(self._cpu_limit_s)]
-        self._child = subprocess.Popen(
+        child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
         )
-        weakref.finalize(self, _end, self._child)
-        return self._child
+        weakref.finalize(self, _end, child)
+        return child
 
 
 def _pipes(child: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
