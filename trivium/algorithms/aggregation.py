@@ -34,7 +34,7 @@ def agg_loss(
     | `token-sum` | dp_size * sum(l) |
     | `seq-mean-token-sum` | dp_size * sum over sequences of sum(l) / global_batch_size |
     | `seq-mean-token-mean` | dp_size * sum over sequences of mean(l) / global_batch_size |
-    | `seq-mean-token-sum-norm` | sum(l) / loss_scale_factor (Dr. GRPO, Liu et al. 2025) |
+    | `seq-mean-token-sum-norm` | `seq-mean-token-sum` / loss_scale_factor (Dr. GRPO, Liu et al. 2025) |
 
     The counts default to what the tensors given hold: valid tokens, sequences with at least one of them, L. Give the
     counts of the whole optimizer step to make micro-batch losses add up to the step's loss. `dp_size` undoes the
@@ -48,13 +48,12 @@ def agg_loss(
         return masked_sum(loss_mat, mask) / tokens * dp_size
     if loss_agg_mode == "token-sum":
         return masked_sum(loss_mat, mask) * dp_size
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        scale = loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor
-        return masked_sum(loss_mat, mask) / scale
     sequences = torch.count_nonzero(lengths).clamp(min=1) if global_batch_size is None else global_batch_size
     per_sequence = masked_sum(loss_mat, mask, axis=-1)
     if loss_agg_mode == "seq-mean-token-mean":
         per_sequence = per_sequence / lengths.clamp(min=1)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
     elif loss_agg_mode != "seq-mean-token-sum":
         raise UnknownName(
             f"the loss aggregation {loss_agg_mode!r}", "no such mode", suggest(loss_agg_mode, get_args(AggregateMode))

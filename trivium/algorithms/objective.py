@@ -133,7 +133,7 @@ class ValueObjective:
 
 
 def aggregated(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
-    """`agg_loss` with the counts of the whole step; every mode then survives the ranks' averaging of gradients."""
+    """`agg_loss` with the counts of the whole step."""
     return agg_loss(
         per_token,
         mask,
@@ -141,8 +141,7 @@ def aggregated(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Te
         dp_size=totals.dp_size,
         batch_num_tokens=max(totals.tokens, 1),
         global_batch_size=max(totals.sequences, 1),
-        # the one mode that agg_loss does not multiply by dp_size: its divisor takes the factor instead
-        loss_scale_factor=max(totals.max_response_length, 1) / totals.dp_size,
+        loss_scale_factor=max(totals.max_response_length, 1),
     )
 
 
@@ -170,7 +169,9 @@ def _mismatch(x: PolicyInputs, policy_version: Tensor) -> tuple[Tensor, Tensor]:
     """
     sampled = x.response_mask & (policy_version != EXPERT_VERSION)
     engine, trainer = x.columns["rollout_log_prob"], x.log_prob.detach()
-    return _inside(kl_penalty(engine, trainer, "k3"), sampled), _inside((engine - trainer).abs(), sampled).amax()
+    difference = _inside((engine - trainer).abs(), sampled).flatten()
+    largest = torch.cat([difference, difference.new_zeros(1)]).amax()  # a rank without a row reports 0
+    return _inside(kl_penalty(engine, trainer, "k3"), sampled), largest
 
 
 def _sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:

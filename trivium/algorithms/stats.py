@@ -68,7 +68,7 @@ class GroupStatistics:
 
 def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(the values of a (T,) tensor in ascending order, the position of each entry's value among them, their counts)."""
-    found = torch.unique(ids, return_inverse=True, return_counts=True)  # pyright: ignore
+    found = torch.unique(ids, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return cast(tuple[Tensor, Tensor, Tensor], found)
 
 

@@ -1,0 +1,177 @@
+"""From groups to columns: who is trained on, what is counted, where the reward lands, what the KL penalty does."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
+from trivium.errors import DataError
+from trivium.metrics import checked
+from trivium.models.loss import LossInputs, Totals
+from trivium.types import EXPERT_VERSION, Batch, Failure, Group, StopReason, Task, Trajectory, Turn
+
+
+def turn(prompt: Sequence[int], tokens: Sequence[int], stop: StopReason = StopReason.EOS, version: int = 3) -> Turn:
+    log_prob = -0.1 * np.arange(1, len(tokens) + 1, dtype=np.float32)
+    return Turn(
+        np.array(prompt, np.int32), np.array(tokens, np.int32), log_prob, np.full(len(tokens), version, np.int32),
+        stop, "",
+    )  # fmt: skip
+
+
+def trajectory(index: int, reward: float | None, *turns: Turn, failure: Failure | None = None) -> Trajectory:
+    rewards: Mapping[str, float] = {} if reward is None else {"exact": reward}
+    return Trajectory(index, turns or (turn([1, 2], [3, 4, 5]),), rewards, failure)
+
+
+def group(slot: int, *members: Trajectory) -> Group:
+    return Group(slot, Task(f"task-{slot}", ()), members)
+
+
+def algorithm(preset, **said: object) -> GroupAlgorithm:
+    kinds = {id(GRPO): "grpo", id(PPO): "ppo", id(RLOO): "rloo", id(REINFORCE): "reinforce", id(SFT): "sft"}
+    return build_algorithm(preset.configure({"kind": kinds[id(preset)], **said}))
+
+
+FAILED = Failure("reward", "ValueError", "no number")
+
+
+def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
+    groups = [
+        group(0, trajectory(0, 1.0), trajectory(1, 0.0), trajectory(2, None, failure=FAILED)),
+        group(1, trajectory(0, 1.0), trajectory(1, None, failure=FAILED)),
+        group(2, trajectory(0, 0.7), trajectory(1, 0.7, turn([1], [2, 3, 4, 5, 6], StopReason.LENGTH))),
+        group(3, trajectory(0, None, failure=Failure("deadline", "DeadlineExceeded", ""))),
+    ]
+    kept, metrics = algorithm(GRPO).filter(groups)
+    assert [g.slot for g in kept] == [0, 2]
+    assert checked(metrics) == pytest.approx({
+        "rollout/groups": 4, "rollout/refused": 2, "rollout/trajectories": 4,
+        "rollout/failed": 3, "rollout/failed/reward": 2, "rollout/failed/deadline": 1,
+        "rollout/response_tokens": 3.5, "rollout/response_tokens_max": 5, "rollout/truncated": 0.25, "rollout/turns": 1,
+        "reward/mean": 0.6, "reward/std": math.sqrt((0.16 + 0.36 + 0.01 + 0.01) / 4), "reward/min": 0, "reward/max": 1,
+        "reward/equal_groups": 0.5, "reward/component/exact": 0.6,
+    })  # fmt: skip
+    assert [g.slot for g in algorithm(REINFORCE).filter(groups)[0]] == [0, 1, 2]
+    assert len(algorithm(GRPO).batch(kept)) == 4
+
+
+def test_nothing_left_is_a_batch_without_experiences() -> None:
+    kept, metrics = algorithm(GRPO).filter([group(0, trajectory(0, 1.0))])
+    assert (kept, metrics["rollout/trajectories"]) == ([], 0)
+    for preset in (GRPO, RLOO, REINFORCE, SFT):
+        batch, _ = algorithm(preset).advantages(Batch(()))
+        assert len(batch) == 0
+
+
+def test_workflow_numbers_are_averaged_over_those_who_reported_them() -> None:
+    one = Trajectory(0, (turn([1], [2]),), {"exact": 1.0}, metrics={"tool_calls": 3.0})
+    two = Trajectory(1, (turn([1], [2]),), {"exact": 0.0}, metrics={"tool_calls": 1.0, "depth": 7.0})
+    metrics = algorithm(GRPO).filter([group(0, one, two)])[1]
+    assert (metrics["workflow/tool_calls"], metrics["workflow/depth"]) == (2.0, 7.0)
+
+
+def test_the_engine_log_probs_are_the_old_ones_unless_the_trainer_recomputes() -> None:
+    groups = [group(0, trajectory(0, 1.0), trajectory(1, 0.0))]
+    grpo = algorithm(GRPO)
+    assert grpo.needs == frozenset()
+    batch, _ = grpo.advantages(grpo.batch(groups))
+    for e, old in zip(batch.experiences, batch.columns["old_log_prob"], strict=True):
+        np.testing.assert_array_equal(old, e.rollout_log_prob)
+    recomputing = algorithm(GRPO, old_log_prob="recompute")
+    assert recomputing.needs == {"old"}
+    scored = recomputing.batch(groups).with_columns(old_log_prob=[np.full(5, -9.0), np.full(5, -9.0)])
+    assert float(recomputing.advantages(scored)[0].columns["old_log_prob"][0][0]) == -9.0
+
+
+def test_a_rewritten_history_is_two_experiences_and_one_voice() -> None:
+    rewritten = trajectory(0, 1.0, turn([1, 2], [3, 4]), turn([9], [5]))
+    grpo = algorithm(GRPO, advantage={"norm_by_std": False})
+    batch = grpo.batch([group(0, rewritten, trajectory(1, 0.0), trajectory(2, 0.0))])
+    assert len(batch) == 4
+    advantages = grpo.advantages(batch)[0].columns["advantages"]
+    expected = [2 / 3, 2 / 3, -1 / 3, -1 / 3]
+    for e, row, value in zip(batch.experiences, advantages, expected, strict=True):
+        np.testing.assert_allclose(row, np.where(e.response_mask, value, 0), rtol=1e-6)
+
+
+def test_ppo_wants_values_and_says_how_good_they_were() -> None:
+    ppo = algorithm(PPO, advantage={"whiten": False})
+    assert ppo.needs == {"values"}
+    assert [objective.role for objective in ppo.objectives] == ["critic", "policy"]
+    batch = ppo.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))])
+    with pytest.raises(DataError, match="'values'"):
+        ppo.advantages(batch)
+    good = [np.array([0, 0, 0.9, 0.9, 0.9]), np.array([0, 0, 0.1, 0.1, 0.1])]
+    done, metrics = ppo.advantages(batch.with_columns(values=good))
+    np.testing.assert_allclose(done.columns["returns"][0], [0, 0, 1, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(done.columns["advantages"][1], [0, 0, -0.1, -0.1, -0.1], rtol=1e-5)
+    assert checked(metrics)["train/value_explained"] == pytest.approx(1 - 0.1**2 / 0.5**2)
+
+
+def test_a_kl_penalty_in_the_reward_is_taken_off_each_token_and_steers_its_coefficient() -> None:
+    said = {"coef": 0.5, "place": "reward", "estimator": "k1", "controller": "adaptive", "target": 0.1, "horizon": 10}
+    reinforce = algorithm(REINFORCE, kl=said)
+    assert reinforce.needs == {"ref"}
+    batch = reinforce.batch([group(0, trajectory(0, 1.0))])
+    ref = [batch.experiences[0].rollout_log_prob - np.array([0, 0, 0.2, 0.4, 0.6], np.float32)]
+    done, metrics = reinforce.advantages(batch.with_columns(ref_log_prob=ref))
+    expected = [0, 0, 1 - 0.5 * 1.2, 1 - 0.5 * 1.0, 1 - 0.5 * 0.6]
+    np.testing.assert_allclose(done.columns["advantages"][0], expected, rtol=1e-5)
+    assert checked(metrics) == pytest.approx({"train/kl_coef": 0.5, "train/ref_kl": 0.4})
+    assert reinforce.state() == pytest.approx({"kl_coef": 0.5 * (1 + 0.2 / 10)})
+    other = algorithm(REINFORCE, kl=said)
+    other.restore(reinforce.state())
+    assert other.state() == reinforce.state()
+    other.restore({})
+    assert other.state() == reinforce.state()
+
+
+def test_a_kl_penalty_in_the_loss_is_the_objective_s() -> None:
+    grpo = algorithm(GRPO, kl={"coef": 0.04})
+    assert grpo.needs == {"ref"}
+    assert "ref_log_prob" in grpo.objectives[0].needs
+    assert grpo.state() == {}
+    metrics = grpo.advantages(grpo.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))]))[1]
+    assert metrics == {"train/kl_coef": 0.04}
+
+
+def test_supervised_groups_take_the_same_path_without_rewards() -> None:
+    sft = algorithm(SFT)
+    groups = [group(0, trajectory(0, None, turn([1, 2], [3, 4], version=EXPERT_VERSION)))]
+    kept, metrics = sft.filter(groups)
+    assert not any(key.startswith("reward/") for key in metrics)
+    batch, learned = sft.advantages(sft.batch(kept))
+    assert (len(batch), batch.columns, learned, sft.needs) == (1, {}, {}, frozenset())
+
+
+@pytest.mark.parametrize("preset", [GRPO, RLOO])
+def test_equal_rewards_move_no_weight(preset) -> None:
+    """Eight rewards of 0.7 through a softmax policy: the gradient of its logits is exactly zero."""
+    which = algorithm(preset)
+    members = [trajectory(index, 0.7, turn([1], [index % 3, 2, 1][: 1 + index % 3])) for index in range(8)]
+    batch, _ = which.advantages(which.batch([group(0, *members)]))
+    logits = torch.randn(4, requires_grad=True)
+    for e, advantages in zip(batch.experiences, batch.columns["advantages"], strict=True):
+        log_prob = logits.log_softmax(-1)[torch.tensor(e.tokens).long()].unsqueeze(0)
+        old = log_prob.detach() + 0.05
+        given = {"advantages": torch.tensor(advantages)[None], "old_log_prob": old, "rollout_log_prob": old}
+        mask = torch.tensor(e.response_mask)[None]
+        done = which.objectives[0].loss(LossInputs(mask, torch.zeros(mask.shape), given, log_prob), Totals(16, 8, 3))
+        done.loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.eq(0).all()
+
+
+def test_the_step_does_not_depend_on_the_order_of_groups() -> None:
+    grpo = algorithm(GRPO)
+    groups = [group(slot, trajectory(0, slot * 0.3), trajectory(1, 1.0 - slot)) for slot in range(4)]
+    forward = grpo.advantages(grpo.batch(groups))[0].columns["advantages"]
+    backward = grpo.advantages(grpo.batch(groups[::-1]))[0].columns["advantages"]
+    for slot in range(4):
+        for member in range(2):
+            np.testing.assert_array_equal(forward[2 * slot + member], backward[2 * (3 - slot) + member])

@@ -1,0 +1,153 @@
+"""What a user may say about an algorithm, and what is refused because it would be ignored."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from trivium.algorithms import GroupAlgorithm, Preset, build_algorithm, catalogue
+from trivium.config import RunConfig
+from trivium.errors import ConfigError
+
+PRESETS = catalogue("algorithms")
+
+
+def configured(algorithm: object, base: Path | None = None, **schedule: int) -> RunConfig:
+    return RunConfig.from_mapping(
+        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
+         "engine": {"kind": "scripted"}, "schedule": schedule}, base,
+    )  # fmt: skip
+
+
+def refused(algorithm: object, **schedule: int) -> dict[str, str]:
+    """Where -> asked, found and what to do, of every problem."""
+    with pytest.raises(ConfigError) as caught:
+        configured(algorithm, **schedule)
+    return {where: " ".join(rest) for where, *rest in caught.value.problems}
+
+
+def built(algorithm: object) -> GroupAlgorithm:
+    return build_algorithm(configured(algorithm).algorithm)
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_a_preset_is_complete_and_survives_being_saved(kind: str) -> None:
+    config = configured(kind)
+    assert isinstance(PRESETS[kind], Preset)
+    assert PRESETS[kind].source
+    assert build_algorithm(config.algorithm).name == kind
+    assert RunConfig.from_mapping(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_an_algorithm_crosses_a_process_boundary(kind: str) -> None:
+    algorithm = built(kind)
+    assert pickle.loads(pickle.dumps(algorithm)).objectives[0].needs == algorithm.objectives[0].needs
+
+
+def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked() -> None:
+    assert {kind: set(built(kind).needs) for kind in PRESETS} == {
+        "grpo": set(), "ppo": {"values"}, "rloo": set(), "reinforce": set(), "sft": set(),
+    }  # fmt: skip
+
+
+def test_options_reach_the_functions() -> None:
+    algorithm = built({
+        "kind": "grpo", "advantage": {"norm_by_std": False}, "policy_loss": {"clip_high": 0.28, "dual_clip": None},
+        "aggregate": "seq-mean-token-sum-norm", "entropy_coef": 0.01, "kl": {"coef": 0.1, "estimator": "k3+"},
+        "epochs": 2, "mini_batches": 4,
+    })  # fmt: skip
+    (policy,) = algorithm.objectives
+    assert policy.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+    assert algorithm.estimator.function.keywords == {"norm_by_std": False, "epsilon": 1e-6}
+    assert (policy.aggregate, policy.entropy_coef) == ("seq-mean-token-sum-norm", 0.01)
+    assert (policy.kl_coef, policy.kl_estimator) == (0.1, "k3+")
+    assert (algorithm.epochs, algorithm.mini_batches) == (2, 4)
+
+
+def test_another_kind_starts_its_section_afresh() -> None:
+    algorithm = built(
+        {"kind": "grpo", "advantage": "gae", "policy_loss": {"kind": "reinforce"}, "critic": {"clip": 0.2}}
+    )
+    critic, policy = algorithm.objectives
+    assert (critic.clip, policy.law.needs) == (0.2, {"advantages"})
+
+
+def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
+    problems = refused({"kind": "ppo", "agregate": "token-mean", "policy_loss": {"clip_hi": 1}, "kl": {"coeff": 1}})
+    assert "did you mean 'aggregate'" in problems["algorithm.agregate"]
+    assert "did you mean 'clip_high'" in problems["algorithm.policy_loss.clip_hi"]
+    assert "did you mean 'coef'" in problems["algorithm.kl.coeff"]
+    assert "did you mean 'grpo'" in refused({"kind": "grpo", "advantage": "grp"})["algorithm.advantage"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "where"),
+    [
+        ({"kind": "grpo", "policy_loss": {"kind": "reinforce", "clip_low": 0.1}}, "algorithm.policy_loss.clip_low"),
+        ({"kind": "grpo", "critic": {"clip": 0.1}}, "algorithm.critic.clip"),
+        ({"kind": "grpo", "kl": {"estimator": "k1"}}, "algorithm.kl.estimator"),
+        ({"kind": "grpo", "kl": {"coef": 0.1, "controller": "adaptive"}}, "algorithm.kl.controller"),
+        ({"kind": "grpo", "kl": {"coef": 0.1, "place": "reward", "target": 1.0}}, "algorithm.kl.target"),
+        ({"kind": "grpo", "kl": {"coef": 0.1, "place": "reward", "estimator": "k3+"}}, "algorithm.kl.estimator"),
+        ({"kind": "reinforce", "old_log_prob": "recompute"}, "algorithm.old_log_prob"),
+        ({"kind": "grpo", "policy_loss": "sft"}, "algorithm.policy_loss"),
+        ({"kind": "sft", "policy_loss": "ppo"}, "algorithm.policy_loss"),
+        ({"kind": "sft", "advantage": "grpo"}, "algorithm.advantage"),
+        ({"kind": "grpo", "policy_loss": {"clip_low": -0.1}}, "algorithm.policy_loss.clip_low"),
+        ({"kind": "grpo", "policy_loss": "trivium.algorithms.advantages:grpo"}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "advantage": "trivium.algorithms.policy_losses:ppo"}, "algorithm.advantage"),
+    ],
+)
+def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(algorithm: object, where: str) -> None:
+    assert list(refused(algorithm)) == [where]
+
+
+def test_group_estimators_want_groups_and_mini_batches_want_data() -> None:
+    assert "compares the members" in refused("grpo", group_size=1)["schedule.group_size"]
+    assert configured("reinforce", group_size=1)
+    problems = refused({"kind": "reinforce", "mini_batches": 5}, groups_per_step=4)
+    assert "4 group(s)" in problems["algorithm.mini_batches"]
+
+
+OWN = """
+from typing import Annotated
+
+from pydantic import Field
+
+from trivium.algorithms import Advantages, PerToken, advantage, policy_loss
+from trivium.algorithms.presets import GRPO
+
+
+@policy_loss(formula="-scale A log_prob", source="here", needs=("advantages",), on_policy="factor: scale")
+def scaled(x, *, scale: Annotated[float, Field(gt=0)] = 2.0) -> PerToken:
+    return PerToken(-scale * x.advantages * x.log_prob)
+
+
+@advantage(formula="R", source="here")
+def raw(x) -> Advantages:
+    return Advantages(x.token_level_rewards, x.token_level_rewards)
+
+
+def bare(x):
+    return x
+
+
+MINE = GRPO.replace("here", advantage={"kind": "reinforce"}, aggregate="token-sum")
+"""
+
+
+def test_losses_estimators_and_presets_from_a_file_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    said = {"kind": "grpo", "policy_loss": {"kind": "own.py:scaled", "scale": 3.0}, "advantage": "own.py:raw"}
+    algorithm = build_algorithm(configured(said, tmp_path).algorithm)
+    assert algorithm.objectives[0].policy_loss.keywords == {"scale": 3.0}
+    assert algorithm.objectives[0].on_policy == "factor: scale"
+    mine = build_algorithm(configured("own.py:MINE", tmp_path).algorithm)
+    assert mine.objectives[0].aggregate == "token-sum"
+    for wrong, hint in (
+        ({"kind": "own.py:scaled", "scal": 1}, "did you mean 'scale'"),
+        ("own.py:bare", "@policy_loss"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            configured({"kind": "grpo", "policy_loss": wrong}, tmp_path)
