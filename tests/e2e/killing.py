@@ -1,0 +1,127 @@
+"""Runs `trivium run` again and again in one run directory, killing it with SIGKILL at the moments it is told.
+
+A process of its own: it imports everything once and forks a child per launch, so that a launch costs a second, not ten.
+stdin: {"arguments": [...], "kills": [{"moment": "save", "nth": 1} | {"moment": "time", "seconds": 0.4}, ...]}.
+stdout: one line per launch: the moment it was killed at, or `finished`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trivium.assemble
+import trivium.checkpoint
+from trivium.buffers.journal import Journal
+from trivium.checkpoint import CheckpointStore
+from trivium.cli import main
+from trivium.engines.decoder import Decoder
+from trivium.monitors.jsonl import _RowFile
+from trivium.training.optim import Optimizer
+from trivium.training.torch import TorchTrainEngine
+
+
+def die(moment: str) -> None:
+    """Says which moment was reached, on the file descriptor the parent reads, and is gone."""
+    os.write(REPORT, moment.encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(owner: Any, name: str, moment: str, nth: int, deadly: Callable[..., Any]) -> None:
+    """Replaces the nth call of `owner.name` by `deadly(original, *args)`."""
+    original, calls = getattr(owner, name), iter(range(1, 1_000_000))
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == nth:
+            deadly(original, *args, **kwargs)
+            die(moment)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+def half_of_a_file(original: Callable[..., Any], path: Path, text: str) -> None:
+    path.with_name(f".{path.name}.writing").write_text(text[: len(text) // 2])
+
+
+def half_a_record(original: Callable[..., Any], journal: Journal, step: int, group: Any) -> None:
+    original(journal, step, group)
+    path = journal._path(step)
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def half_the_tensors(original: Callable[..., Any], decoder: Decoder, weights: Any) -> None:
+    original(decoder, [(name, tensor * 0 if i % 2 else tensor) for i, (name, tensor) in enumerate(weights)])
+
+
+def half_a_row(original: Callable[..., Any], file: Any, row: dict[str, Any]) -> None:
+    file._file.write(json.dumps(row).encode()[:40])
+    file._file.flush()
+
+
+def whole(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs)
+
+
+def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None: ...
+
+
+MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "model: built, not renamed": (Path, "rename", nothing),
+    "config: half written": (trivium.assemble, "write_aside", half_of_a_file),
+    "save: models written, not sealed": (TorchTrainEngine, "save", whole),
+    "save: manifest half written": (trivium.checkpoint, "write_aside", half_of_a_file),
+    "save: sealed, not renamed": (Path, "rename", nothing),
+    "save: renamed, not pruned": (CheckpointStore, "prune", nothing),
+    "prune: unsealed, not removed": (trivium.checkpoint.shutil, "rmtree", nothing),
+    "put: half a record": (Journal, "append", half_a_record),
+    "put: journaled, not counted": (Journal, "append", whole),
+    "adopt: half the tensors": (Decoder, "load", half_the_tensors),
+    "update: gradient there, no step": (Optimizer, "step", nothing),
+    "update: step taken, no version": (Optimizer, "step", whole),
+    "log: half a row": (_RowFile, "append", half_a_row),
+}
+
+
+def child(arguments: list[str], kill: dict[str, Any] | None) -> None:
+    if kill is not None and kill["moment"] == "time":
+        threading.Timer(kill["seconds"], die, ["time"]).start()
+    elif kill is not None:
+        owner, name, deadly = MOMENTS[kill["moment"]]
+        arm(owner, name, kill["moment"], kill["nth"], deadly)
+    sys.argv = ["trivium", *arguments]
+    try:
+        main()
+    except SystemExit as done:
+        os._exit(done.code if isinstance(done.code, int) else 1)
+
+
+def launch(arguments: list[str], kill: dict[str, Any] | None) -> str:
+    global REPORT
+    reading, REPORT = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        child(arguments, kill)
+    os.close(REPORT)
+    with os.fdopen(reading) as report:
+        moment = report.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return moment if os.WTERMSIG(status) == signal.SIGKILL and moment else f"died of {status}"
+    return "finished" if os.WEXITSTATUS(status) == 0 else f"exit code {os.WEXITSTATUS(status)}"
+
+
+REPORT = -1
+
+if __name__ == "__main__":
+    orders = json.load(sys.stdin)
+    for kill in [*orders["kills"], None]:
+        print(launch(orders["arguments"], kill), flush=True)

@@ -1,0 +1,84 @@
+"""A run killed with SIGKILL anywhere ends with the bytes of a run that was not."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.killing import MOMENTS
+
+from trivium.metrics import depends_on_machine
+
+HERE = Path(__file__).parent
+SYNCHRONOUS: tuple[str, ...] = ()
+ASYNCHRONOUS = ("schedule.deterministic=true", "schedule.max_staleness=2")
+
+
+def launches(run_dir: Path, kills: list[dict[str, Any]], overrides: tuple[str, ...]) -> list[str]:
+    """What became of each launch, the last one being left alone."""
+    arguments = ["run", str(HERE / "tiny.yaml"), f"run.dir={run_dir}", *overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.killing"], cwd=HERE.parents[1], text=True, capture_output=True, timeout=240,
+        input=json.dumps({"arguments": arguments, "kills": kills}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    outcomes = done.stdout.split("\n")[:-1]
+    assert outcomes[-1] == "finished", (outcomes, done.stderr)
+    return outcomes
+
+
+def outcome_of(run_dir: Path) -> dict[str, Any]:
+    """Everything that must not depend on the kills: every byte of the last checkpoint's models, and the metrics."""
+    last = sorted((run_dir / "checkpoints").glob("step-*"))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    tensors = [file for step in last for file in step.rglob("*.safetensors")]
+    return {
+        "checkpoints": [path.name for path in last],
+        "tensors": {str(file.relative_to(run_dir)): file.read_bytes() for file in tensors},
+        "metrics": [{k: v for k, v in row.items() if not depends_on_machine(k)} for row in rows],
+        "summary": {k: v for k, v in json.loads((run_dir / "summary.json").read_text()).items() if k != "seconds"},
+    }
+
+
+@pytest.fixture(scope="module", params=[SYNCHRONOUS, ASYNCHRONOUS], ids=["synchronous", "deterministic"])
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, ...], dict[str, Any], float]:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    assert launches(run_dir, [], request.param) == ["finished"]
+    seconds = json.loads((run_dir / "summary.json").read_text())["seconds"]
+    return request.param, outcome_of(run_dir), seconds
+
+
+def test_killed_at_every_kind_of_moment(
+    uninterrupted: tuple[tuple[str, ...], dict[str, Any], float], tmp_path: Path
+) -> None:
+    overrides, expected, _ = uninterrupted
+    # Early moments first: each launch starts from where the last one died.
+    kills = [
+        ("model: built, not renamed", 1), ("config: half written", 1), ("update: gradient there, no step", 2),
+        ("save: models written, not sealed", 1), ("save: manifest half written", 1), ("save: sealed, not renamed", 1),
+        ("save: renamed, not pruned", 1), ("log: half a row", 2), ("put: half a record", 3),
+        ("put: journaled, not counted", 2), ("adopt: half the tensors", 2), ("update: step taken, no version", 1),
+        ("put: half a record", 6), ("prune: unsealed, not removed", 2), ("adopt: half the tensors", 2),
+    ]  # fmt: skip
+    outcomes = launches(tmp_path, [{"moment": moment, "nth": nth} for moment, nth in kills], overrides)
+    assert outcomes[:-1] == [moment for moment, _ in kills]
+    assert {moment for moment, _ in kills} == set(MOMENTS)
+    assert outcome_of(tmp_path) == expected
+
+
+def test_killed_at_ten_random_times(
+    uninterrupted: tuple[tuple[str, ...], dict[str, Any], float], tmp_path: Path
+) -> None:
+    overrides, expected, seconds = uninterrupted
+    dice = random.Random(20261120)
+    kills = [{"moment": "time", "seconds": dice.uniform(0.05, seconds)} for _ in range(10)]
+    outcomes = launches(tmp_path, kills, overrides)
+    assert outcomes.count("time") >= 5, outcomes  # a launch that had little left to do may finish first
+    assert outcome_of(tmp_path) == expected
