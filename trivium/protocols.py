@@ -120,27 +120,56 @@ class Reward(Protocol):
 class Objective(Protocol):
     """A loss for one model role, and what batching must know about it."""
 
-    role: str
-    """Which model it updates: `policy` or `critic`."""
-    unit: str
-    """`sequence`, `pair` or `group`: batching never splits one."""
-    head: str
-    """`lm`, `value` or `score`."""
-    needs: frozenset[str]
-    """Columns it reads beside the mask: `advantages`, `old_log_prob`, `ref_log_prob`, `values`, `returns`, `entropy`."""
-    on_policy: str
-    """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one, against the plain policy gradient."""
+    @property
+    def role(self) -> str:
+        """Which model it updates: `policy` or `critic`."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """`sequence`, `pair` or `group`: batching never splits one."""
+        ...
+
+    @property
+    def head(self) -> str:
+        """`lm`, `value` or `score`."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Columns it reads beside the mask.
+
+        `advantages`, `old_log_prob`, `ref_log_prob`, `values`, `returns`, `entropy`.
+        """
+        ...
+
+    @property
+    def on_policy(self) -> str:
+        """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one, against the plain policy gradient."""
+        ...
 
 
 class Algorithm(Protocol):
     """A frozen value: which groups to keep, what they are worth, which objectives to minimise."""
 
-    name: str
-    needs: frozenset[str]
-    """Scores wanted from the train engine before the update: `old`, `ref`, `values`."""
-    objectives: tuple[Objective, ...]
-    epochs: int
-    mini_batches: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Scores wanted from the train engine before the update: `old`, `ref`, `values`."""
+        ...
+
+    @property
+    def objectives(self) -> Sequence[Objective]:
+        """In the order they are minimised."""
+        ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def mini_batches(self) -> int: ...
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
         """The groups worth training on, and what was refused."""
