@@ -53,7 +53,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         value = difference.square() / 2
     elif kind in ("low_var_kl", "k3"):
         bounded = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        value = (bounded.exp() - bounded - 1).clamp(-10, 10)
+        value = (bounded.expm1() - bounded).clamp(-10, 10)
     else:
         known = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
         raise UnknownName(f"the KL estimator {kl_penalty!r}", "no such estimator", suggest(kl_penalty, known))
