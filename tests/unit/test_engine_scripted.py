@@ -1,0 +1,98 @@
+"""The scripted engine: what it says, when it fails, and how it waits."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from trivium.engines.scripted import LOG_PROB, ScriptedEngine
+from trivium.errors import ConfigError, RolloutError
+from trivium.policy import EngineFailure
+from trivium.randomness import SampleKey
+from trivium.types import Request, Sampling, StopReason
+
+EOS = frozenset({0})
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(chr(token) for token in tokens if token)
+
+
+def engine_for(**config: object) -> ScriptedEngine:
+    said = ScriptedEngine.Config.model_validate({"replies": ["yes", "no, never"], **config})
+    return ScriptedEngine(said, eos_token_ids=EOS, decode=decode, encode=lambda text: list(map(ord, text)))
+
+
+def request(index: int = 0, **sampling: object) -> Request:
+    key = SampleKey(0, "train", "t", "1", index=index)
+    return Request(np.array([65], np.int32), Sampling(**{"max_new_tokens": 20, **sampling}), key)
+
+
+def doubled(request: Request, version: int) -> list[int]:
+    return [66] * (2 * version + len(request.prompt_tokens))
+
+
+async def test_replies_follow_from_the_key() -> None:
+    first = [await engine_for().generate(request(i)) for i in range(20)]
+    again = await asyncio.gather(*(engine_for().generate(request(i)) for i in range(20)))
+    assert [decode(a.tokens.tolist()) for a in first] == [decode(a.tokens.tolist()) for a in again]
+    assert {decode(a.tokens.tolist()) for a in first} == {"yes", "no, never"}
+    assert all(a.tokens[-1] == 0 and a.stop_reason is StopReason.EOS for a in first)
+    assert (first[0].log_prob == LOG_PROB).all()
+
+
+async def test_limits_and_stop_strings() -> None:
+    engine = engine_for(replies=["no, never"])
+    cut = await engine.generate(request(max_new_tokens=4))
+    assert (decode(cut.tokens.tolist()), cut.stop_reason) == ("no, ", StopReason.LENGTH)
+    stopped = await engine.generate(request(stop=("ne",), temperature=0.0))
+    assert (decode(stopped.tokens.tolist()), stopped.stop_reason) == ("no, ne", StopReason.STOP)
+    assert (stopped.log_prob == 0).all()
+
+
+async def test_a_script_sees_the_request_and_the_version() -> None:
+    engine = engine_for(replies=(), script=f"{__name__}:doubled")
+    await engine.load(2, [("a.weight", None)])
+    done = await engine.generate(request())
+    assert done.tokens.tolist() == [66] * 5 + [0]
+    assert done.policy_version.tolist() == [2] * 6
+    assert (engine.loaded, engine.weight_names) == ([2], ["a.weight"])
+
+
+async def test_some_fail_some_hang_the_same_ones_each_time() -> None:
+    async def outcome(engine: ScriptedEngine, index: int) -> str:
+        try:
+            async with asyncio.timeout(0.05):
+                await engine.generate(request(index))
+            return "ok"
+        except (RolloutError, TimeoutError) as error:
+            return type(error).__name__
+
+    runs = []
+    for _ in range(2):
+        engine = engine_for(fail_fraction=0.3, hang_fraction=0.3)
+        runs.append(await asyncio.gather(*(outcome(engine, i) for i in range(40))))
+    assert runs[0] == runs[1]
+    assert set(runs[0]) == {"ok", "RolloutError", "TimeoutError"}
+
+
+async def test_breaking_and_closing() -> None:
+    engine = engine_for(break_after=1)
+    await engine.generate(request())
+    with pytest.raises(EngineFailure, match="breakdown"):
+        await engine.generate(request())
+    engine = engine_for(hang_fraction=1.0)
+    hanging = asyncio.ensure_future(engine.generate(request()))
+    await asyncio.sleep(0)
+    await engine.close()
+    assert (await hanging).stop_reason is StopReason.ABORT
+    with pytest.raises(EngineFailure, match="closed"):
+        await engine.load(1, [])
+
+
+def test_scripts_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="both or neither"):
+        engine_for(replies=())
+    with pytest.raises(ConfigError, match="no encode"):
+        ScriptedEngine(ScriptedEngine.Config(replies=("a",)), eos_token_ids=EOS, decode=decode)

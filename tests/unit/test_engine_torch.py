@@ -1,0 +1,362 @@
+"""The torch engine against transformers, against itself in other company, and against callers who misbehave."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trivium.engines.torch import TorchEngine
+from trivium.errors import ConfigError, RolloutError, SyncError
+from trivium.policy import EngineFailure
+from trivium.randomness import SampleKey
+from trivium.types import Completion, Request, Sampling, StopReason
+
+EOS = frozenset({1, 2})
+
+
+def build(kind: str, vocab: int = 40, **changes: object) -> PreTrainedModel:
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, vocab_size=vocab, **{**sizes, **changes})
+    return AutoModelForCausalLM.from_config(config)
+
+
+def gpt2(vocab: int = 40) -> PreTrainedModel:
+    config = AutoConfig.for_model("gpt2", vocab_size=vocab, n_embd=36, n_layer=2, n_head=3, n_positions=256)
+    return AutoModelForCausalLM.from_config(config)
+
+
+MODELS = {
+    "qwen3": lambda: build("qwen3"),
+    "qwen3-tied": lambda: build("qwen3", tie_word_embeddings=True),
+    "qwen3-wide": lambda: build("qwen3", 12007),
+    "llama": lambda: build("llama", hidden_size=48, intermediate_size=100, num_key_value_heads=4, head_dim=12),
+    "gpt2": gpt2,
+    "gpt2-wide": lambda: gpt2(10501),
+    "gemma2": lambda: build("gemma2", sliding_window=12),
+    "mistral": lambda: build("mistral", sliding_window=9, num_key_value_heads=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and lose a lot where cores are shared. Engines have threads of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models on disk, with weights large enough that the distributions are far from uniform."""
+    found = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(7)
+        model = make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(4)
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+    return found
+
+
+def engine_for(
+    path: Path, eos: frozenset[int] = EOS, decode=lambda tokens: "", threads=1, **config: object
+) -> TorchEngine:
+    return TorchEngine(
+        TorchEngine.Config.model_validate(config), model_dir=path, eos_token_ids=eos, decode=decode, threads=threads
+    )
+
+
+def request(length: int, index: int = 0, *, prompt_seed: int = 0, vocab: int = 40, **sampling: object) -> Request:
+    prompt = np.random.default_rng([prompt_seed, length]).integers(3, vocab, length).astype(np.int32)
+    key = SampleKey(3, "train", "t", f"{prompt_seed}-{length}", 0, index)
+    return Request(prompt, Sampling(**{"max_new_tokens": 24, **sampling}), key)
+
+
+def same(a: Completion, b: Completion) -> bool:
+    return (
+        np.array_equal(a.tokens, b.tokens)
+        and a.log_prob.tobytes() == b.log_prob.tobytes()
+        and a.stop_reason is b.stop_reason
+    )
+
+
+def forced(path: Path, prompt: Sequence[int], reply: Sequence[int], temperature: float) -> np.ndarray:
+    """Log-probabilities of a reply from one forward pass of the untouched model."""
+    model = model_at(path)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(reply)[:, None])[:, 0].numpy()
+
+
+def model_at(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_log_probs_are_those_of_a_full_forward_pass(models: dict[str, Path], name: str) -> None:
+    engine = engine_for(models[name], frozenset())
+    try:
+        requests = [
+            request(length, temperature=temperature, max_new_tokens=30)
+            for length in (1, 16, 17, 50, 130)
+            for temperature in (0.5, 1.0, 1.7)
+        ]
+        for asked, done in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+            expected = forced(
+                models[name], asked.prompt_tokens.tolist(), done.tokens.tolist(), asked.sampling.temperature
+            )
+            np.testing.assert_allclose(done.log_prob, expected, atol=1e-4)
+            assert done.stop_reason is StopReason.LENGTH
+            assert (done.policy_version == 0).all()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2", "gemma2"])
+async def test_greedy_is_what_transformers_generates(models: dict[str, Path], name: str) -> None:
+    model, engine = model_at(models[name]), engine_for(models[name], frozenset())
+    try:
+        for length in (5, 33):
+            asked = request(length, temperature=0.0, max_new_tokens=32)
+            done = await engine.generate(asked)
+            ids = torch.from_numpy(asked.prompt_tokens.astype(np.int64))[None]
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+            assert done.tokens.tolist() == expected[0, length:].tolist()
+            assert (done.log_prob == 0).all()
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in MODELS), ("qwen3-wide", 2)])
+async def test_company_changes_no_bit(models: dict[str, Path], name: str, threads: int) -> None:
+    """The same requests alone, and among random others that start, finish and are replaced around them."""
+    probes = [
+        request(5), request(5, 1), request(20, temperature=0.7), request(64, top_p=0.8), request(30, top_k=5),
+        request(90, temperature=1.3, max_new_tokens=70),
+    ]  # fmt: skip
+    engine = engine_for(models[name], threads=threads)
+    try:
+        alone = [await engine.generate(probe) for probe in probes]
+    finally:
+        await engine.close()
+    rng = np.random.default_rng(1)
+    for trial in range(4):
+        rows, budget = int(rng.integers(1, 30)), int(rng.integers(16, 500))
+        engine = engine_for(models[name], threads=threads, max_rows=rows, prefill_tokens=budget)
+        try:
+            others = [
+                request(int(rng.integers(1, 130)), i, prompt_seed=9 + i // 2, max_new_tokens=int(rng.integers(1, 100)))
+                for i in range(int(rng.integers(1, 40)))
+            ]
+            crowd = [*probes, *others]
+            order = rng.permutation(len(crowd))
+            done = await asyncio.gather(*(engine.generate(crowd[i]) for i in order))
+            for position, i in enumerate(order):
+                assert i >= len(probes) or same(done[position], alone[i]), (trial, i)
+        finally:
+            await engine.close()
+
+
+async def test_every_number_of_rows_gives_the_same_bits(models: dict[str, Path]) -> None:
+    """1 to 40 rows, exhaustively; ragged lengths make the rows finish one after another."""
+    engine = engine_for(models["qwen3"], frozenset())
+    try:
+        crowd = [request(3 + i % 5, i, max_new_tokens=2 + i % 9) for i in range(40)]
+        alone = [await engine.generate(asked) for asked in crowd]
+        for count in range(1, len(crowd) + 1):
+            done = await asyncio.gather(*map(engine.generate, crowd[-count:]))
+            assert all(map(same, done, alone[-count:])), count
+    finally:
+        await engine.close()
+
+
+async def test_a_group_reads_its_prompt_once(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], max_rows=4)
+    try:
+        group = [request(40, index) for index in range(16)]
+        done = await asyncio.gather(*map(engine.generate, group))
+        assert engine.counters["prompts_read"] == 1
+        assert len({done.tokens.tobytes() for done in done}) > 1
+    finally:
+        await engine.close()
+
+
+async def test_a_finished_row_is_refilled_while_others_go_on(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
+    try:
+        lengths = (60, 10, 10, 10, 10, 10, 10)
+        await asyncio.gather(*(engine.generate(request(4, i, max_new_tokens=n)) for i, n in enumerate(lengths)))
+        assert engine.counters["steps"] == 59
+        assert engine.counters["tokens_sampled"] == sum(lengths)
+    finally:
+        await engine.close()
+
+
+async def test_stop_reasons(models: dict[str, Path]) -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+    engine = engine_for(models["qwen3"], frozenset(range(5)), decode, max_context=48)
+    try:
+        full = await engine.generate(request(8, 2, max_new_tokens=16, min_new_tokens=16))
+        assert (full.stop_reason, len(full.tokens)) == (StopReason.LENGTH, 16)
+        assert (full.tokens >= 5).all()
+        text = decode(full.tokens.tolist())
+        stopped = await engine.generate(request(8, 2, max_new_tokens=16, min_new_tokens=16, stop=("#", text[3:6])))
+        assert stopped.stop_reason is StopReason.STOP
+        end = text.index(text[3:6]) + 3
+        assert stopped.tokens.tolist() == full.tokens[:end].tolist()
+        assert stopped.log_prob.tobytes() == full.log_prob[:end].tobytes()
+        cut = await engine.generate(request(40, max_new_tokens=100, min_new_tokens=100))
+        assert (cut.stop_reason, len(cut.tokens)) == (StopReason.LENGTH, 8)
+        many = await asyncio.gather(*(engine.generate(request(8, i, max_new_tokens=16)) for i in range(20)))
+        for done in many:
+            ended = done.tokens[-1] < 5
+            assert done.stop_reason is (StopReason.EOS if ended else StopReason.LENGTH)
+            assert (done.tokens[:-1] >= 5).all()
+        assert {done.stop_reason for done in many} >= {StopReason.EOS}
+    finally:
+        await engine.close()
+
+
+async def test_load_waits_for_replies_in_flight_and_later_ones_wait_for_it(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3-tied"], frozenset(), max_rows=3)
+    try:
+        before = await engine.generate(request(6))
+        weights = {name: value * 1.5 for name, value in model_at(models["qwen3-tied"]).state_dict().items()}
+        del weights["lm_head.weight"]
+        early = [asyncio.ensure_future(engine.generate(request(6, i))) for i in range(8)]
+        await asyncio.sleep(0)
+        loading = asyncio.ensure_future(engine.load(5, weights.items()))
+        await asyncio.sleep(0)
+        late = [asyncio.ensure_future(engine.generate(request(6, i))) for i in range(8)]
+        await loading
+        assert all(done.done() for done in early)
+        assert engine.version == 5
+        assert all((done.result().policy_version == 0).all() for done in early)
+        after = await asyncio.gather(*late)
+        assert all((done.policy_version == 5).all() for done in after)
+        assert same(early[0].result(), before)
+        assert not np.array_equal(after[0].log_prob, before.log_prob)
+    finally:
+        await engine.close()
+
+
+async def test_weights_that_do_not_fit_are_refused_whole(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"])
+    try:
+        before = await engine.generate(request(6))
+        weights = {name: value + 1 for name, value in model_at(models["qwen3"]).state_dict().items()}
+        cases = {
+            "missing: model.norm.weight": {k: v for k, v in weights.items() if k != "model.norm.weight"},
+            "unexpected: model.extra": {**weights, "model.extra": torch.zeros(1)},
+            r"another shape: lm_head.weight \(3,\)": {**weights, "lm_head.weight": torch.zeros(3)},
+        }
+        for message, wrong in cases.items():
+            with pytest.raises(SyncError, match=message):
+                await engine.load(1, wrong.items())
+        assert engine.version == 0
+        assert same(await engine.generate(request(6)), before)
+    finally:
+        await engine.close()
+
+
+async def test_cancelling_frees_the_row(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], frozenset(), max_rows=1)
+    try:
+        expected = await engine.generate(request(5, max_new_tokens=4))
+        long = asyncio.ensure_future(engine.generate(request(5, 1, max_new_tokens=250)))
+        waiting = asyncio.ensure_future(engine.generate(request(7, 1, max_new_tokens=250)))
+        await asyncio.sleep(0.02)
+        for task in (long, waiting):
+            task.cancel()
+        async with asyncio.timeout(5):
+            assert same(await engine.generate(request(5, max_new_tokens=4)), expected)
+        assert engine.counters["tokens_sampled"] == 8
+    finally:
+        await engine.close()
+
+
+async def test_a_dead_worker_fails_every_call_and_hangs_none(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
+    weights = {name: value * torch.nan for name, value in model_at(models["qwen3"]).state_dict().items()}
+    await engine.load(1, weights.items())
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*(engine.generate(request(5, i)) for i in range(6)), return_exceptions=True)
+        assert all(isinstance(error, EngineFailure) for error in found)
+        assert "not numbers" in str(found[0])
+        assert found[0].__cause__ is not None
+        with pytest.raises(EngineFailure):
+            await engine.generate(request(5))
+        with pytest.raises(EngineFailure):
+            await engine.load(2, weights.items())
+        await engine.close()
+
+
+async def test_close_ends_replies_in_progress(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
+    running = [asyncio.ensure_future(engine.generate(request(5, i, max_new_tokens=250))) for i in range(4)]
+    await asyncio.sleep(0.02)
+    await engine.close()
+    done = await asyncio.gather(*running)
+    assert all(d.stop_reason is StopReason.ABORT for d in done)
+    with pytest.raises(EngineFailure, match="closed"):
+        await engine.generate(request(5))
+    await engine.close()
+
+
+async def test_requests_that_cannot_be_served(models: dict[str, Path]) -> None:
+    engine = engine_for(models["qwen3"], max_context=30)
+    try:
+        assert engine.max_context == 30
+        for wrong in (
+            request(30),
+            request(5, max_new_tokens=0),
+            replace(request(5), prompt_tokens=np.array([3, 40], np.int32)),
+            replace(request(5), prompt_tokens=np.empty(0, np.int32)),
+        ):
+            with pytest.raises(RolloutError, match="do: "):
+                await engine.generate(wrong)
+        assert len((await engine.generate(request(5))).tokens)
+    finally:
+        await engine.close()
+
+
+def test_configs_that_cannot_run(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        engine_for(models["qwen3"], dtype="bfloat16", batch_invariant=True)
+    with pytest.raises(ConfigError, match="max_context"):
+        engine_for(models["qwen3"], max_context=10_000)
+    build("qwen3", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rotary"):
+        engine_for(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, {"batch_invariant": False}])
+async def test_without_the_promise_it_is_still_the_same_model(
+    models: dict[str, Path], config: dict[str, object]
+) -> None:
+    engine = engine_for(models["mistral"], frozenset(), **config)
+    try:
+        assert engine.batch_invariant is False
+        requests = [request(length, max_new_tokens=20) for length in (4, 30)]
+        for asked, done in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+            expected = forced(models["mistral"], asked.prompt_tokens.tolist(), done.tokens.tolist(), 1.0)
+            np.testing.assert_allclose(done.log_prob, expected, atol=0.6 if "dtype" in config else 1e-4)
+    finally:
+        await engine.close()

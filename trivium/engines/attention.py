@@ -1,0 +1,95 @@
+"""Attention over key-value rows of different lengths, as a function registered with transformers.
+
+Legend: B rows, H query heads, K key-value heads, L queries, S keys (padded), D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+EXACT = "trivium_exact"
+"""Batched matrix products and softmax: bits do not depend on B, nor on padding S by further multiples of 64."""
+FAST = "trivium_fast"
+"""scaled_dot_product_attention where the model allows it: its bits depend on the company."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[B, H, L, D] queries against [B, K, S, D] keys; the output is [B, L, H, D].
+
+    `attention_mask` is additive, [B or 1, 1, L, S]. `s_aux` are attention sinks, one logit per head.
+    """
+    batch, heads, length, size = query.shape
+    scale = float(size**-0.5 if scaling is None else scaling)
+    mask = _windowed(attention_mask, sliding_window)
+    if size % 16:
+        # Rows that start off a vector's boundary take another path through the matrix product.
+        query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
+    groups = batch * key.shape[1]
+    scores = torch.bmm(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(batch, heads, length, -1).mul_(scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = _softmax(scores.add_(mask), s_aux).to(value.dtype)
+    width = value.shape[-1]
+    if width % 16:
+        value = F.pad(value, (0, -width % 16))
+    out = torch.bmm(weights.view(groups, -1, weights.shape[-1]), value.flatten(0, 1))[..., :width]
+    return out.reshape(batch, heads, length, width).transpose(1, 2).contiguous(), None
+
+
+def attend_fast(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same function of the same arguments, up to rounding."""
+    if softcap is not None or s_aux is not None:
+        return attend(module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
+    mask = _windowed(attention_mask, sliding_window)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    # The sink comes first, so that padding at the end does not move anything.
+    first = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([first, scores], dim=-1).softmax(-1, dtype=torch.float32)[..., 1:].contiguous()
+
+
+def _windowed(mask: Tensor, window: int | None) -> Tensor:
+    """The mask with only the `window` newest keys of each query left."""
+    size = mask.shape[-1]
+    if window is None or size <= window:
+        return mask
+    newest = (mask == 0).sum(-1, keepdim=True) - 1
+    return mask.masked_fill(torch.arange(size, device=mask.device) <= newest - window, -torch.inf)
+
+
+AttentionInterface.register(EXACT, attend)
+AttentionInterface.register(FAST, attend_fast)

@@ -1,0 +1,199 @@
+"""The rows that decode together: who sits where, what each has said, and how each is sampled.
+
+Per-row state lives in numpy arrays, so a step costs the same Python for one row and for a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.engines.decoder import Decoder, Prefix
+from trivium.engines.sampling import RowSampling, sample
+from trivium.engines.stopping import StopScan
+from trivium.errors import DataError
+from trivium.randomness import uniforms
+from trivium.types import Completion, Request, StopReason
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way through the engine."""
+
+    request: Request
+    limit: int
+    """Tokens it may have: `max_new_tokens`, or what the context leaves."""
+    future: Any
+    """The caller's asyncio future."""
+    digest: int = 0
+    cancelled: bool = False
+    scan: StopScan | None = None
+    prompt: bytes = field(default=b"", repr=False)
+
+
+def bucket(rows: int) -> int:
+    """How many rows a step really computes: few distinct shapes, since a new shape costs a compiled kernel."""
+    step = 8 if rows <= 64 else 32 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+class Batch:
+    """Up to `max_rows` replies in progress. Finished rows are holes until somebody takes them."""
+
+    def __init__(
+        self, decoder: Decoder, max_rows: int, eos: frozenset[int], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._decoder, self._decode = decoder, decode
+        self._is_eos = np.zeros(decoder.vocab_size, np.bool_)
+        self._is_eos[sorted(eos)] = True
+        self._eos = torch.tensor(sorted(eos), dtype=torch.int64, device=decoder.device)
+        self.tickets: list[Ticket | None] = [None] * max_rows
+        self._span = 0
+        self._live = 0
+        padded = bucket(max_rows)
+        self._seated = np.zeros(padded, np.bool_)
+        self._scanned = np.zeros(padded, np.bool_)
+        self._next = np.zeros(padded, np.int64)
+        self._position = np.zeros(padded, np.int64)
+        self._count = np.zeros(padded, np.int64)
+        self._limit = np.zeros(padded, np.int64)
+        self._digest = np.zeros(padded, np.uint64)
+        self._temperature = np.zeros(padded, np.float32)
+        self._top_p = np.ones(padded, np.float32)
+        self._top_k = np.zeros(padded, np.int64)
+        self._min_new = np.zeros(padded, np.int64)
+        self._tokens = np.zeros((padded, 64), np.int32)
+        self._log_prob = np.zeros((padded, 64), np.float32)
+
+    @property
+    def live(self) -> int:
+        """Replies in progress."""
+        return self._live
+
+    @property
+    def free(self) -> int:
+        return len(self.tickets) - self._live
+
+    def admit(self, tickets: Sequence[Ticket], prefixes: Sequence[Prefix], version: int) -> list[tuple[Ticket, Any]]:
+        """Seats the tickets behind their prompts and samples their first tokens; returns who finished already."""
+        rows = np.flatnonzero(~self._seated[: len(self.tickets)])[: len(tickets)]
+        self._decoder.place(prefixes, rows.tolist())
+        for row, ticket in zip(rows.tolist(), tickets, strict=True):
+            self._seat(row, ticket)
+        self._live += len(tickets)
+        self._span = max(self._span, int(rows.max()) + 1)
+        return self._sample(rows, torch.stack([prefix.logits for prefix in prefixes]), version)
+
+    def step(self, version: int) -> list[tuple[Ticket, Any]]:
+        """One more token for everybody; returns (ticket, completion) of those who finished with it."""
+        self._compact()
+        size = bucket(self._span)
+        logits = self._decoder.step(self._next[:size], self._position[:size])
+        rows = np.flatnonzero(self._seated)
+        self._position[rows] += 1
+        return self._sample(rows, logits[torch.from_numpy(rows)], version)
+
+    def drop_cancelled(self) -> None:
+        """Frees the rows whose callers have gone."""
+        for row, ticket in enumerate(self.tickets):
+            if ticket is not None and ticket.cancelled:
+                self._free(row)
+
+    def abort(self, version: int) -> list[tuple[Ticket, Any]]:
+        """Ends every reply where it stands."""
+        return [self._finish(int(row), StopReason.ABORT, version) for row in np.flatnonzero(self._seated)]
+
+    def _seat(self, row: int, ticket: Ticket) -> None:
+        sampling = ticket.request.sampling
+        self.tickets[row] = ticket
+        self._seated[row], self._scanned[row] = True, bool(sampling.stop)
+        self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
+        self._count[row], self._limit[row] = 0, ticket.limit
+        self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
+        self._top_p[row], self._top_k[row] = sampling.top_p, sampling.top_k
+        self._min_new[row] = sampling.min_new_tokens
+        ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
+
+    def _sample(self, rows: npt.NDArray[np.int64], logits: Tensor, version: int) -> list[tuple[Ticket, Any]]:
+        count = self._count[rows]
+        how = RowSampling(
+            self._temperature[rows], self._top_p[rows], self._top_k[rows], count < self._min_new[rows], self._eos
+        )
+        sampled, log_prob = (x.cpu().numpy() for x in sample(logits, uniforms(self._digest[rows], count), how))
+        if not np.isfinite(log_prob).all():
+            raise DataError(
+                f"log-probabilities of policy version {version}", "the model's logits are not numbers",
+                "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
+            )  # fmt: skip
+        if (width := int(count.max()) + 1) > self._tokens.shape[1]:
+            self._widen(max(width, 2 * self._tokens.shape[1]))
+        self._tokens[rows, count], self._log_prob[rows, count] = sampled, log_prob
+        self._next[rows], self._count[rows] = sampled, count + 1
+        return self._finished(rows, sampled, version)
+
+    def _finished(
+        self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64], version: int
+    ) -> list[tuple[Ticket, Any]]:
+        eos, full = self._is_eos[sampled], self._count[rows] >= self._limit[rows]
+        stopped = np.zeros(len(rows), np.bool_)
+        for i in np.flatnonzero(self._scanned[rows] & ~eos).tolist():
+            stopped[i] = self._hit(int(rows[i]))
+        done = []
+        for i in np.flatnonzero(eos | full | stopped).tolist():
+            reason = StopReason.EOS if eos[i] else StopReason.STOP if stopped[i] else StopReason.LENGTH
+            done.append(self._finish(int(rows[i]), reason, version))
+        return done
+
+    def _hit(self, row: int) -> bool:
+        ticket = self.tickets[row]
+        assert ticket is not None
+        assert ticket.scan is not None
+        return ticket.scan.hit(self._tokens[row, : self._count[row]].tolist())
+
+    def _finish(self, row: int, reason: StopReason, version: int) -> tuple[Ticket, Completion]:
+        ticket, count = self.tickets[row], int(self._count[row])
+        assert ticket is not None
+        completion = Completion(
+            self._tokens[row, :count], self._log_prob[row, :count], np.full(count, version, np.int32), reason
+        )
+        self._free(row)
+        return ticket, completion
+
+    def _free(self, row: int) -> None:
+        self.tickets[row] = None
+        self._seated[row] = self._scanned[row] = False
+        self._next[row] = self._position[row] = 0
+        self._live -= 1
+
+    def _compact(self) -> None:
+        """Moves the last rows into holes, when that makes the step smaller."""
+        if bucket(self._live) >= bucket(self._span):
+            return
+        holes = np.flatnonzero(~self._seated[: self._live]).tolist()
+        moved = (np.flatnonzero(self._seated[self._live : self._span]) + self._live).tolist()
+        if moved:
+            self._decoder.rows.move(moved, holes, int(self._position[moved].max()))
+            for state in self._state():
+                state[holes] = state[moved]
+            for hole, row in zip(holes, moved, strict=True):
+                self.tickets[hole], self.tickets[row] = self.tickets[row], None
+        beyond = slice(self._live, self._span)
+        self._seated[beyond] = self._scanned[beyond] = False
+        self._next[beyond] = self._position[beyond] = 0
+        self._span = self._live
+
+    def _state(self) -> tuple[npt.NDArray[Any], ...]:
+        return (
+            self._seated, self._scanned, self._next, self._position, self._count, self._limit, self._digest,
+            self._temperature, self._top_p, self._top_k, self._min_new, self._tokens, self._log_prob,
+        )  # fmt: skip
+
+    def _widen(self, width: int) -> None:
+        more = ((0, 0), (0, width - self._tokens.shape[1]))
+        self._tokens, self._log_prob = np.pad(self._tokens, more), np.pad(self._log_prob, more)

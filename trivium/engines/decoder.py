@@ -1,0 +1,173 @@
+"""A causal language model as two verbs: read prompts, take one step of many rows. No scheduling, no sampling.
+
+Legend: B prompts, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trivium.engines.attention import EXACT, FAST
+from trivium.engines.invariance import make_invariant
+from trivium.engines.kv_cache import PromptCache, RowCache, pages
+from trivium.errors import ConfigError, SyncError
+from trivium.models.load import load_lm
+from trivium.types import IntArray
+
+_CHUNK = 512
+"""Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prompt that has been read: row `index` of a batch of equally padded prompts."""
+
+    cache: PromptCache
+    index: int
+    logits: Tensor
+    """[V], float32: what follows the prompt."""
+
+
+def padded_length(length: int) -> int:
+    """The shape a prompt is read in: a function of its own length, coarse enough that prompts share batches."""
+    step = max(16, 1 << max(0, length.bit_length() - 4))
+    return -(-length // min(step, _CHUNK)) * min(step, _CHUNK)
+
+
+class Decoder:
+    """Holds the weights and the key-value rows. All calls come from one thread, inside inference mode."""
+
+    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: str, exact: bool) -> None:
+        model = load_lm(model_dir, dtype=dtype, device=device, attention=EXACT if exact else FAST)
+        _refuse_unsupported(model, exact)
+        self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
+        if exact:
+            make_invariant(model)
+        self.rows = RowCache()
+        self._last: Tensor | None = None
+        self._head = cast(nn.Module, model.get_output_embeddings())
+        self._head.register_forward_pre_hook(self._only_last)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(cast(Tensor, self._head.weight))
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model was built for."""
+        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def read(self, prompts: Sequence[IntArray]) -> list[Prefix]:
+        """The prompts' keys and values and the logits after each; all of one `padded_length`."""
+        length = padded_length(max(map(len, prompts)))
+        ids = np.zeros((len(prompts), length), np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+        tokens = torch.from_numpy(ids).to(self.device)
+        ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        cache, logits = PromptCache(length), None
+        for start in range(0, length, _CHUNK):
+            end = min(start + _CHUNK, length)
+            cache.start = start
+            positions = torch.arange(start, end, device=self.device)
+            # Padding comes after the prompt: the causal mask alone keeps it out of sight.
+            mask = self._mask(positions[:, None], pages(end))[None, None]
+            self._last = (ends - start).clamp_(0, end - start - 1)
+            logits = self._forward(tokens[:, start:end], positions.expand(len(prompts), -1), mask, cache)
+        self._last = None
+        assert logits is not None
+        return [Prefix(cache, row, logits[row]) for row in range(len(prompts))]
+
+    def place(self, prefixes: Sequence[Prefix], rows: Sequence[int]) -> None:
+        """Gives each row the keys and values of its prompt."""
+        batches: dict[int, list[int]] = {}
+        for i, prefix in enumerate(prefixes):
+            batches.setdefault(id(prefix.cache), []).append(i)
+        for members in batches.values():
+            cache = prefixes[members[0]].cache
+            self.rows.place(cache, [prefixes[i].index for i in members], [rows[i] for i in members])
+
+    def step(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
+        """Logits [R, V] in float32 after each row's token, which is written at the row's position."""
+        width = pages(int(positions.max()) + 1)
+        if len(tokens) > self.rows.rows or width > self.rows.length:
+            self.rows.reserve(len(tokens), width)
+        where = torch.from_numpy(positions).to(self.device)
+        self.rows.begin(where, width)
+        mask = self._mask(where[:, None], width)[:, None, None]
+        return self._forward(torch.from_numpy(tokens).to(self.device)[:, None], where[:, None], mask, self.rows)
+
+    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits."""
+        own = self.model.state_dict(keep_vars=True)
+        given = {name: torch.as_tensor(value) for name, value in weights}
+        covered = {own[name].data_ptr() for name in given if name in own}
+        problems = {
+            "missing": [name for name in own if name not in given and own[name].data_ptr() not in covered],
+            "unexpected": [name for name in given if name not in own],
+            "of another shape": [
+                f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+                for name, value in given.items()
+                if name in own and value.shape != own[name].shape
+            ],
+        }
+        found = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
+        if found:
+            raise SyncError(
+                f"weights for a {type(self.model).__name__}", "; ".join(found),
+                "publish every parameter and buffer under its Hugging Face name, from the same model",
+            )  # fmt: skip
+        for name, value in given.items():
+            own[name].data.copy_(value)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        out = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        return out.logits[:, -1].float()
+
+    def _mask(self, last_seen: Tensor, width: int) -> Tensor:
+        """0 for keys up to `last_seen`, -inf beyond; [..., width]."""
+        hidden = torch.arange(width, device=self.device) > last_seen
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+
+    def _only_last(self, _: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Lets one position per prompt through to the output layer: [B, L, hidden] to [B, 1, hidden]."""
+        if self._last is None:
+            return None
+        hidden = inputs[0]
+        return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
+
+
+def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
+    config, name = model.config.get_text_config(), type(model).__name__
+    if not model._supports_attention_backend or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"generate with {name}",
+            "its attention cannot be replaced (no attention interface), or it has no output layer",
+            "use another model, or another engine",
+        )
+    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ConfigError(
+            f"generate with {name}", f"layers of type {', '.join(sorted(odd))}",
+            "use a model of full or sliding attention, or another engine",
+        )  # fmt: skip
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if exact and kinds & {"dynamic", "longrope"}:
+        raise ConfigError(
+            f"batch-invariant generation with {name}",
+            "its rotary embedding depends on the longest sequence in the batch (rope_type dynamic or longrope)",
+            "set engine.batch_invariant to false",
+        )

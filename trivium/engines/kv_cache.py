@@ -1,0 +1,124 @@
+"""Keys and values of prompts and of decoding rows, as transformers wants to see them: `update` and nothing else.
+
+Legend: B prompts of one padded length, R rows, K key-value heads, S positions, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 64
+"""Positions are padded to multiples of this: adding a page of masked keys does not change any bit of attention."""
+
+
+def pages(length: int) -> int:
+    """The length, rounded up to whole pages."""
+    return -(-length // PAGE) * PAGE
+
+
+class PromptCache:
+    """Prompts of one padded length, while they are read and after. Row b is prompt b, position 0 its first token."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Per layer, keys and values [B, K, S, D]."""
+        self.start = 0
+        """Position of the first token of the chunk being read."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keeps the chunk's keys and values [B, K, chunk, D]; everything up to the chunk's end, padded to pages."""
+        if layer == len(self.layers):
+            self.layers.append((self._empty(keys), self._empty(values)))
+        end = self.start + keys.shape[2]
+        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
+            kept[:, :, self.start : end] = new
+        kept_keys, kept_values = self.layers[layer]
+        return kept_keys[:, :, : pages(end)], kept_values[:, :, : pages(end)]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.start
+
+    def _empty(self, like: Tensor) -> Tensor:
+        batch, heads, _, size = like.shape
+        return like.new_zeros(batch, heads, pages(self.length), size)
+
+
+class RowCache:
+    """The rows that decode together; grows in rows and in pages, never shrinks."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Per layer, keys and values [R, K, S, D]; unused positions are zero or stale, never NaN."""
+        self.rows = self.length = 0
+        self._slots: list[tuple[Tensor, Tensor]] = []
+        self._width = 0
+        self._active = 0
+        self._index: dict[int, Tensor] = {}
+        self._row, self._position = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+    def reserve(self, rows: int, length: int, like: PromptCache | None = None) -> None:
+        """Room for so many rows of so many positions; `like` tells the shapes the first time."""
+        if rows <= self.rows and length <= self.length:
+            return
+        rows = self.rows if rows <= self.rows else 1 << (rows - 1).bit_length()
+        length = max(pages(length), self.length)
+        if not self.layers and like is not None:
+            self.layers = [(k[:0], v[:0]) for k, v in like.layers]
+        self.layers = [(_grown(k, rows, length), _grown(v, rows, length)) for k, v in self.layers]
+        self.rows, self.length = rows, length
+        self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
+
+    def place(self, prompts: PromptCache, sources: Sequence[int], rows: Sequence[int]) -> None:
+        """Copies prompt `sources[i]` into row `rows[i]`."""
+        self.reserve(max(rows) + 1, prompts.length, prompts)
+        device = self.layers[0][0].device
+        source, row = torch.tensor(sources, device=device), torch.tensor(rows, device=device)
+        for kept, new in zip(self.layers, prompts.layers, strict=True):
+            for to, of in zip(kept, new, strict=True):
+                to[row, :, : prompts.length] = of[:, :, : prompts.length][source]
+
+    def move(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
+        """Copies the first `length` positions of rows `sources` over rows `rows`."""
+        device = self.layers[0][0].device
+        source, row = torch.tensor(sources, device=device), torch.tensor(rows, device=device)
+        for kept in self.layers:
+            for tensor in kept:
+                tensor[row, :, :length] = tensor[source, :, :length]
+
+    def begin(self, positions: Tensor, width: int) -> None:
+        """Announces a decode step: row r writes at positions[r] and sees the first `width` positions."""
+        self._active, self._width = len(positions), width
+        self._row, self._position = torch.arange(len(positions), device=positions.device), positions
+        self._index.clear()
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, width, D]."""
+        kept = self.layers[layer]
+        for slots, new in zip(self._slots[layer], (keys, values), strict=True):
+            slots[self._slot(new.shape[1])] = new.reshape(-1, new.shape[-1])
+        keys, values = kept
+        return keys[: self._active, :, : self._width], values[: self._active, :, : self._width]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._width
+
+    def _slot(self, heads: int) -> Tensor:
+        """Where each (row, head) writes, in the flattened cache; computed once per step."""
+        if heads not in self._index:
+            head = torch.arange(heads, device=self._row.device)
+            slots = (self._row[:, None] * heads + head) * self.length + self._position[:, None]
+            self._index[heads] = slots.flatten()
+        return self._index[heads]
+
+
+def _grown(tensor: Tensor, rows: int, length: int) -> Tensor:
+    old_rows, heads, old_length, size = tensor.shape
+    result = tensor.new_zeros(rows, heads, length, size)
+    if old_rows:
+        result[:old_rows, :, :old_length] = tensor
+    return result

@@ -1,0 +1,105 @@
+"""From logits to tokens: temperature, truncation, and the inverse of the cumulative distribution.
+
+Legend: R rows, V vocabulary. Every function treats a row on its own, so a row's result does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_BLOCK = 128
+"""The cumulative sum runs over blocks of this many tokens first, then inside one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each of R rows is sampled; numpy arrays of length R, except `eos`."""
+
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    eos_blocked: npt.NDArray[np.bool_]
+    """Rows that are still shorter than `min_new_tokens`."""
+    eos: Tensor
+    """The end-of-sequence ids, int64."""
+
+
+def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
+    """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
+
+    The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
+    renormalised. Temperature 0 takes the likeliest token with log-probability 0. A row whose logits are not numbers
+    gets a NaN, which the caller must refuse.
+    """
+    device = logits.device
+    if how.eos_blocked.any():
+        rows = torch.from_numpy(np.flatnonzero(how.eos_blocked)).to(device)
+        logits = logits.index_put((rows[:, None], how.eos[None, :]), logits.new_tensor(-torch.inf))
+    greedy = how.temperature == 0
+    if greedy.all():
+        return _greedy(logits)
+    temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
+    if (how.temperature != 1).any():
+        logits = logits / temperature[:, None]
+    log_probs = truncated(logits, how.top_p, how.top_k).log_softmax(-1)
+    tokens = invert(log_probs, torch.from_numpy(uniforms).to(device))
+    chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+    if greedy.any():
+        mask = torch.from_numpy(greedy).to(device)
+        best, zero = _greedy(logits)
+        tokens, chosen = torch.where(mask, best, tokens), torch.where(mask, zero, chosen)
+    return tokens, chosen
+
+
+def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    best, tokens = logits.max(-1)
+    return tokens, torch.where(best.isfinite(), 0.0, torch.nan)
+
+
+def truncated(logits: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:
+    """The logits with -inf outside the k likeliest tokens, then outside the nucleus of mass `top_p` of what is left.
+
+    Tokens as likely as the k-th are kept; the token that crosses `top_p` belongs to the nucleus (Holtzman et al. 2020).
+    """
+    size = logits.shape[-1]
+    rows = np.flatnonzero((top_p < 1) | ((top_k > 0) & (top_k < size)))
+    if not len(rows):
+        return logits
+    index = torch.from_numpy(rows).to(logits.device)
+    part = logits[index]
+    ordered, order = torch.sort(part, dim=-1, descending=True, stable=True)
+    k = torch.from_numpy(np.where(top_k[rows] > 0, np.minimum(top_k[rows], size), size)).to(logits.device)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, k[:, None] - 1), -torch.inf)
+    probs = ordered.softmax(-1)
+    p = torch.from_numpy(top_p[rows]).to(logits.device)
+    outside = (probs.cumsum(-1) - probs >= p[:, None]) & (p < 1)[:, None]
+    outside[:, 0] = False
+    kept = torch.full_like(part, -torch.inf).scatter(1, order, ordered.masked_fill(outside, -torch.inf))
+    return logits.index_copy(0, index, kept)
+
+
+def invert(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds the row's uniform number; [R, V] and [R] float64 to [R]."""
+    rows, size = log_probs.shape
+    blocks = -(-size // _BLOCK)
+    probs = log_probs.new_zeros(rows, blocks * _BLOCK)
+    torch.exp(log_probs, out=probs[:, :size])
+    probs = probs.view(rows, blocks, _BLOCK)
+    mass = probs.sum(-1).double().cumsum(-1)
+    target = uniforms * mass[:, -1]
+    block = (mass <= target[:, None]).sum(-1).clamp_(max=blocks - 1)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)[:, None])[:, 0], 0.0)
+    inside = probs[torch.arange(rows, device=probs.device), block].double()
+    reached = inside.cumsum(-1)
+    # The block's mass was summed in float32: scaled to it, the two levels leave no gap that a number could fall into.
+    scale = (mass.gather(1, block[:, None])[:, 0] - before) / reached[:, -1]
+    offset = (reached * scale[:, None] + before[:, None] <= target[:, None]).sum(-1)
+    # What float64 rounding leaves above the last positive probability belongs to that token.
+    positions = torch.arange(_BLOCK, device=probs.device)
+    last = torch.where(inside > 0, positions, 0).amax(-1)
+    return block * _BLOCK + torch.minimum(offset, last)

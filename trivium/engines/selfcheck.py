@@ -1,0 +1,64 @@
+"""What an engine makes sure of before it serves: this model, driven through our cache, is still the same model."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivium.engines.attention import EXACT, FAST
+from trivium.engines.decoder import Decoder
+from trivium.errors import ConfigError
+from trivium.randomness import stream, uniforms
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""Largest difference of a log-probability that rounding explains."""
+
+
+def check_decoder(decoder: Decoder, max_context: int) -> None:
+    """Raises ConfigError when prompt reading or decoding differs from transformers' own forward pass.
+
+    With a batch-invariant decoder, also when a companion changes a bit.
+    """
+    length = min(20, max_context - 1)
+    tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
+    probes = tokens.reshape(4, length)
+    half = max(1, length // 2)
+    alone, together = _teach(decoder, probes[:1], half), _teach(decoder, probes, half)
+    name = type(decoder.model).__name__
+    if decoder.exact and not torch.equal(alone[0], together[0]):
+        raise ConfigError(
+            f"batch-invariant generation with {name}",
+            "companions in the batch change the bits of its log-probabilities",
+            "set engine.batch_invariant to false",
+        )
+    difference = float((_plain(decoder, probes, half) - together).abs().max())
+    if not difference < _TOLERANCE[decoder.dtype]:
+        raise ConfigError(
+            f"generate with {name}",
+            f"its log-probabilities with a key-value cache differ by {difference:.2g} from those without",
+            "this architecture keeps state that the engine does not know; use another model or engine",
+        )
+
+
+def _teach(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
+    """Log-probabilities [B, L - half, V] with the first half read as a prompt and the rest forced token by token."""
+    count, length = probes.shape
+    prefixes = decoder.read(list(probes[:, :half].astype(np.int32)))
+    decoder.place(prefixes, range(count))
+    logits = [torch.stack([prefix.logits for prefix in prefixes])]
+    for position in range(half, length - 1):
+        logits.append(decoder.step(probes[:, position].copy(), np.full(count, position)))
+    return torch.stack(logits, dim=1).log_softmax(-1)
+
+
+def _plain(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
+    """The same from one forward pass with transformers' own attention and no cache."""
+    model = decoder.model
+    ours = EXACT if decoder.exact else FAST
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(input_ids=torch.from_numpy(probes).to(decoder.device), use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ours)
+    return logits[:, half - 1 : -1].float().log_softmax(-1)

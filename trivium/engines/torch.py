@@ -1,0 +1,372 @@
+"""The engine that ships: any Hugging Face causal language model, continuous batching, exact counter-based sampling.
+
+One worker thread owns the model. The event loop hands requests over and gets futures resolved in bundles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as ThreadFuture
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from trivium.config import EngineConfig, free
+from trivium.engines import invariance
+from trivium.engines.batch import Batch, Ticket
+from trivium.engines.decoder import Decoder, Prefix, padded_length
+from trivium.engines.selfcheck import check_decoder
+from trivium.errors import ConfigError, RolloutError
+from trivium.policy import EngineFailure
+from trivium.protocols import Weights
+from trivium.types import Completion, Request, StopReason
+
+_CLOSE_S = 60.0
+"""Longest wait for the worker to end its current step when the engine is closed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """New weights on their way to the worker."""
+
+    version: int
+    weights: list[tuple[str, Any]]
+    future: Any
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Requests of one prompt that have no row yet, and the prompt once it has been read."""
+
+    tickets: deque[Ticket] = field(default_factory=deque)
+    prefix: Prefix | None = None
+
+
+class TorchEngine:
+    """Samples replies with torch and transformers, on the CPU or one GPU."""
+
+    class Config(EngineConfig):
+        kind: str = "torch"
+        device: Literal["cpu", "cuda"] = "cpu"
+        """Where the policy samples."""
+        dtype: Literal["float32", "bfloat16"] = "float32"
+        """Type of weights and keys and values; logits and log-probabilities are float32 always."""
+        batch_invariant: bool | None = None
+        """Whether a reply's bits are independent of what shares its batch; unset: yes for float32 on the CPU."""
+        max_context: int | None = Field(default=None, ge=2)
+        """Longest prompt and reply together, in tokens; unset: what the model was built for."""
+        max_rows: int = free(512, ge=1)
+        """Replies that decode at once; each holds keys and values for its whole context."""
+        prefill_tokens: int = free(16384, ge=16)
+        """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
+
+    exact_sampling = True
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_dir: Path,
+        eos_token_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str],
+        threads: int,
+    ) -> None:
+        """Loads the model, checks it against itself, and starts the worker.
+
+        Raises ConfigError for a model or device that this engine cannot run.
+        """
+        self.config = config
+        self.batch_invariant = _resolve_invariance(config)
+        self._eos, self._decode, self._threads = eos_token_ids, decode, threads
+        self._version = 0
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._inbox: deque[Ticket | _Load] = deque()
+        self._awake = threading.Condition()
+        self._any_cancelled = False
+        self._backlog: deque[Ticket | _Load] = deque()
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._done: list[tuple[Ticket | _Load, Any]] = []
+        self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
+        """What the worker has done so far; for measurements."""
+        started: ThreadFuture[tuple[int, int]] = ThreadFuture()
+        self._thread = threading.Thread(
+            target=self._work, args=(model_dir, started), name="trivium-engine", daemon=True
+        )
+        self._thread.start()
+        self._max_context, self._vocab_size = started.result()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt and reply together, in tokens."""
+        return self._max_context
+
+    async def generate(self, request: Request) -> Completion:
+        """One reply. Raises RolloutError for a request that cannot be served, EngineFailure once the worker is dead."""
+        loop = asyncio.get_running_loop()
+        ticket = self._ticket(request, loop.create_future())
+        self._submit(ticket, loop)
+        try:
+            return await ticket.future
+        except asyncio.CancelledError:
+            ticket.cancelled = self._any_cancelled = True
+            self._notify()
+            raise
+
+    async def load(self, version: int, weights: Weights) -> None:
+        """Adopts weights once everything submitted so far has finished.
+
+        Raises SyncError (and keeps the old weights) when names or shapes do not fit.
+        """
+        loop = asyncio.get_running_loop()
+        order = _Load(version, list(weights), loop.create_future())
+        self._submit(order, loop)
+        await order.future
+
+    async def close(self) -> None:
+        """Ends the worker; replies in progress return what they have, with `abort`."""
+        self._closing = True
+        self._notify()
+        await asyncio.to_thread(self._thread.join, _CLOSE_S)
+        if self._thread.is_alive():
+            raise EngineFailure(
+                "close the engine", f"its worker is still in one step after {_CLOSE_S:.0f} s",
+                "lower engine.max_rows or engine.prefill_tokens; the process can be ended safely",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ the caller's side
+
+    def _ticket(self, request: Request, future: asyncio.Future[Completion]) -> Ticket:
+        problem = _problem(request, self._max_context, self._vocab_size)
+        if problem is not None:
+            raise RolloutError(*problem)
+        prompt = np.asarray(request.prompt_tokens, np.int32)
+        limit = min(request.sampling.max_new_tokens, self._max_context - len(prompt))
+        return Ticket(request, limit, future, request.key.digest(), prompt=prompt.tobytes())
+
+    def _submit(self, item: Ticket | _Load, loop: asyncio.AbstractEventLoop) -> None:
+        with self._awake:
+            if self._failure is not None or self._closing:
+                raise self._failed()
+            self._inbox.append(item)
+        # Not at once: whatever else is ready in this turn of the loop joins the same batch.
+        loop.call_soon(self._notify)
+
+    def _notify(self) -> None:
+        with self._awake:
+            self._awake.notify()
+
+    def _failed(self) -> EngineFailure:
+        """A fresh error per caller, so that tracebacks do not pile up on one object."""
+        if self._failure is None:
+            return EngineFailure("a reply from the engine", "the engine was closed", "build a new engine")
+        error = EngineFailure(
+            "a reply from the engine",
+            f"its worker died of {type(self._failure).__name__}: {self._failure}",
+            "mend the cause; a dead engine stays dead",
+        )
+        error.__cause__ = self._failure
+        return error
+
+    # ------------------------------------------------------------------ the worker's side
+
+    def _work(self, model_dir: Path, started: ThreadFuture[tuple[int, int]]) -> None:
+        try:
+            torch.set_num_threads(self._threads)
+            dtype = getattr(torch, self.config.dtype)
+            self._decoder = Decoder(model_dir, dtype=dtype, device=self.config.device, exact=self.batch_invariant)
+            max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
+            with torch.inference_mode():
+                check_decoder(self._decoder, max_context)
+                self._batch = Batch(self._decoder, self.config.max_rows, self._eos, self._decode)
+        except BaseException as error:  # carried to the constructor's caller
+            started.set_exception(error)
+            return
+        started.set_result((max_context, self._decoder.vocab_size))
+        try:
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as error:  # carried to every caller, now and later
+            self._fail(error)
+
+    def _serve(self) -> None:
+        while self._receive():
+            if self._any_cancelled:
+                self._drop_cancelled()
+            self._take_backlog()
+            while self._batch.free and self._waiting:
+                self._admit()
+            if self._batch.live:
+                self._finish(self._batch.step(self._version))
+                self.counters["steps"] += 1
+            self._deliver()
+        waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
+        self._finish(self._batch.abort(self._version))
+        empty = Completion(np.empty(0), np.empty(0), np.empty(0), StopReason.ABORT)  # pyright: ignore[reportArgumentType]
+        self._done += [
+            (item, self._failed() if isinstance(item, _Load) else empty) for item in (*waiting, *self._backlog)
+        ]
+        self._deliver()
+
+    def _receive(self) -> bool:
+        """Takes what has been submitted, waiting for it when there is nothing else to do; False at the end."""
+        with self._awake:
+            idle = not (self._batch.live or self._waiting or self._backlog)
+            while idle and not self._inbox and not self._closing:
+                self._awake.wait()
+            self._backlog += self._inbox
+            self._inbox.clear()
+            return not self._closing
+
+    def _take_backlog(self) -> None:
+        """Queues requests by prompt, in order of arrival, up to a load; the load when nothing is in flight."""
+        while self._backlog:
+            item = self._backlog[0]
+            if isinstance(item, Ticket):
+                self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
+            elif self._batch.live or self._waiting:
+                return
+            else:
+                self._adopt(item)
+            self._backlog.popleft()
+
+    def _adopt(self, order: _Load) -> None:
+        try:
+            self._decoder.load(order.weights)
+        except Exception as error:  # the trainer's mistake, not the engine's: the old weights still serve
+            self._done.append((order, error))
+            return
+        self._version = order.version
+        self._done.append((order, None))
+
+    def _admit(self) -> None:
+        """Seats waiting requests in free rows, oldest prompt first; a prompt is read once for all its requests."""
+        chosen: list[tuple[_Waiting, int]] = []
+        free = self._batch.free
+        unread: dict[int, list[_Waiting]] = {}
+        budget = self.config.prefill_tokens
+        for prompt, entry in self._waiting.items():
+            if entry.prefix is None:
+                length = padded_length(len(prompt) // 4)
+                if unread and length > budget:
+                    break
+                budget -= length
+                unread.setdefault(length, []).append(entry)
+            chosen.append((entry, min(free, len(entry.tickets))))
+            free -= chosen[-1][1]
+            if not free:
+                break
+        for entries in unread.values():
+            self._read(entries)
+        tickets = [entry.tickets.popleft() for entry, count in chosen for _ in range(count)]
+        prefixes = [entry.prefix for entry, count in chosen for _ in range(count) if entry.prefix is not None]
+        self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
+        self._finish(self._batch.admit(tickets, prefixes, self._version))
+
+    def _read(self, entries: Sequence[_Waiting]) -> None:
+        prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
+        for entry, prefix in zip(entries, self._decoder.read(prompts), strict=True):
+            entry.prefix = prefix
+        self.counters["prompts_read"] += len(prompts)
+        self.counters["prompt_tokens_read"] += sum(map(len, prompts))
+
+    def _drop_cancelled(self) -> None:
+        self._any_cancelled = False
+        self._batch.drop_cancelled()
+        for entry in self._waiting.values():
+            entry.tickets = deque(ticket for ticket in entry.tickets if not ticket.cancelled)
+        self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
+        self._backlog = deque(item for item in self._backlog if not item.cancelled)
+
+    def _finish(self, done: Sequence[tuple[Ticket, Completion]]) -> None:
+        self._done += done
+        self.counters["tokens_sampled"] += sum(len(completion.tokens) for _, completion in done)
+
+    def _deliver(self) -> None:
+        """Resolves the futures of everything that is done, one wake-up per event loop."""
+        done, self._done = self._done, []
+        loops: dict[Any, list[tuple[Any, Any]]] = {}
+        for item, result in done:
+            loops.setdefault(item.future.get_loop(), []).append((item.future, result))
+        for loop, results in loops.items():
+            try:
+                loop.call_soon_threadsafe(_resolve, results)
+            except RuntimeError:
+                if not loop.is_closed():  # a closed loop has nobody left to tell
+                    raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._awake:
+            self._failure = error
+            self._backlog += self._inbox
+            self._inbox.clear()
+        told = {id(item) for item, _ in self._done}
+        waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
+        seated = [ticket for ticket in self._batch.tickets if ticket is not None]
+        lost = [item for item in (*seated, *waiting, *self._backlog) if id(item) not in told]
+        self._done += [(item, self._failed()) for item in lost]
+        self._deliver()
+
+
+def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in results:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _problem(request: Request, max_context: int, vocab_size: int) -> tuple[str, str, str] | None:
+    """Why a request cannot be served: asked, found, do."""
+    prompt, sampling = request.prompt_tokens, request.sampling
+    if not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab_size:
+        found = f"{len(prompt)} tokens, ids up to {prompt.max(initial=-1)}, vocabulary {vocab_size}"
+        return "a prompt of token ids below the vocabulary's size", found, "use the model's own tokenizer"
+    if len(prompt) >= max_context:
+        found = f"{len(prompt)} tokens, and the context holds {max_context}"
+        return "a prompt that leaves room for a reply", found, "shorten the prompt, or raise engine.max_context"
+    if request.media:
+        return "a reply to images or sound", "this engine reads text only", "use an engine that reads media"
+    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        do = "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+        return "sampling that yields tokens", str(sampling), do
+    return None
+
+
+def _resolve_invariance(config: TorchEngine.Config) -> bool:
+    possible = config.device == "cpu" and config.dtype == "float32" and invariance.available()
+    if config.batch_invariant and not possible:
+        raise ConfigError(
+            "engine.batch_invariant: true", f"{config.dtype} on {config.device}"
+            + ("" if invariance.available() else ", torch without oneDNN"),
+            "it holds for float32 on the CPU; leave it unset, or set it to false",
+        )  # fmt: skip
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: cuda", "torch sees no GPU here", "set engine.device to cpu")
+    return possible if config.batch_invariant is None else config.batch_invariant
+
+
+def _resolve_context(asked: int | None, built_for: int | None) -> int:
+    if asked is None and built_for is None:
+        raise ConfigError(
+            "the longest context", "the model's config does not say (max_position_embeddings)", "set engine.max_context"
+        )
+    if asked is not None and built_for is not None and asked > built_for:
+        raise ConfigError(
+            f"engine.max_context: {asked}", f"the model was built for {built_for} positions", f"set at most {built_for}"
+        )
+    return asked or built_for or 0
