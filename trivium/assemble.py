@@ -50,6 +50,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of whatever stopped the run.
     """
+    if config.run.mode == "bench":
+        return bench(config)
     with _open_run_dir(config) as run_dir:
         store = CheckpointStore(
             run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
@@ -286,6 +288,16 @@ async def _evaluate(stage: Stage) -> Metrics:
         return await _build_evaluator(stage, explorer).run(explorer.version)
     finally:
         await explorer.engine.close()
+
+
+def bench(config: RunConfig) -> dict[str, Any]:
+    """Evaluates every checkpoint of the run directory in order; one row each in `bench.jsonl`."""
+    run_dir = Path(config.run.dir)
+    rows = [{"step": step, **evaluate(config, step)} for step in CheckpointStore(run_dir / "checkpoints").steps()]
+    if not rows:
+        raise RunDirError(f"bench the checkpoints of {run_dir}", "it has none", "train first")
+    write_aside(run_dir / "bench.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return {"checkpoints": len(rows), "bench": str(run_dir / "bench.jsonl")}
 
 
 def export(run_dir: Path, step: int | None, out: Path) -> Path:

@@ -133,8 +133,8 @@ class RunSection(Config):
     """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
     seed: int = 0
     """The seed of everything: weights, order, samples."""
-    mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
-    """Which roles this command plays."""
+    mode: Literal["both", "bench"] = free("both")
+    """`both` explores and trains; `bench` evaluates every checkpoint of the run, in order."""
     resume: bool = free(True)
     """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
 
@@ -383,13 +383,26 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key said twice is an error: the first value would silently have no effect."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" and names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is said twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML mapping with its `extends` followed."""
     path = path.resolve()
     if path in seen:
         raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError as error:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -585,6 +598,7 @@ class StagePlan(Config):
     trajectories_per_step: int
     max_response_tokens_per_step: int
     max_staleness: int
+    weights: str
     slots: int
 
 
@@ -615,6 +629,7 @@ def plan_run(config: RunConfig, cores: int) -> Plan:
                 * schedule.group_size
                 * stage.engine.sampling.max_new_tokens,
                 max_staleness=stage.max_staleness,
+                weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * schedule.groups_per_step,
             )
         )

@@ -44,7 +44,11 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
         for objective in algorithm.objectives
     ]
     engine.version += 1
-    return {**metrics, **learned, **aggregate(updates), "train/version": engine.version}
+    # Engine and trainer are compared at the policy that sampled: before the first update, not after it.
+    before: Metrics = {}
+    for row in reversed(updates):
+        before |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
+    return {**metrics, **learned, **aggregate(updates), **before, "train/version": engine.version}
 
 
 def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:

@@ -91,7 +91,7 @@ declare("reward/mean", "mean total reward of the groups trained on, failed membe
 declare("reward/std", "standard deviation of the total reward over trajectories")
 declare("reward/min", "lowest total reward", aggregation="min")
 declare("reward/max", "highest total reward", aggregation="max")
-declare("reward/equal_groups", "fraction of groups whose members all got the same reward: they teach nothing", better="down")  # fmt: skip
+declare("reward/equal_groups", "fraction of groups whose members all got the same reward", better="down")  # fmt: skip
 declare("reward/component/*", "mean of one reward component, weight applied", better="up")
 declare("rollout/groups", "groups taken from the buffer", aggregation="sum")
 declare("rollout/refused", "groups left out: too few of their members live", aggregation="sum", better="down")
@@ -122,11 +122,12 @@ declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
 declare("train/tokens", "tokens trained on", unit="tokens", aggregation="sum")
-declare("train/optimizer_steps", "optimizer steps in this train step", aggregation="sum")
 declare("train/version", "policy version after this step", aggregation="last")
-declare("mismatch/log_prob_max", "largest difference between engine and trainer log-probability of a sampled token before the update", unit="nats", aggregation="max", better="down")  # fmt: skip
+declare(
+    "mismatch/log_prob_max", "largest gap between engine and trainer log-probability before the update",
+    unit="nats", aggregation="max", better="down",
+)  # fmt: skip
 declare("mismatch/kl", "k3 estimate of KL(engine, trainer) before the update", unit="nats", better="down")
-declare("mismatch/ess", "effective sample size of the engine-to-trainer importance weights, as a fraction", better="up")
 
 # Evaluation: `*` is the taskset.
 declare("eval/*/accuracy", "mean over tasks of the fraction of samples that got the full reward", better="up")

@@ -191,7 +191,7 @@ class Algorithm(Protocol):
 
 
 class TrainEngine(ABC):
-    """Holds the trained models. Four verbs (`score`, `update`, `save`, `load`) and `export_weights`; the rest is derived.
+    """Holds the trained models. Verbs: `score`, `update`, `save`, `load`, `export_weights`; the rest is derived.
 
     Also the seeds' TrainEngineWrapper: `prepare`, `train_step_num`, `train_step`, `save_checkpoint`, `sync_weight`,
     `upload_state_dict`, `save_state_dict`.

@@ -298,7 +298,7 @@ class Batch:
 
     experiences: tuple[Experience, ...]
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
-    """Name -> one array of length L per experience: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`, `values`."""
+    """Name -> one array of length L per experience: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`, ..."""
 
     def __post_init__(self) -> None:
         frozen = {
@@ -310,7 +310,7 @@ class Batch:
             if [len(a) for a in arrays] != [len(e) for e in self.experiences]:
                 raise DataError(
                     f"column {name!r} with one entry per token of each experience",
-                    f"lengths {[len(a) for a in arrays][:8]} for experiences of {[len(e) for e in self.experiences][:8]}",
+                    f"lengths {[len(a) for a in arrays][:8]}, experiences {[len(e) for e in self.experiences][:8]}",
                     "keep the columns in the order and length of the experiences",
                 )
 
@@ -343,8 +343,8 @@ class Batch:
 def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:
     """The trainable sequences of a trajectory: turns that extend one another are one experience.
 
-    A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens are
-    masked out); a turn that rewrites history starts another. Nothing is re-encoded.
+    A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens
+    are masked out); a turn that rewrites history starts another. Nothing is re-encoded.
     """
     runs: list[list[Turn]] = []
     sequence: IntArray = np.empty(0, np.int32)

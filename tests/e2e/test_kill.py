@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.killing import MOMENTS
 
+from tests.e2e.killing import MOMENTS
 from trivium.metrics import depends_on_machine
 
 HERE = Path(__file__).parent

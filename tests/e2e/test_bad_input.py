@@ -1,0 +1,247 @@
+"""Bad input through the real command line: a three-part error and the right exit code, or a counted failed rollout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trivium.cli import app
+
+TINY = Path(__file__).parent / "tiny.yaml"
+
+
+def trivium(*arguments: str) -> tuple[int, str]:
+    """(exit code, everything printed)."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def refused(code: int, output: str, *words: str) -> None:
+    assert code in (1, 2), output
+    for word in (*words, "asked:", "found:", "do:"):
+        assert word in output, f"{word!r} not in:\n{output}"
+    assert "Traceback" not in output
+
+
+def config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+BASE = """
+run: {dir: DIR/run}
+model: {kind: tiny, alphabet: "0123456789+=", layers: 1, hidden: 16, heads: 2, mlp: 16, max_position: 24}
+tasks: {train: {kind: arithmetic, max_operand: 9}}
+engine: {sampling: {max_new_tokens: 3}}
+schedule: {steps: 2, groups_per_step: 2, group_size: 4}
+monitors: [{kind: jsonl}]
+"""
+
+
+def run_with(tmp_path: Path, changes: str) -> tuple[int, str, list[dict[str, Any]]]:
+    """Runs a config that says `changes` over the base one; exit code, output, metric rows."""
+    (tmp_path / "base.yaml").write_text(BASE.replace("DIR", str(tmp_path)), encoding="utf-8")
+    code, output = trivium("run", str(config(tmp_path, "extends: base.yaml\n" + changes)))
+    rows = tmp_path / "run" / "metrics.jsonl"
+    return code, output, [json.loads(line) for line in rows.read_text().splitlines()] if rows.is_file() else []
+
+
+def test_check_reports_every_problem_at_once(tmp_path: Path) -> None:
+    bad = config(
+        tmp_path,
+        """
+model: {kind: tiny, hiden: 32}
+tasks: {training: {kind: jsonl, path: nowhere.jsonl}}
+engine: {sampling: {top_p: 0.9, temperature: 0}}
+schedule: {group_size: 1, stepps: 3}
+algorithm: {kind: grpo, critics: {}}
+evaluation: {every: 5}
+""",
+    )
+    code, output = trivium("check", str(bad))
+    assert code == 2
+    for words in ("did you mean 'hidden'", "did you mean 'steps'", "did you mean 'critic'"):
+        assert words in output, output
+    code, output = trivium(
+        "check", str(TINY), "engine.sampling.top_p=0.9", "schedule.max_staleness=0", "sync.interval=2",
+        "evaluation.taskset=tset",
+    )  # fmt: skip
+    assert code == 2
+    for words in ("engine.sampling.top_p", "schedule.max_staleness", "did you mean 'test'"):
+        assert words in output, output
+
+
+def test_check_of_a_good_config_prints_the_plan() -> None:
+    code, output = trivium("check", str(TINY))
+    assert code == 0
+    assert "trajectories_per_step: 16" in output
+    assert "total_steps: 11" in output
+
+
+def test_a_key_said_twice(tmp_path: Path) -> None:
+    code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\nschedule: {steps: 3}\nschedule: {steps: 4}\n")
+    refused(code, output, "the key 'schedule' is said twice")
+
+
+def test_a_missing_config_file(tmp_path: Path) -> None:
+    code, output = trivium("run", str(tmp_path / "nothing.yaml"))
+    refused(code, output, "no such file")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ("{kind: jsonl, path: nowhere.jsonl}", "nowhere.jsonl"),
+        ("{kind: jsonl, path: empty.jsonl}", "empty"),
+        ("{kind: jsonl, path: broken.jsonl}", "line 2"),
+    ],
+)
+def test_unusable_data(tmp_path: Path, tasks: str, words: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    code, output, _ = run_with(
+        tmp_path, f"tasks: {{train: {tasks}}}\nrewards: [{{kind: exact}}]\n".replace("tasks", "tasks")
+    )
+    refused(code, output, words)
+
+
+def test_a_reward_without_its_column(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    code, output, _ = run_with(tmp_path, "tasks: {train: {kind: jsonl, path: rows.jsonl}}\nrewards: [{kind: exact}]\n")
+    refused(code, output, "answer")
+
+
+REWARDS = """
+import time
+def raises(prompt, completion, answer): raise KeyError("oops")
+def nan(prompt, completion, answer): return float("nan")
+def none(prompt, completion, answer): return None
+def several(prompt, completion, answer): return [1.0, 2.0]
+def endless(prompt, completion, answer):
+    while True: time.sleep(0.01)
+def sometimes(prompt, completion, answer):
+    if int(answer) % 2: raise ValueError("odd")
+    return float(len(completion))
+"""
+
+
+@pytest.mark.parametrize("reward", ["raises", "nan", "none", "several"])
+def test_a_reward_that_gives_no_number_ends_the_run_by_name(tmp_path: Path, reward: str) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    code, output, _ = run_with(tmp_path, f"rewards: [{{kind: mine.py:{reward}}}]\n")
+    refused(code, output, "failed trajectories", "RewardError", repr(reward))
+
+
+def test_some_failing_rewards_are_counted_and_never_scored(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    code, output, rows = run_with(
+        tmp_path, "rewards: [{kind: mine.py:sometimes}]\nworkflow: {max_failed_fraction: 1}\n"
+    )
+    assert code == 0, output
+    failed = sum(row["rollout/failed"] for row in rows)
+    trained = sum(row["rollout/trajectories"] for row in rows)
+    assert failed + trained == 2 * 2 * 4
+    assert 0 < failed < 16
+    assert failed == sum(row.get("rollout/failed/reward", 0) for row in rows)
+
+
+def test_a_reward_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    code, output, _ = run_with(tmp_path, "rewards: [{kind: mine.py:endless}]\nworkflow: {deadline_s: 0.3}\n")
+    refused(code, output, "DeadlineExceeded")
+
+
+def test_a_workflow_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(
+        "import asyncio\n"
+        "from trivium.config import WorkflowConfig\n"
+        "class Hangs:\n"
+        "    class Config(WorkflowConfig): pass\n"
+        "    def __init__(self, config): pass\n"
+        "    async def run(self, task, policy): await asyncio.sleep(3600)\n"
+    )
+    code, output, _ = run_with(tmp_path, "workflow: {kind: flow.py:Hangs, deadline_s: 0.2}\nrewards: [{kind: exact}]\n")
+    refused(code, output, "deadline")
+
+
+def test_prompts_beyond_the_context_are_failed_rollouts(tmp_path: Path) -> None:
+    code, output, _ = run_with(tmp_path, "engine: {max_context: 4}\nrewards: [{kind: exact}]\n")
+    refused(code, output, "prompt", "PromptTooLong")
+
+
+def test_nobody_judges(tmp_path: Path) -> None:
+    code, output, _ = run_with(tmp_path, "")
+    refused(code, output, "reward")
+
+
+def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
+    code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\n")
+    assert code == 0, output
+    model = tmp_path / "run" / "model"
+    (model / "chat_template.jinja").unlink()
+    code, output, _ = run_with(
+        tmp_path, f"run: {{dir: {tmp_path}/second}}\nmodel: {{kind: hf, path: {model}}}\nrewards: [{{kind: exact}}]\n"
+    )
+    refused(code, output, "chat template")
+
+
+def test_a_run_directory_of_another_config(tmp_path: Path) -> None:
+    assert run_with(tmp_path, "rewards: [{kind: exact}]\n")[0] == 0
+    code, output = trivium("run", str(tmp_path / "config.yaml"), "schedule.group_size=8")
+    assert code == 2
+    assert "the run began with 4" in output
+    code, output = trivium("run", str(tmp_path / "config.yaml"), "run.resume=false")
+    refused(code, output, "it holds a run")
+    code, output = trivium("run", str(tmp_path / "config.yaml"), "schedule.steps=3")
+    assert code == 0, output
+
+
+def test_a_second_process_in_the_same_directory(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\n")
+    refused(code, output, "another process runs there")
+
+
+def test_eval_export_and_bench(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    changes = """
+rewards: [{kind: exact}]
+checkpoint: {save_every: 1}
+tasks: {test: {kind: arithmetic, max_operand: 9, part: holdout}}
+evaluation: {taskset: test, samples: 4, k: [1, 4], sampling: {temperature: 1.0, max_new_tokens: 3}}
+"""
+    code, output, _ = run_with(tmp_path, changes)
+    assert code == 0, output
+    path = tmp_path / "config.yaml"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if "eval/test/pass@4" in row]
+    assert [row["step"] for row in evaluated] == [0, 2]
+    code, output = trivium("eval", str(path), "--step", "2")
+    assert code == 0, output
+    again = json.loads(output)
+    for key in ("eval/test/accuracy", "eval/test/pass@4", "eval/test/maj@4", "eval/test/reward"):
+        assert again[key] == evaluated[-1][key]
+    code, output = trivium("eval", str(path), "--step", "7")
+    refused(code, output, "steps [1, 2]")
+    code, output = trivium("run", str(path), "run.mode=bench")
+    assert code == 0, output
+    assert [json.loads(x)["step"] for x in (tmp_path / "run" / "bench.jsonl").read_text().splitlines()] == [1, 2]
+    code, output = trivium("export", str(tmp_path / "run"), str(tmp_path / "out"), "--step", "2")
+    assert code == 0, output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(
+        [{"role": "user", "content": "1+2="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        assert model(**tokens).logits.shape[-1] == model.config.vocab_size
