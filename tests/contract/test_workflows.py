@@ -6,40 +6,29 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from trivium.config import build, plugin
+from trivium.engines.scripted import ScriptedEngine
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.testing import check_workflow
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Completion, Message, Request, Sampling, StopReason, Task
+from trivium.types import Message, Sampling, Task
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RENDERER = ChatRenderer(tiny_tokenizer())
 TASK = Task("t", (Message("user", "digit?"),), {"secret": 6})
 
 
-class Digits:
-    """A rollout engine whose policy says a digit that follows from the request's key."""
-
-    exact_sampling = True
-    version = 0
-
-    async def generate(self, request: Request) -> Completion:
-        await asyncio.sleep(0)
-        _, tokens = RENDERER.expert(TASK.prompt, str(request.key.digest() % 10))
-        return Completion(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)), StopReason.EOS)
-
-    async def load(self, version: int, weights: Any) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 def make_policy() -> Policy:
-    return Policy(Digits(), RENDERER, Sampling(4), SampleKey(0, "train", "train", "t"), 200)
+    """A policy that says a digit which follows from the request's key."""
+    engine = ScriptedEngine(
+        ScriptedEngine.Config(replies=tuple("0123456789")), eos_token_ids=RENDERER.eos_token_ids,
+        decode=RENDERER.decode, encode=lambda text: tiny_tokenizer().encode(text),
+    )  # fmt: skip
+    return Policy(engine, RENDERER, Sampling(4), SampleKey(0, "train", "train", "t"), 200)
 
 
 @pytest.mark.parametrize(

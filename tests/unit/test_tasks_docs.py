@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from trivium.config import build, plugin
+from trivium.engines.scripted import ScriptedEngine
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
 from trivium.registry import resolve
 from trivium.testing import check_workflow
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Completion, Message, Request, Sampling, StopReason, Task
+from trivium.types import Message, Request, Sampling, Task
 
 DOCS = Path(__file__).parents[2] / "docs"
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
@@ -51,24 +50,18 @@ def test_tasks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last.task_id, last.columns["answer"]) == ("from-5", "5 4 3 2 1")
 
 
-class Doubles:
-    """A rollout engine whose policy doubles the number it reads; anything else it answers with `ok`."""
-
-    exact_sampling = True
-    version = 0
-
-    async def generate(self, request: Request) -> Completion:
-        last = re.findall(r"<\|user\|>(.*?)<\|end\|>", tiny_tokenizer().decode(request.prompt_tokens.tolist()))[-1]
-        _, tokens = RENDERER.expert([Message("user", "?")], str(2 * int(last)) if last.isdecimal() else "ok")
-        return Completion(tokens, np.zeros(len(tokens)), np.zeros(len(tokens)), StopReason.EOS)
-
-    async def load(self, version: int, weights: Any) -> None: ...
-
-    async def close(self) -> None: ...
+def doubles(request: Request, version: int) -> str:
+    """The script of the engine: twice the number it reads; anything else it answers with `ok`."""
+    last = re.findall(r"<\|user\|>(.*?)<\|end\|>", tiny_tokenizer().decode(request.prompt_tokens.tolist()))[-1]
+    return str(2 * int(last)) if last.isdecimal() else "ok"
 
 
 def make_policy() -> Policy:
-    return Policy(Doubles(), RENDERER, Sampling(8), SampleKey(0, "train", "train", "t"), 400)
+    engine = ScriptedEngine(
+        ScriptedEngine.Config(script=f"{__file__}:doubles"), eos_token_ids=RENDERER.eos_token_ids,
+        decode=RENDERER.decode, encode=lambda text: tiny_tokenizer().encode(text),
+    )  # fmt: skip
+    return Policy(engine, RENDERER, Sampling(8), SampleKey(0, "train", "train", "t"), 400)
 
 
 async def test_workflow_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

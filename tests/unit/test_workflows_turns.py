@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from trivium.config import RunConfig, build, plugin
+from trivium.engines.scripted import LOG_PROB, ScriptedEngine
 from trivium.errors import ConfigError, RolloutError
 from trivium.policy import Policy, PromptTooLong
 from trivium.randomness import SampleKey
@@ -19,12 +20,10 @@ from trivium.registry import resolve
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import (
-    Completion,
     Group,
     Message,
     Request,
     Sampling,
-    StopReason,
     Task,
     Trajectory,
     experiences_of,
@@ -36,28 +35,18 @@ RENDERER = ChatRenderer(tiny_tokenizer())
 TASK = Task("t", (Message("user", "digit?"),), {"secret": 6})
 
 
-class Says:
-    """A rollout engine whose policy says these texts, one per call of a trajectory, each closed by end of turn."""
-
-    exact_sampling = True
-    version = 3
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-
-    async def generate(self, request: Request) -> Completion:
-        _, tokens = RENDERER.expert([Message("user", "?")], self.texts[int(request.key.path[-1])])
-        log_prob = -np.arange(1, len(tokens) + 1, dtype=np.float32)
-        return Completion(tokens, log_prob, np.full(len(tokens), self.version), StopReason.EOS)
-
-    async def load(self, version: int, weights: Any) -> None:
-        self.version = version
-
-    async def close(self) -> None: ...
+def says(request: Request, version: int) -> str:
+    """The script of the engine: the task id holds the replies, one per call."""
+    return request.key.task_id.split("|")[int(request.key.path[-1])]
 
 
 def policy(*texts: str, max_context: int = 200) -> Policy:
-    return Policy(Says(*texts), RENDERER, Sampling(16), SampleKey(0, "train", "train", "t"), max_context)
+    """A policy that says these texts, one per call, each closed by end of turn."""
+    engine = ScriptedEngine(
+        ScriptedEngine.Config(script=f"{__file__}:says"), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode,
+        encode=lambda text: tiny_tokenizer().encode(text),
+    )  # fmt: skip
+    return Policy(engine, RENDERER, Sampling(16), SampleKey(0, "train", "train", "|".join(texts)), max_context)
 
 
 def workflow(kind: str = "multi_turn", **fields: Any) -> Any:
@@ -109,15 +98,15 @@ async def test_an_episode_trains_on_the_replies_and_on_nothing_the_world_said() 
     assert shown(player)[-1] == whole
 
     trajectory = Trajectory(0, player.turns, earned)
-    (experience,) = experiences_of(Group(0, TASK, (trajectory,), version=3), trajectory)
+    (experience,) = experiences_of(Group(0, TASK, (trajectory,)), trajectory)
     tokenizer = tiny_tokenizer()
     text = [tokenizer.decode([token]) for token in experience.tokens.tolist()]
     trained = [piece for piece, mask in zip(text, experience.response_mask, strict=True) if mask]
     assert "".join(text) == whole.replace("|6<", "6<")
     assert trained == ["3", "<|end|>", "x", "<|end|>", "8", "<|end|>", "6", "<|end|>"]
-    assert experience.rollout_log_prob[experience.response_mask].tolist() == [-1, -2] * 4
+    assert experience.rollout_log_prob[experience.response_mask].tolist() == [LOG_PROB] * 8
     assert not experience.rollout_log_prob[~experience.response_mask].any()
-    assert set(experience.policy_version[experience.response_mask].tolist()) == {3}
+    assert set(experience.policy_version[experience.response_mask].tolist()) == {0}
     assert experience.reward == pytest.approx(0.7)
 
 
