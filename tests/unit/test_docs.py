@@ -1,15 +1,23 @@
-"""The generated pages say what the code says."""
+"""The generated pages say what the code says, and the examples of the others do what they say."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import yaml
 
-from trivium.config import RunConfig
+from trivium.algorithms import AdvantageInputs, GroupAlgorithm, PolicyInputs, build_algorithm
+from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, plugin
 from trivium.metrics import METRICS
+from trivium.protocols import RolloutEngine
 from trivium.registry import CATALOGUE
+from trivium.testing import check_engine
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("generate_docs", ROOT / "tools" / "generate_docs.py")
@@ -39,3 +47,69 @@ def test_every_field_has_a_meaning() -> None:
     assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
     assert [row for row in rows if "Undefined" in row or "Annotated" in row] == []
+
+
+# --------------------------------------------------------------------------- pages with code
+
+
+def unpacked(page: str, folder: Path) -> dict[str, Any]:
+    """Writes the code blocks of a page to the files that their first lines name; returns the YAML ones, read."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:python|yaml)\n# ([\w.]+)[^\n]*\n(.*?)```", text, re.DOTALL)
+    for name, code in blocks:
+        (folder / name).write_text(code, encoding="utf-8")
+    return {name: yaml.safe_load(code) for name, code in blocks if name.endswith(".yaml")}
+
+
+def algorithm_in(section: dict[str, Any], monkeypatch: pytest.MonkeyPatch, folder: Path) -> GroupAlgorithm:
+    monkeypatch.chdir(folder)
+    return build_algorithm(plugin("algorithms", AlgorithmConfig)(section["algorithm"]))
+
+
+def test_the_algorithm_page_holds_a_loss_with_the_gradient_it_declares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = algorithm_in(unpacked("extend-algorithm.md", tmp_path)["my_losses.yaml"], monkeypatch, tmp_path)
+    (objective,) = algorithm.objectives
+    assert objective.on_policy == "plain"
+    log_prob = -torch.rand(2, 3, dtype=torch.float64)
+    columns = {"advantages": torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]]), "old_log_prob": log_prob}
+    current = log_prob.clone().requires_grad_()
+    done = objective.policy_loss(PolicyInputs(current, torch.ones(2, 3, dtype=torch.bool), columns))
+    done.loss.sum().backward()
+    assert torch.equal(current.grad, -columns["advantages"].double())
+    far = PolicyInputs(log_prob + 3.0, torch.ones(2, 3, dtype=torch.bool), columns)
+    expected = -columns["advantages"] * 4.0 * (log_prob + 3.0)  # e^3 is above the bound that the page sets
+    torch.testing.assert_close(objective.policy_loss(far).loss, expected)
+
+
+def test_the_algorithm_page_holds_an_estimator_and_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = algorithm_in(unpacked("extend-algorithm.md", tmp_path)["my_advantages.yaml"], monkeypatch, tmp_path)
+    inputs = AdvantageInputs(
+        torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), torch.tensor([[False, True, True], [False, True, False]]),
+        torch.zeros(2, dtype=torch.int64), torch.arange(2),
+    )  # fmt: skip
+    assert algorithm.estimator is not None
+    assert algorithm.estimator.function(inputs).advantages.tolist() == [[0, 0.75, 0.75], [0, -0.25, 0]]
+    mine = algorithm_in({"algorithm": {"kind": "my_algorithms.py:MINE"}}, monkeypatch, tmp_path)
+    assert mine.needs == {"ref"}
+
+
+async def test_the_engine_page_holds_an_engine_that_keeps_its_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = unpacked("extend-engine.md", tmp_path)["monkey.yaml"]["engine"]
+    monkeypatch.chdir(tmp_path)
+    config = plugin("engines", EngineConfig)(section)
+
+    def make() -> RolloutEngine:
+        return build("engines", config, model_dir=tmp_path, eos_token_ids=frozenset({7}), decode=str, threads=1)
+
+    prompts = [np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32)]
+    await check_engine(make, prompts, eos_token_ids=frozenset({7}), weights=list)
+
+
+def test_every_link_leads_to_a_page() -> None:
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
