@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trivium.errors import TriviumError
+from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy
 from trivium.models.packed import Backbone, Pack, probe_pack
@@ -40,6 +41,8 @@ class LanguageModel:
         self.weight, self.bias = output.weight, output.bias
         self.temperature = temperature / _logit_scale(self.module)
         self.autocast = False
+        if not autocast:
+            use_onednn(self.module)
         expected = self._by_logits(probe_pack(self.module), temperature)
         self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model))
         self._check_head(expected)
@@ -111,6 +114,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.module: PreTrainedModel = load_backbone(path, dtype=dtype, device=device)
         self.autocast = autocast
+        if not autocast:
+            use_onednn(self.module)
         self.backbone = Backbone(self.module)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from trivium.models.linear import matmul_transposed
+
 _CHUNK_BYTES = 64 * 2**20
 """Most memory for the logits of one chunk."""
 _CACHE_BYTES = 4 * 2**20
@@ -46,7 +48,7 @@ def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = hidden @ weight.T
+    logits = matmul_transposed(hidden, weight)
     if bias is not None:
         logits += bias
     return logits if temperature == 1.0 else logits.div_(temperature)
@@ -101,7 +103,7 @@ class _Head(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
+                grad_hidden[rows] = matmul_transposed(grad, weight.T)
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[rows])
             if grad_bias is not None:
