@@ -100,8 +100,6 @@ class Decoder:
     def step(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
         """Logits [R, V] in float32 after each row's token, which is written at the row's position."""
         width = pages(int(positions.max()) + 1)
-        if len(tokens) > self.rows.rows or width > self.rows.length:
-            self.rows.reserve(len(tokens), width)
         where = torch.from_numpy(positions).to(self.device)
         self.rows.begin(where, width)
         mask = self._mask(where[:, None], width)[:, None, None]

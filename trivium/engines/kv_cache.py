@@ -49,7 +49,7 @@ class PromptCache:
 
 
 class RowCache:
-    """The rows that decode together; grows in rows and in pages, never shrinks."""
+    """The rows that decode together. As long as the longest row: a batched product over a view copies it first."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
@@ -63,15 +63,11 @@ class RowCache:
 
     def reserve(self, rows: int, length: int, like: PromptCache | None = None) -> None:
         """Room for so many rows of so many positions; `like` tells the shapes the first time."""
-        if rows <= self.rows and length <= self.length:
-            return
-        rows = self.rows if rows <= self.rows else 1 << (rows - 1).bit_length()
-        length = max(pages(length), self.length)
         if not self.layers and like is not None:
             self.layers = [(k[:0], v[:0]) for k, v in like.layers]
-        self.layers = [(_grown(k, rows, length), _grown(v, rows, length)) for k, v in self.layers]
-        self.rows, self.length = rows, length
-        self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
+        if rows > self.rows or length > self.length:
+            grown = self.rows if rows <= self.rows else 1 << (rows - 1).bit_length()
+            self._resize(grown, max(pages(length), self.length))
 
     def place(self, prompts: PromptCache, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Copies prompt `sources[i]` into row `rows[i]`."""
@@ -91,7 +87,10 @@ class RowCache:
                 tensor[row, :, :length] = tensor[source, :, :length]
 
     def begin(self, positions: Tensor, width: int) -> None:
-        """Announces a decode step: row r writes at positions[r] and sees the first `width` positions."""
+        """Announces a decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
+        if width != self.length or len(positions) > self.rows:
+            self.reserve(len(positions), width)
+            self._resize(self.rows, width)
         self._active, self._width = len(positions), width
         self._row, self._position = torch.arange(len(positions), device=positions.device), positions
         self._index.clear()
@@ -107,6 +106,11 @@ class RowCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return self._width
 
+    def _resize(self, rows: int, length: int) -> None:
+        self.layers = [(_resized(k, rows, length), _resized(v, rows, length)) for k, v in self.layers]
+        self.rows, self.length = rows, length
+        self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
+
     def _slot(self, heads: int) -> Tensor:
         """Where each (row, head) writes, in the flattened cache; computed once per step."""
         if heads not in self._index:
@@ -116,9 +120,10 @@ class RowCache:
         return self._index[heads]
 
 
-def _grown(tensor: Tensor, rows: int, length: int) -> Tensor:
+def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:
     old_rows, heads, old_length, size = tensor.shape
-    result = tensor.new_zeros(rows, heads, length, size)
-    if old_rows:
-        result[:old_rows, :, :old_length] = tensor
+    if (rows, length) == (old_rows, old_length):
+        return tensor
+    result, kept = tensor.new_zeros(rows, heads, length, size), min(length, old_length)
+    result[:old_rows, :, :kept] = tensor[:, :, :kept]
     return result
