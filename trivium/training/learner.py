@@ -59,13 +59,14 @@ class Learner:
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
-        A mini-batch without a trained token takes no step: only `train/tokens`, 0, is reported. `who` is named when
-        the gradient is not finite.
+        A mini-batch without a trained token takes no step and reports no loss. `train/tokens` is the policy's to
+        report, so that a critic does not count them twice. `who` is named when the gradient is not finite.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
         totals = count(batch)
+        tokens = {"train/tokens": float(totals.tokens)} if self.name == "policy" else {}
         if totals.tokens == 0:
-            return {"train/tokens": 0.0}
+            return tokens
         tally = _Tally(totals)
         self.optimizer.zero_grad()
         for rows in self._cut(batch, objective.unit):
@@ -80,7 +81,7 @@ class Learner:
             **tally.metrics(self.name),
             f"train/grad_norm/{self.name}": norm,
             f"train/lr/{self.name}": lr,
-            "train/tokens": float(totals.tokens),
+            **tokens,
         }
 
     def _cut(self, batch: Batch, unit: str) -> list[list[int]]:
