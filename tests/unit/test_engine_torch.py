@@ -21,7 +21,7 @@ EOS = frozenset({1, 2})
 
 def build(kind: str, vocab: int = 40, **changes: object) -> PreTrainedModel:
     sizes = {
-        "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": 32, "intermediate_size": 75, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
     }  # fmt: skip
     config = AutoConfig.for_model(kind, vocab_size=vocab, **{**sizes, **changes})
@@ -37,7 +37,7 @@ MODELS = {
     "qwen3": lambda: build("qwen3"),
     "qwen3-tied": lambda: build("qwen3", tie_word_embeddings=True),
     "qwen3-wide": lambda: build("qwen3", 12007),
-    "llama": lambda: build("llama", hidden_size=48, intermediate_size=100, num_key_value_heads=4, head_dim=12),
+    "llama": lambda: build("llama", hidden_size=48, intermediate_size=101, num_key_value_heads=4, head_dim=12),
     "gpt2": gpt2,
     "gpt2-wide": lambda: gpt2(10501),
     "gemma2": lambda: build("gemma2", sliding_window=12),
