@@ -6,8 +6,7 @@ import asyncio
 import fcntl
 import json
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
-from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml
+from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
 from trivium.errors import ConfigError, RunDirError
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
@@ -111,7 +110,7 @@ class Stage:
 
     @property
     def threads(self) -> int:
-        return self.config.cluster.threads or len(os.sched_getaffinity(0))
+        return self.config.cluster.threads or usable_cores()
 
 
 def _run_stage(
@@ -176,14 +175,16 @@ def _build_tasks(config: RunConfig, name: str) -> TaskSource:
 
 
 def _build_explorer(stage: Stage, renderer: ChatRenderer) -> Explorer:
-    config = stage.config
+    config, judge = stage.config, make_judge(stage.config.rewards)
+    for name in {"train", stage.config.evaluation.taskset or "train"}:
+        judge.check_columns(_build_tasks(config, name)[0].columns)
     engine = build(
         "engines", config.engine, model_dir=stage.model_dir, eos_token_ids=renderer.eos_token_ids,
         decode=renderer.decode, threads=stage.threads,
     )  # fmt: skip
     return Explorer(
         engine=engine, renderer=renderer, workflow=build("workflows", config.workflow),
-        judge=make_judge(config.rewards), sampling=config.engine.sampling.sampling(),
+        judge=judge, sampling=config.engine.sampling.sampling(),
         max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
         max_concurrent=config.workflow.max_concurrent,
     )  # fmt: skip
@@ -224,7 +225,7 @@ def _build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) 
 
 
 @contextmanager
-def _open_run_dir(config: RunConfig) -> Iterator[Path]:
+def _open_run_dir(config: RunConfig) -> Generator[Path]:
     """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place."""
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -262,7 +263,7 @@ def _claim(config: RunConfig, run_dir: Path) -> None:
                 "choose another run.dir, or put these back:", problems,
             )  # fmt: skip
     write_aside(path, to_yaml(config))
-    write_aside(run_dir / "plan.yaml", plan_run(config, len(os.sched_getaffinity(0))).to_yaml())
+    write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores()).to_yaml())
 
 
 # --------------------------------------------------------------------------- after the run
@@ -278,8 +279,8 @@ def evaluate(config: RunConfig, step: int) -> Metrics:
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     else:
         model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
-    stage = Stage(last, 0, step, True, run_dir, model_dir)
-    return asyncio.run(_evaluate(stage))
+    metrics = asyncio.run(_evaluate(Stage(last, 0, step, True, run_dir, model_dir)))
+    return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
 
 
 async def _evaluate(stage: Stage) -> Metrics:

@@ -7,7 +7,6 @@ commands that need it.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.config import RunConfig, plan_run
+from trivium.config import RunConfig, plan_run, usable_cores
 from trivium.errors import ConfigError, TriviumError
 
 app = typer.Typer(
@@ -75,7 +74,7 @@ def run(
 def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Reports every problem of CONFIG at once, then the plan that follows from it."""
     with Outcome(debug):
-        plan = plan_run(RunConfig.load(config, overrides or ()), os.cpu_count() or 1)
+        plan = plan_run(RunConfig.load(config, overrides or ()), usable_cores())
         print(plan.to_yaml(), end="")
 
 

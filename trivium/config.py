@@ -7,6 +7,7 @@ fields. The string under a field is its help. `free()` marks a field that a resu
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -613,6 +614,11 @@ class Plan(Config):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def plan_run(config: RunConfig, cores: int) -> Plan:
     """The batch arithmetic of every stage on a machine with that many cores."""
     stages: list[StagePlan] = []
@@ -645,7 +651,7 @@ def to_yaml(config: RunConfig) -> str:
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
     """The fields that a resumed run may not change and that differ from the saved config.
 
-    Stages are compared one by one as the configs they stand for, so that the length of a stage may change as well.
+    Stages are compared one by one as the configs they stand for; the last one may also change its length.
     """
     try:
         before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
@@ -654,6 +660,10 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Prob
     if len(before) != len(now):
         return [Problem("stages", f"{len(now)} stage(s)", f"the run began with {len(before)}", "start another run.dir")]
     problems: dict[Problem, None] = {}
+    for number, (old, new) in enumerate(zip(before[:-1], now[:-1], strict=True)):
+        if old.schedule.steps != new.schedule.steps:  # the next stage began from the last step of this one
+            where = f"stages[{number}].schedule.steps"
+            problems |= dict.fromkeys(_differences(old.schedule.steps, new.schedule.steps, None, where))
     for old, new in zip(before, now, strict=True):
         problems |= dict.fromkeys(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, ""))
     return list(problems)
