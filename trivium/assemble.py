@@ -206,7 +206,8 @@ def _build_train_engine(stage: Stage, channel: Any, store: CheckpointStore, *, e
         "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm),
         # Expert data was not sampled at any temperature.
         temperature=config.engine.sampling.temperature if explored else 1.0,
-        total_steps=config.schedule.steps, seed=config.run.seed, threads=stage.threads,
+        total_steps=config.schedule.steps, first_version=stage.first_version, seed=config.run.seed,
+        threads=stage.threads,
     )  # fmt: skip
     engine.channel, engine.checkpoint_dir = channel, store.directory
     return engine

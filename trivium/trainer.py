@@ -68,7 +68,6 @@ class Trainer:
     def prepare(self) -> None:
         """Loads models, and the checkpoint where there is one; tells the other side that training runs."""
         self.engine.prepare()
-        self.engine.version = self.schedule.first_version
         state: Mapping[str, Any] | None = None
         if self.resume is not None:
             self.engine.load(self.resume.path)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,14 @@ class ChatRenderer:
         eos = _eos(tokenizer)
         own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
         self.eos_token_ids = frozenset(own | _generation_eos(tokenizer.name_or_path))
+        # The members of a group start from one conversation; rendering it costs more than sampling a token of it.
+        self._rendered = lru_cache(maxsize=4096)(self._render)
 
     def render(self, messages: Sequence[Message]) -> IntArray:
-        """The prompt tokens of a conversation, ending where the assistant is to speak."""
+        """The prompt tokens of a conversation, ending where the assistant is to speak. Read-only."""
+        return self._rendered(tuple(messages))
+
+    def _render(self, messages: tuple[Message, ...]) -> IntArray:
         tokens = self._encode(self._text(messages, speak=True))
         if not len(tokens):
             raise DataError(
@@ -71,6 +77,7 @@ class ChatRenderer:
                 "an empty text",
                 "give the task a prompt, or a template that starts with a token (BOS)",
             )
+        tokens.flags.writeable = False
         return tokens
 
     def extend(

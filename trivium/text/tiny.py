@@ -158,6 +158,8 @@ def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) 
     common = {
         "vocab_size": len(tokenizer), "tie_word_embeddings": config.tied,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        # transformers' 0.02 fits widths of thousands; at this size training would idle on a plateau first.
+        "initializer_range": config.hidden**-0.5,
     }  # fmt: skip
     if config.architecture == "gpt2":
         return AutoConfig.for_model(

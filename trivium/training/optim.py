@@ -29,18 +29,18 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay of matrices; norms, biases and embeddings have none."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Train steps of linear warm-up; the first one has `lr / warmup_steps`."""
+    """Train steps of linear warm-up, at the start of each stage; the first one has `lr / warmup_steps`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up, until the run's last train step."""
+    """What follows the warm-up, until the stage's last train step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, as a part of `lr`."""
 
 
-def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
-    """The rate of the train step that starts from policy `version` (0 is the first); all its mini-batches share it."""
-    if version < config.warmup_steps:
-        return config.lr * (version + 1) / config.warmup_steps
-    progress = min(1.0, (version - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> float:
+    """The rate of the train step after `taken` others of its stage; all its mini-batches share it."""
+    if taken < config.warmup_steps:
+        return config.lr * (taken + 1) / config.warmup_steps
+    progress = min(1.0, (taken - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     remaining = {
         "constant": 1.0,
         "linear": 1.0 - progress,

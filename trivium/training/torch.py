@@ -66,16 +66,19 @@ class TorchTrainEngine(TrainEngine):
         algorithm: Algorithm,
         temperature: float,
         total_steps: int,
+        first_version: int = 0,
         seed: int,
         threads: int,
     ) -> None:
-        """`temperature` is the sampling temperature, `total_steps` the train steps of the schedule.
+        """`temperature` is the sampling temperature; the schedule of the learning rate begins at `first_version`
+        (where earlier stages left off) and has `total_steps` train steps.
 
         `seed` draws the critic's head; `threads` is set by every verb for the thread that calls it.
         """
         self.config, self.algorithm = config, algorithm
         self._model_dir, self._temperature = model_dir, temperature
-        self._total_steps, self._seed, self._threads = total_steps, seed, threads
+        self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
+        self._threads, self.version = threads, first_version
         self._device = _device(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._learners: dict[str, Learner] = {}
@@ -93,13 +96,14 @@ class TorchTrainEngine(TrainEngine):
         return self._learner(role).score(batch, kind)
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step of one role, at the learning rate that belongs to `version`.
+        """One optimizer step of one role, at the learning rate that belongs to the current train step.
 
         Raises TriviumError, weights untouched, when the gradient is not finite.
         """
         torch.set_num_threads(self._threads)
         learner = self._learner(role)
-        lr = learning_rate(self._optimizer_config(role), self.version, self._total_steps)
+        taken = self.version - self._first_version
+        lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
         return learner.update(
             batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm,
             who=f"the {role} in train step {self.version + 1}",
