@@ -141,15 +141,15 @@ def _build_parts(
     renderer = ChatRenderer(hf_tokenizer(str(stage.model_dir)))
     schedule = _build_schedule(stage)
     buffer = build(
-        "buffers", config.buffer, schedule=schedule, rollouts=stage.run_dir / "rollouts", renderer=renderer,
-        deadline_s=config.sync.deadline_s,
+        "buffers", config.buffer, schedule=schedule, rollouts=stage.run_dir / "rollouts" / f"stage-{stage.number}",
+        renderer=renderer, deadline_s=config.sync.deadline_s,
     )  # fmt: skip
     # Explorers of a resumed run may need every version published since the oldest one a pending slot is played with.
     channel = resolve("channels", config.sync.method)(keep=config.max_staleness // config.sync.interval + 2)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=config.sync.deadline_s)
     explorer = _build_explorer(stage, renderer) if buffer.explored or stage.evaluated else None
     trainer = Trainer(
-        engine=_build_train_engine(stage, channel, store, explored=buffer.explored),
+        engine=_build_train_engine(stage, channel, explored=buffer.explored),
         buffer=buffer, channel=channel, synchronizer=synchronizer, schedule=schedule, monitor=monitor,
         checkpoints=store,
         cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
@@ -197,10 +197,11 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
         explorer=explorer, tasks=_build_tasks(config, evaluation.taskset), taskset=evaluation.taskset,
         seed=config.run.seed, samples=evaluation.samples, k=evaluation.k,
         sampling=evaluation.sampling.sampling(), threshold=evaluation.threshold,
+        max_failed_fraction=config.workflow.max_failed_fraction,
     )  # fmt: skip
 
 
-def _build_train_engine(stage: Stage, channel: Any, store: CheckpointStore, *, explored: bool) -> Any:
+def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
     config = stage.config
     engine = build(
         "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm),
@@ -209,7 +210,7 @@ def _build_train_engine(stage: Stage, channel: Any, store: CheckpointStore, *, e
         total_steps=config.schedule.steps, first_version=stage.first_version, seed=config.run.seed,
         threads=stage.threads,
     )  # fmt: skip
-    engine.channel, engine.checkpoint_dir = channel, store.directory
+    engine.channel, engine.checkpoint_dir = channel, stage.run_dir / "weights"
     return engine
 
 

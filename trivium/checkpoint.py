@@ -31,7 +31,6 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, *, keep: int = 3, keep_best: str | None = None) -> None:
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
-        directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Writes a checkpoint: `write` fills a directory, the manifest seals it, a rename publishes it.
@@ -42,7 +41,7 @@ class CheckpointStore:
         final = self.directory / f"{_PREFIX}{step:06d}"
         aside = self.directory / f".{final.name}.writing"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
+        aside.mkdir(parents=True)
         write(aside)
         (aside / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
         files = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -107,8 +106,10 @@ class CheckpointStore:
 
     def discard_unfinished(self) -> None:
         """Removes what a killed process left half-written or half-removed."""
-        for path in self.directory.iterdir():
-            if path.name.endswith(".writing") or (path.is_dir() and not (path / _MANIFEST).is_file()):
+        for path in self.directory.glob(f".{_PREFIX}*.writing"):
+            shutil.rmtree(path)
+        for path in self.directory.glob(f"{_PREFIX}*"):
+            if not (path / _MANIFEST).is_file():
                 shutil.rmtree(path)
 
     def _state(self, step: int) -> Mapping[str, Any]:

@@ -180,8 +180,8 @@ class WorkflowConfig(Plugin):
     kind: str = "single_turn"
     deadline_s: float = Field(default=600.0, gt=0)
     """A rollout (workflow and rewards together) that takes longer is recorded as failed."""
-    max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
-    """The run ends when more than this part of a step's trajectories failed."""
+    max_failed_fraction: float = free(0.5, ge=0, le=1)
+    """The run ends when more than this part of the trajectories of a step, or of an evaluation, failed."""
     max_concurrent: int = free(4096, ge=1)
     """Trajectories in flight at once."""
 
@@ -277,7 +277,7 @@ class CheckpointSection(Config):
     keep: int = free(3, ge=1)
     """Newest checkpoints to keep."""
     keep_best: str | None = free(None)
-    """A metric whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
+    """A metric of the evaluation whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
 
 
 class ClusterSection(Config):
@@ -558,7 +558,12 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    evaluation = config.evaluation
+    evaluation, best = config.evaluation, config.checkpoint.keep_best
+    measured = [f"eval/{evaluation.taskset}/{name}" for name in ("accuracy", "reward", "response_tokens")]
+    if best is not None and best not in measured:
+        yield Problem(
+            "checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", suggest(best, measured)
+        )
     if evaluation.taskset is None:
         for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
             yield Problem(

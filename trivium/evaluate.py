@@ -10,6 +10,7 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from trivium.errors import SyncError
+from trivium.explorer import refuse_failing
 from trivium.randomness import SampleKey
 
 if TYPE_CHECKING:
@@ -62,12 +63,18 @@ class Evaluator:
     k: tuple[int, ...]
     sampling: Sampling
     threshold: float
+    max_failed_fraction: float = 1.0
 
     async def run(self, version: int) -> Metrics:
-        """Metrics under `eval/<taskset>/`. Raises SyncError if the explorer does not hold `version` throughout."""
+        """Metrics under `eval/<taskset>/`.
+
+        Raises SyncError if the explorer does not hold `version` throughout, RolloutsFailing if too many rollouts
+        failed: a broken reward is no accuracy of zero.
+        """
         self._expect(version)
         groups = await asyncio.gather(*(self._play(index) for index in range(len(self.tasks))))
         self._expect(version)
+        refuse_failing(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         failed = sum(t.failure is not None for g in groups for t in g.trajectories)
         prefix = f"eval/{self.taskset}/"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Protocol
 
-from trivium.errors import DeadlineExceeded, RewardError, RolloutError
+from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.types import Failure, Group, Sampling, Trajectory
 
@@ -64,25 +66,38 @@ class Explorer:
 
         Raises EngineFailure when the engine itself breaks; everything that is the task's or a user's fault is data.
         """
-        version, started = self.version, time.monotonic()
+        version = self.version
         played = await asyncio.gather(*(self._play_one(task, key, sampling or self.sampling) for key in keys))
-        # The deadline covers a rollout whole: rewards get what playing left of it.
-        left = max(0.0, self.deadline_s - (time.monotonic() - started))
-        judged = await self._judge(task, played, left)
-        return Group(slot, task, tuple(judged), epoch, attempt, version, time.monotonic() - started)
+        # The deadline covers a rollout whole: rewards get what the longest playing left of it.
+        longest = max(seconds for _, seconds in played)
+        judged = await self._judge(task, [t for t, _ in played], max(0.0, self.deadline_s - longest))
+        return Group(slot, task, tuple(judged), epoch, attempt, version)
 
-    async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> Trajectory:
+    async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
+        """The trajectory, and the seconds it took once there was room for it."""
         async with self._room:
+            started = time.monotonic()
             policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
             try:
                 async with asyncio.timeout(self.deadline_s):
                     earned = await self.workflow.run(task, policy)
-                rewards = _finite(earned or {})
+                trajectory = Trajectory(
+                    key.index, policy.turns, _finite("reward", earned or {}),
+                    metrics=_finite("metric", policy.metrics),
+                )  # fmt: skip
             except EngineFailure:
                 raise
+            except asyncio.CancelledError:
+                if (current := asyncio.current_task()) is None or current.cancelling():
+                    raise
+                # Nobody cancelled this rollout: the workflow let a cancellation of its own escape.
+                trajectory = Trajectory(
+                    key.index, policy.turns,
+                    failure=Failure("workflow", "CancelledError", "the workflow let a cancellation of its own escape"),
+                )  # fmt: skip
             except Exception as error:  # the rollout boundary: a bad rollout is data
-                return Trajectory(key.index, policy.turns, failure=self._failure(error))
-            return Trajectory(key.index, policy.turns, rewards, metrics=policy.metrics)
+                trajectory = Trajectory(key.index, policy.turns, failure=self._failure(error))
+            return trajectory, time.monotonic() - started
 
     async def _judge(self, task: Task, played: Sequence[Trajectory], deadline_s: float) -> list[Trajectory]:
         """The trajectories with their rewards; a judge that failed fails the trajectory, never scores it 0."""
@@ -103,6 +118,11 @@ class Explorer:
         if isinstance(score, RolloutError):
             return replace(trajectory, failure=self._failure(score))
         rewards = {**trajectory.rewards, **score}
+        if len(rewards) < len(trajectory.rewards) + len(score):
+            error = RewardError(
+                "rewards of different names", f"both the workflow and a reward gave {sorted(score)}", "rename one"
+            )
+            return replace(trajectory, failure=self._failure(error))
         if not rewards:
             error = RewardError(
                 "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
@@ -124,13 +144,26 @@ class Explorer:
         return Failure(side, type(error).__name__, message)
 
 
-def _finite(earned: Mapping[str, object]) -> dict[str, float]:
+def refuse_failing(groups: Sequence[Group], max_fraction: float, what: str) -> None:
+    """Raises RolloutsFailing when more than this part of the groups' trajectories failed."""
+    failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
+    total = sum(len(group.trajectories) for group in groups)
+    if len(failures) <= max_fraction * total:
+        return
+    (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
+    raise RolloutsFailing(
+        f"at most {max_fraction:.0%} failed trajectories in {what}",
+        f"{len(failures)} of {total} failed; most often ({times} times) the {side}: {kind}: {message}",
+        "mend the cause and start another run.dir (failed rollouts are part of this run), or raise "
+        "workflow.max_failed_fraction if this many failures are normal",
+    )
+
+
+def _finite(what: str, numbers: Mapping[str, object]) -> dict[str, float]:
     """What a workflow gave, as floats; anything that is not a finite number is a RewardError."""
-    rewards: dict[str, float] = {}
-    for name, value in earned.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise RewardError(
-                f"a finite number for reward {name!r}", f"the workflow returned {value!r}", "return floats"
-            )
-        rewards[name] = float(value)
-    return rewards
+    floats: dict[str, float] = {}
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RewardError(f"a finite number for {what} {name!r}", f"the workflow gave {value!r}", "give floats")
+        floats[name] = float(value)
+    return floats

@@ -46,6 +46,7 @@ class Policy:
         self.metrics: dict[str, float] = {}
         """Numbers a workflow wants to see averaged; logged under `workflow/`."""
         self._calls = 0
+        self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
         self._tokens: IntArray = np.empty(0, np.int32)
         self._stop_reason = StopReason.EOS
@@ -81,7 +82,13 @@ class Policy:
         return turn
 
     def fork(self, name: str) -> Policy:
-        """A second speaker with its own conversation and its own randomness; its turns join the same record."""
+        """A second speaker with its own conversation and its own randomness; its turns join the same record.
+
+        Raises RolloutError for a name that was forked before: both would draw the same numbers.
+        """
+        if name in self._forks:
+            raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
+        self._forks.add(name)
         other = Policy(
             self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._record
         )

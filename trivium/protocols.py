@@ -76,6 +76,11 @@ class RolloutEngine(Protocol):
         """The policy version that is loaded."""
         ...
 
+    @property
+    def max_context(self) -> int:
+        """Longest prompt and reply together, in tokens."""
+        ...
+
     async def generate(self, request: Request) -> Completion:
         """One reply. Concurrent calls are batched by the engine; cancelling the call frees its row."""
         ...
@@ -201,7 +206,7 @@ class TrainEngine(ABC):
     channel: WeightChannel
     """Where `sync_weight` offers weights; attached by the assembly."""
     checkpoint_dir: Path
-    """Where `save_checkpoint` writes; attached by the assembly."""
+    """Where the seeds' `save_checkpoint` and `save_state_dict` write; a run's own checkpoints are CheckpointStore's."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
 

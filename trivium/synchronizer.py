@@ -55,7 +55,8 @@ class Board(Protocol):
         ...
 
     async def wait(self, until: Callable[[Values], bool], deadline_s: float, who: str, whom: str) -> Values:
-        """The table once `until` holds; SyncError naming `who` and `whom` when the deadline fires."""
+        """The table once `until` holds. SyncError naming `who` and `whom` after `deadline_s` without any sign of life:
+        every change of the table counts as one."""
         ...
 
 
@@ -78,20 +79,22 @@ class MemoryBoard:
                 loop.call_soon_threadsafe(event.set)
 
     async def wait(self, until: Callable[[Values], bool], deadline_s: float, who: str, whom: str) -> Values:
-        since = time.monotonic()
+        since = last = time.monotonic()
         entry = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             self._waiting.add(entry)
         try:
-            async with asyncio.timeout(deadline_s):
-                while not until(values := self.read()):
+            while not until(values := self.read()):
+                async with asyncio.timeout(deadline_s):
                     await entry[1].wait()
-                    entry[1].clear()
-                return values
+                entry[1].clear()
+                last = time.monotonic()
+            return values
         except TimeoutError as error:
             raise SyncError(
                 f"{who} waits for {whom}",
-                f"nothing for {time.monotonic() - since:.0f} s; the board says {self.read()}",
+                f"waiting for {time.monotonic() - since:.0f} s, no sign of life for {time.monotonic() - last:.0f} s; "
+                f"the board says {self.read()}",
                 "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
             ) from error
         finally:
@@ -107,6 +110,10 @@ class Synchronizer:
 
     def set_trainer_status(self, status: RunningStatus) -> None:
         self.board.write(lambda values: {**values, "trainer": status.value})
+
+    def trained(self, step: int) -> None:
+        """The trainer says that it has taken a step: whoever waits for it sees that it is alive."""
+        self.board.write(lambda values: {**values, "step": step})
 
     def set_explorer_status(self, name: str, status: RunningStatus) -> None:
         self._explorer(name, status=status.value)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RolloutsFailing
+from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
+from trivium.metrics import declared
 from trivium.synchronizer import RunningStatus
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Trainer:
         self.last_sync_step: int | None = None
         self.last_trainer_sync_step = 0
         self.score: float | None = None
-        """The newest measurement of what `checkpoint.keep_best` compares."""
+        """What `checkpoint.keep_best` compares, where this step was evaluated; more is better."""
         self._seconds: dict[str, float] = {}
         self._evicted = 0
         self._saved_step: int | None = None
@@ -74,7 +74,6 @@ class Trainer:
             self.channel.restore(self.resume.path / "versions")
             self.engine.algorithm.restore(self.resume.state["algorithm"])
             state = self.resume.state["buffer"]
-            self.score = self.resume.state["score"]
             self._saved_step = self.resume.step
         self.buffer.restore(state, self.train_step_num)
         self._evicted = self.buffer.evicted
@@ -106,9 +105,10 @@ class Trainer:
         """
         started = time.monotonic()
         version = self.train_step_num
+        self.score = None  # of this step nothing has been measured yet
         with self._timed("wait"):
             groups = await self.buffer.take(self.schedule.groups_per_step, version)
-        self._check_failures(groups)
+        refuse_failing(groups, self.max_failed_fraction, f"step {version + 1}")
         with self._timed("train"):
             going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
         metrics |= self._staleness(groups, version)
@@ -116,6 +116,7 @@ class Trainer:
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(groups) / metrics["time/step"]
         self._seconds.clear()
+        self.synchronizer.trained(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
         self.train_continue = going_on and self.train_step_num < self.last_step
         return self.train_continue
@@ -207,20 +208,10 @@ class Trainer:
         await self.synchronizer.wait_adopted(version)
         metrics = await evaluator.run(version)
         self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
-        self.score = metrics.get(self.checkpoints.keep_best or "", self.score)
+        best = self.checkpoints.keep_best
+        if best is not None:
+            self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
         return metrics[f"eval/{evaluator.taskset}/accuracy"]
-
-    def _check_failures(self, groups: Sequence[Group]) -> None:
-        failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
-        total = sum(len(group.trajectories) for group in groups)
-        if len(failures) <= self.max_failed_fraction * total:
-            return
-        (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
-        raise RolloutsFailing(
-            f"at most {self.max_failed_fraction:.0%} failed trajectories in a step",
-            f"{len(failures)} of {total} failed; most often ({times} times) the {side}: {kind}: {message}",
-            "mend the cause, or raise workflow.max_failed_fraction if this many failures are normal",
-        )
 
     def _staleness(self, groups: Sequence[Group], version: int) -> Metrics:
         ages = [version - group.oldest_version for group in groups] if self.buffer.explored else [0]

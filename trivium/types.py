@@ -214,8 +214,6 @@ class Group:
     """How often the slot had been given up before."""
     version: int = 0
     """The policy version loaded when the lease was granted; no token was sampled by an older one."""
-    seconds: float = 0.0
-    """Wall time from lease to completion."""
 
     @property
     def group_id(self) -> str:
@@ -226,6 +224,11 @@ class Group:
         """The oldest version that sampled any token: what staleness is measured from."""
         versions = [int(turn.policy_version.min()) for turn in self.turns() if len(turn.policy_version)]
         return min(versions, default=self.version)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that sampled any token."""
+        return max((int(t.policy_version.max()) for t in self.turns() if len(t.policy_version)), default=self.version)
 
     def turns(self) -> Iterator[Turn]:
         for trajectory in self.trajectories:

@@ -33,7 +33,7 @@ class Journal:
     def append(self, step: int, group: Group) -> None:
         """Hands the group to the operating system: it survives the death of this process."""
         payload = encode_group(group)
-        with open(self._path(step), "ab", buffering=0) as file:
+        with open(self._path(step), "ab") as file:  # buffered: written whole or raised, never cut short in silence
             file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
 
     def read(self, after_step: int) -> Iterator[Group]:
@@ -65,7 +65,6 @@ def encode_group(group: Group) -> bytes:
         packed = msgpack.packb(
             {
                 "slot": group.slot, "epoch": group.epoch, "attempt": group.attempt, "version": group.version,
-                "seconds": group.seconds,
                 "task": {**asdict(group.task), "columns": dict(group.task.columns)},
                 "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
             }
@@ -92,7 +91,6 @@ def decode_group(payload: bytes) -> Group:
         epoch=data["epoch"],
         attempt=data["attempt"],
         version=data["version"],
-        seconds=data["seconds"],
     )
 
 

@@ -54,8 +54,8 @@ class MemoryBuffer:
         async with self._changed:
             await self._wait(
                 lambda: self._free_slot() < self._bound(self._loaded.get(owner)),
-                f"explorer {owner!r} (version {self._loaded.get(owner)})",
-                f"the trainer to take groups (next slot {self._free_slot()})",
+                lambda: f"explorer {owner!r} (version {self._loaded.get(owner)})",
+                lambda: f"the trainer to take groups (next slot {self._free_slot()})",
             )
             slot = self._free_slot()
             self._leases[slot] = owner
@@ -82,8 +82,11 @@ class MemoryBuffer:
         async with self._changed:
             await self._wait(
                 lambda: len(self._ready(count, version)) == count,
-                f"the trainer (version {version})",
-                f"{count} groups from the explorers ({len(self._groups)} finished, {len(self._leases)} being played)",
+                lambda: f"the trainer (version {version})",
+                lambda: (
+                    f"{count} groups from the explorers ({len(self._groups)} finished, {len(self._leases)} being "
+                    "played)"
+                ),
             )
             slots = self._ready(count, version)
             groups = [self._groups.pop(slot) for slot in slots]
@@ -96,7 +99,8 @@ class MemoryBuffer:
         async with self._changed:
             await self._wait(
                 lambda: not self._leases and self._free_slot() >= self._bound(version),
-                "the next version", f"the slots of version {version} ({len(self._leases)} being played)",
+                lambda: "the next version",
+                lambda: f"the slots of version {version} ({len(self._leases)} being played)",
             )  # fmt: skip
 
     async def advance(self, owner: str, version: int) -> None:
@@ -142,7 +146,7 @@ class MemoryBuffer:
         for group in self._journal.read(after_step=done):
             stale = group.attempt < self.attempt(group.slot)
             # In an unordered run the future of the dead run will not come again; its rollouts are nobody's policy.
-            from_lost_future = not self.schedule.ordered and group.version > version
+            from_lost_future = not self.schedule.ordered and group.newest_version > version
             if group.slot in self._consumed or stale or from_lost_future:
                 continue
             expected = self.schedule.at(group.slot).task.task_id
@@ -188,15 +192,16 @@ class MemoryBuffer:
         if stale:
             self._changed.notify_all()
 
-    async def _wait(self, until: Callable[[], bool], who: str, whom: str) -> None:
-        """Waits under the condition; the deadline names who waited for whom."""
+    async def _wait(self, until: Callable[[], bool], who: Callable[[], str], whom: Callable[[], str]) -> None:
+        """Waits under the condition. After `deadline_s` without any change of the buffer: who waited for whom."""
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._changed.wait_for(lambda: self._closed or until())
+            while not (self._closed or until()):
+                async with asyncio.timeout(self._deadline_s):
+                    await self._changed.wait()
         except TimeoutError as error:
             raise SyncError(
-                f"{who} waits for {whom}",
-                f"nothing for {self._deadline_s:.0f} s",
+                f"{who()} waits for {whom()}",
+                f"nothing happened for {self._deadline_s:.0f} s",
                 "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
             ) from error
         if self._closed:

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -21,6 +20,7 @@ from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
 from trivium.policy import Policy, PromptTooLong
 from trivium.registry import resolve
+from trivium.threads import in_thread
 from trivium.types import Message, Task
 
 
@@ -57,7 +57,7 @@ class MultiTurn:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._environment = environment_of(config)
-        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="environment")
+        self._room = asyncio.Semaphore(config.threads)
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
@@ -88,19 +88,11 @@ class MultiTurn:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            call = partial(_called, function, *args, **kwargs)
-            result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            async with self._room:
+                result = await in_thread(partial(function, *args, **kwargs), "environment")
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
-
-
-def _called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The call as a thread makes it: a future cannot carry StopIteration, so it becomes an error that it can."""
-    try:
-        return function(*args, **kwargs)
-    except StopIteration as error:
-        raise RuntimeError("StopIteration") from error
 
 
 def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
