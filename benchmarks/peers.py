@@ -72,8 +72,8 @@ class Ours:
             TorchTrainEngine.Config.model_validate(
                 {"optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant"}, "max_grad_norm": 1.0}
             ),
-            model_dir=model_dir, algorithm=self.algorithm, temperature=1.0, total_steps=1000, seed=0,
-            threads=args.threads,
+            model_dir=model_dir, algorithm=self.algorithm, temperature=1.0,
+            max_response_length=args.new_tokens, total_steps=1000, seed=0, threads=args.threads,
         )  # fmt: skip
         self.train.prepare()
         self.prompt_ids = {tuple(renderer.render(task.prompt).tolist()) for task in self.tasks}

@@ -105,10 +105,9 @@ def plugin(room: str, base: type[Plugin] = Plugin, default_kind: str | None = No
         if not isinstance(kind, str):
             raise _Nested(UnknownName("a section with `kind`", "no kind", suggest("", CATALOGUE[room])))
         said["kind"] = kind = plugin_path(kind)
-        owner = base
+        target = _resolved(room, kind)
+        owner = getattr(target, "Config", base)
         try:
-            target = resolve(room, kind)
-            owner = getattr(target, "Config", base)
             if hasattr(target, "configure"):
                 return target.configure(said)
             return owner.model_validate(said)
@@ -116,6 +115,17 @@ def plugin(room: str, base: type[Plugin] = Plugin, default_kind: str | None = No
             raise _Nested(error, owner) from error
 
     return validate
+
+
+def _resolved(room: str, kind: str) -> Any:
+    """The object behind a section's kind. What a user's module raises while it is imported says nothing about the
+    section: it passes through, as an ImportError where pydantic would take it for a bad value."""
+    try:
+        return resolve(room, kind)
+    except TriviumError as error:
+        raise _Nested(error) from error
+    except (ValueError, AssertionError) as error:
+        raise ImportError(f"importing {kind} raised {type(error).__name__}: {error}") from error
 
 
 def build(room: str, config: Plugin, **context: Any) -> Any:
@@ -130,7 +140,7 @@ def build(room: str, config: Plugin, **context: Any) -> Any:
 class RunSection(Config):
     """Which run this is."""
 
-    dir: str = "runs/run"
+    dir: str = free("runs/run")
     """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
     seed: int = 0
     """The seed of everything: weights, order, samples."""
@@ -283,8 +293,6 @@ class CheckpointSection(Config):
 class ClusterSection(Config):
     """Where the roles run."""
 
-    kind: Literal["local"] = free("local")
-    """`local`: all roles in this process."""
     threads: int = free(0, ge=0)
     """Threads for model work; 0 takes every core. Results are bit-equal only at equal thread counts."""
 
@@ -352,7 +360,10 @@ class RunConfig(Config):
             found, problems = _validate(cls, data)
         finally:
             _BASE.reset(token)
-        if problems or found is None:
+        if found is None:  # the sections' company is looked at when each of them is valid
+            later = "mend them all at once; further checks follow once these are mended:"
+            raise ConfigError("a valid config", f"{len(problems)} problem(s)", later, problems)
+        if problems:
             raise ConfigError("a valid config", f"{len(problems)} problem(s)", "mend them all at once:", problems)
         return found
 
@@ -505,7 +516,7 @@ def _section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseMo
 
 def check(config: RunConfig, prefix: str = "") -> list[Problem]:
     """Everything about the sections' company that cannot work; empty when the config can run."""
-    problems = list(_check_schedule(config)) + list(_check_sampling(config)) + list(_check_evaluation(config))
+    problems = [problem for look in _CHECKS for problem in look(config)]
     for where, section in _sections(config):
         problems += section.problems(config, where)
     return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
@@ -590,6 +601,19 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"weights are published every {config.sync.interval} steps, so others would be evaluated",
             "make it a multiple of sync.interval",
         )  # fmt: skip
+
+
+def _check_rewards(config: RunConfig) -> Iterator[Problem]:
+    """A workflow class may say that playing earns nothing (`earns = False`): then somebody else must judge."""
+    explored = getattr(resolve("buffers", config.buffer.kind), "explored", False)
+    if explored and not config.rewards and not getattr(resolve("workflows", config.workflow.kind), "earns", True):
+        yield Problem(
+            "rewards", "a reward for what is played", f"none, and the workflow {config.workflow.kind!r} earns nothing",
+            "name a reward, for example rewards: [exact]",
+        )  # fmt: skip
+
+
+_CHECKS = (_check_schedule, _check_sampling, _check_evaluation, _check_rewards)
 
 
 # --------------------------------------------------------------------------- what follows

@@ -90,7 +90,8 @@ class Trainer:
         for version in self.channel.versions:
             self.synchronizer.publish(version)
         version = self.train_step_num
-        if self.schedule.published(version) or self.schedule.resume_version(version) == version:
+        followed = self.buffer.explored or self.evaluator is not None
+        if followed and (self.schedule.published(version) or self.schedule.resume_version(version) == version):
             await asyncio.to_thread(self.sync_weight)
         at_start = version == self.schedule.first_version and self.cadence.evaluate_ends
         if at_start and self.evaluator is not None:

@@ -66,7 +66,7 @@ def test_collated_numbers_return_to_their_tokens(lengths, trained):
     grid = micro.grid(micro.pack.tokens[micro.rows].double())
     assert torch.equal(grid, micro.columns["advantages"] * micro.response_mask)
     assert torch.equal(micro.columns["rollout_log_prob"], -1.5 * micro.response_mask.double())
-    assert int(micro.response_mask.sum()) == count(batch).tokens == len(micro.rows)
+    assert int(micro.response_mask.sum()) == count(batch, 8).tokens == len(micro.rows)
 
 
 def test_units_leave_out_what_teaches_nothing():
@@ -76,4 +76,4 @@ def test_units_leave_out_what_teaches_nothing():
     ))  # fmt: skip
     assert units(batch, "sequence") == [[0], [3]]
     assert units(batch, "pair") == units(batch, "group") == [[0, 1], [2, 3]]
-    assert (count(batch).tokens, count(batch).sequences, count(batch).max_response_length) == (4, 2, 2)
+    assert count(batch, max_response_length=8) == Totals(tokens=4, sequences=2, max_response_length=8)

@@ -69,3 +69,13 @@ async def test_a_wait_that_is_not_answered_names_both_sides() -> None:
         await synchronizer(0.02).next_version("a", None, newest=True)
     with pytest.raises(SyncError, match="the trainer waits for the explorers to adopt version 1"):
         await synchronizer(0.02).wait_adopted(1)
+
+
+async def test_the_deadline_counts_from_the_last_sign_of_life() -> None:
+    sync = synchronizer(0.3)
+    waiting = asyncio.create_task(sync.next_version("a", None, newest=True))
+    for step in range(5):
+        await asyncio.sleep(0.15)
+        sync.trained(step)
+    sync.publish(1)
+    assert await waiting == 1

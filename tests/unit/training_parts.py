@@ -112,12 +112,13 @@ class Parts:
 
 
 def make_engine(
-    model_dir: Path, algorithm: Any = None, *, total_steps=10, seed=0, threads=1, temperature=0.8, **config
+    model_dir: Path, algorithm: Any = None, *, total_steps=10, seed=0, threads=1, temperature=0.8,
+    max_response_length=32, **config,
 ):
     config = {"device": "cpu", "optimizer": {"lr": 1e-2}, **config}
     engine = TorchTrainEngine(
         TorchTrainEngine.Config(**config), model_dir=model_dir, algorithm=algorithm or Parts(), temperature=temperature,
-        total_steps=total_steps, seed=seed, threads=threads,
+        max_response_length=max_response_length, total_steps=total_steps, seed=seed, threads=threads,
     )  # fmt: skip
     engine.prepare()
     return engine

@@ -14,13 +14,14 @@ from trivium.algorithms.objective import PolicyObjective, SftObjective, ValueObj
 from trivium.algorithms.registered import EstimatorLaw, LawT, PolicyLossLaw, chosen
 from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin
 from trivium.errors import ConfigError, Problem
+from trivium.registry import resolve
 
 AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]
 PolicyLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("policy_losses"))]
 
 
 class KlConfig(Config):
-    """A penalty for leaving the reference model: the policy as the run began."""
+    """A penalty for leaving the reference model: the policy as the stage began."""
 
     coef: float = Field(default=0.0, ge=0)
     """Its weight; 0 needs no reference model."""
@@ -71,6 +72,11 @@ class SupervisedConfig(UpdateConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
+        if not _explored(run) and run.schedule.group_size != 1:
+            yield Problem(
+                "schedule.group_size", f"{run.schedule.group_size} trajectories per task",
+                f"buffer.kind {run.buffer.kind!r} has one reply per task, so it would have no effect", "set it to 1",
+            )  # fmt: skip
         loss = _law(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
@@ -97,23 +103,36 @@ class PolicyGradientConfig(UpdateConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
+        if not _explored(run):
+            yield Problem(
+                f"{where}.kind", f"the algorithm {self.kind!r} on buffer.kind {run.buffer.kind!r}",
+                "the policy did not sample these replies and nothing judged them: there is no reward to learn from",
+                "use algorithm.kind sft, or buffer.kind memory",
+            )  # fmt: skip
         yield from _kl_problems(self.kl, f"{where}.kl")
         loss = _law(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
         else:
-            yield from self._loss_problems(loss, where)
+            yield from self._loss_problems(loss, run, where)
         estimator = _law(self.advantage, "advantages", EstimatorLaw, f"{where}.advantage")
         if isinstance(estimator, Problem):
             yield estimator
         else:
             yield from self._estimator_problems(estimator, run, where)
 
-    def _loss_problems(self, loss: PolicyLossLaw, where: str) -> Iterator[Problem]:
+    def _loss_problems(self, loss: PolicyLossLaw, run: RunConfig, where: str) -> Iterator[Problem]:
         if "advantages" not in loss.needs:
             yield Problem(
                 f"{where}.policy_loss", f"the loss {self.policy_loss.kind!r} with an advantage estimator",
                 "it reads no advantages, so rewards would have no effect", "use algorithm.kind sft, or another loss",
+            )  # fmt: skip
+        elif "old_log_prob" not in loss.needs and run.max_staleness > 0:
+            yield Problem(
+                f"{where}.policy_loss",
+                f"the loss {self.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
+                "it has no ratio, so samples of older weights would bias its gradient",
+                "use algorithm.kind rloo or grpo, or set schedule.max_staleness to 0",
             )  # fmt: skip
         penalty = self.kl.coef and self.kl.place == "reward"
         if self.old_log_prob == "recompute" and "old_log_prob" not in loss.needs and not penalty:
@@ -195,6 +214,11 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
             f"{where}.estimator", f"the estimator {kl.estimator!r} in the reward",
             "the + changes the gradient, and a reward has none", f"use {kl.estimator[:-1]!r}",
         )  # fmt: skip
+
+
+def _explored(run: RunConfig) -> bool:
+    """Whether the policy itself plays what it is trained on."""
+    return resolve("buffers", run.buffer.kind).explored
 
 
 def _law(section: Plugin, room: str, kind: type[LawT], where: str) -> LawT | Problem:

@@ -94,6 +94,7 @@ class TorchEngine:
         self._any_cancelled = False
         self._backlog: deque[Ticket | _Load] = deque()
         self._waiting: dict[bytes, _Waiting] = {}
+        self._seating: list[Ticket] = []
         self._done: list[tuple[Ticket | _Load, Any]] = []
         self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
         """What the worker has done so far; for measurements."""
@@ -273,7 +274,9 @@ class TorchEngine:
         tickets = [entry.tickets.popleft() for entry, count in chosen for _ in range(count)]
         prefixes = [entry.prefix for entry, count in chosen for _ in range(count) if entry.prefix is not None]
         self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
+        self._seating = tickets  # neither waiting nor in a row while memory for their rows is found
         self._finish(self._batch.admit(tickets, prefixes, self._version))
+        self._seating = []
 
     def _read(self, entries: Sequence[_Waiting]) -> None:
         prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
@@ -312,11 +315,11 @@ class TorchEngine:
             self._failure = error
             self._backlog += self._inbox
             self._inbox.clear()
-        told = {id(item) for item, _ in self._done}
+        told = {item for item, _ in self._done}
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
         seated = [ticket for ticket in self._batch.tickets if ticket is not None]
-        lost = [item for item in (*seated, *waiting, *self._backlog) if id(item) not in told]
-        self._done += [(item, self._failed()) for item in lost]
+        lost = dict.fromkeys((*seated, *self._seating, *waiting, *self._backlog))
+        self._done += [(item, self._failed()) for item in lost if item not in told]
         self._deliver()
 
 

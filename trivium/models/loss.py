@@ -42,7 +42,7 @@ class Totals:
     sequences: int
     """Sequences with at least one trained token."""
     max_response_length: int
-    """Most trained tokens in one sequence."""
+    """The limit of one reply, in tokens: a constant of the run, whatever this step's replies came to."""
     dp_size: int = 1
     """Data-parallel ranks whose gradients are averaged."""
 

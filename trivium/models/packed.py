@@ -201,7 +201,14 @@ def probe_pack(module: PreTrainedModel) -> Pack:
     """Two short sequences of valid tokens, for asking a model what it does."""
     vocabulary = cast(nn.Embedding, module.get_input_embeddings()).num_embeddings
     tokens = np.arange(3, 14, dtype=np.int32) % vocabulary
-    return pack([tokens[:4], tokens[4:]], module.device)
+    longest = max_positions(module)
+    return pack([tokens[:4][:longest], tokens[4:][:longest]], module.device)
+
+
+def max_positions(module: PreTrainedModel) -> int | None:
+    """The longest sequence the model was built for; None where it has no limit."""
+    found = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
 
 
 def _declares_packing(module: PreTrainedModel) -> bool:

@@ -18,12 +18,23 @@ from trivium.models.packed import Pack, pack
 from trivium.types import AnyArray, Batch, Experience
 
 
-def count(batch: Batch) -> Totals:
-    """The counts that a whole mini-batch is normalised by."""
+def count(batch: Batch, max_response_length: int) -> Totals:
+    """The counts that a whole mini-batch is normalised by; the limit of one reply is a constant of the run."""
     trained = [e.num_response_tokens for e in batch.experiences]
-    return Totals(
-        tokens=sum(trained), sequences=sum(n > 0 for n in trained), max_response_length=max(trained, default=0)
-    )
+    return Totals(sum(trained), sum(n > 0 for n in trained), max_response_length)
+
+
+def check_lengths(batch: Batch, limit: int | None) -> None:
+    """Raises DataError for a sequence beyond the model's positions: some models fail there, others guess."""
+    longest = max(batch.experiences, key=len, default=None)
+    if longest is not None and limit is not None and len(longest) > limit:
+        raise DataError(
+            "sequences that fit the model",
+            f"one of group {longest.group_id!r} has {len(longest)} tokens, and the model was built for {limit} "
+            "(max_position_embeddings)",
+            "leave out or shorten the longest rows, lower engine.sampling.max_new_tokens, or use a model with a longer "
+            "context",
+        )
 
 
 def units(batch: Batch, unit: str) -> list[list[int]]:

@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trivium.errors import TriviumError
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.models.packed import max_positions
 from trivium.protocols import Objective
-from trivium.training.batching import MicroBatch, collate, count, cut, units
+from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
 from trivium.training.optim import Optimizer
 from trivium.types import AnyArray, Batch, Metrics
 
@@ -35,12 +36,23 @@ class Learner:
     """
 
     def __init__(
-        self, model: LanguageModel | ValueModel, name: str, max_tokens: int, optimizer: Optimizer | None = None
+        self,
+        model: LanguageModel | ValueModel,
+        name: str,
+        *,
+        max_tokens: int,
+        max_response_length: int,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        self.model, self.name, self.max_tokens, self.optimizer = model, name, max_tokens, optimizer
+        self.model, self.name, self.optimizer = model, name, optimizer
+        self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """`log_prob` or `entropy` of a language model, `values` of a value model: length L each, 0 outside the mask."""
+        """`log_prob` or `entropy` of a language model, `values` of a value model: length L each, 0 outside the mask.
+
+        Raises DataError for a sequence that is longer than the model's context.
+        """
+        check_lengths(batch, max_positions(self.model.module))
         scores: list[AnyArray] = [np.zeros(len(e), np.float32) for e in batch.experiences]
         with torch.no_grad():
             for rows in self._cut(batch, "sequence"):
@@ -60,10 +72,12 @@ class Learner:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
         A mini-batch without a trained token takes no step and reports no loss. `train/tokens` is the policy's to
-        report, so that a critic does not count them twice. `who` is named when the gradient is not finite.
+        report, so that a critic does not count them twice. `who` is named when the gradient is not finite. Raises
+        DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
-        totals = count(batch)
+        check_lengths(batch, max_positions(self.model.module))
+        totals = count(batch, self.max_response_length)
         tokens = {"train/tokens": float(totals.tokens)} if self.name == "policy" else {}
         if totals.tokens == 0:
             return tokens

@@ -65,18 +65,21 @@ class TorchTrainEngine(TrainEngine):
         model_dir: Path,
         algorithm: Algorithm,
         temperature: float,
+        max_response_length: int,
         total_steps: int,
         first_version: int = 0,
         seed: int,
         threads: int,
     ) -> None:
-        """`temperature` is the sampling temperature; the schedule of the learning rate begins at `first_version`
+        """`temperature` is the sampling temperature and `max_response_length` the limit of one reply, in tokens: what
+        `seq-mean-token-sum-norm` divides by. The schedule of the learning rate begins at `first_version`
         (where earlier stages left off) and has `total_steps` train steps.
 
         `seed` draws the critic's head; `threads` is set by every verb for the thread that calls it.
         """
         self.config, self.algorithm = config, algorithm
         self._model_dir, self._temperature = model_dir, temperature
+        self._max_response_length = max_response_length
         self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
         self._threads, self.version = threads, first_version
         self._device = _device(config.device)
@@ -88,7 +91,10 @@ class TorchTrainEngine(TrainEngine):
         self._open(self._model_dir, self._model_dir)
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """Per-token numbers without gradient: length L each, 0 outside the response mask."""
+        """Per-token numbers without gradient: length L each, 0 outside the response mask.
+
+        Raises DataError for a sequence that is longer than the model's context.
+        """
         torch.set_num_threads(self._threads)
         if what not in _SCORES:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(_SCORES)}")
@@ -98,7 +104,8 @@ class TorchTrainEngine(TrainEngine):
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step.
 
-        Raises TriviumError, weights untouched, when the gradient is not finite.
+        Raises, weights untouched, TriviumError when the gradient is not finite, and DataError for a sequence that is
+        longer than the model's context.
         """
         torch.set_num_threads(self._threads)
         learner = self._learner(role)
@@ -195,7 +202,10 @@ class TorchTrainEngine(TrainEngine):
                 checkpoint_gradients(model.module)
         else:
             model.module.requires_grad_(False)
-        self._learners[role] = Learner(model, _METRIC_NAME[role], self.config.max_tokens_per_micro_batch, optimizer)
+        self._learners[role] = Learner(
+            model, _METRIC_NAME[role], max_tokens=self.config.max_tokens_per_micro_batch,
+            max_response_length=self._max_response_length, optimizer=optimizer,
+        )  # fmt: skip
 
 
 def _device(name: str) -> torch.device:
