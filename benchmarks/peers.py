@@ -1,5 +1,7 @@
-"""One GRPO step here and in TRL's GRPOTrainer, alternating in one process on the CPU: the same model, prompts, group size,
-response length and precision. Generation and update are timed apart; ratios are printed, above 1 where we are faster.
+"""One GRPO step here and in TRL's GRPOTrainer, alternating in one process on the CPU.
+
+The same model, prompts, group size, response length and precision on both sides. Generation and update are timed apart;
+ratios are printed, above 1 where we are faster.
 
     python -m venv bench && bench/bin/pip install -c constraints.txt -e . trl==1.16.0
     bench/bin/python benchmarks/peers.py --steps 7
@@ -209,8 +211,8 @@ def main() -> None:
 def report(rows: Sequence[dict[str, float]], ours: Ours, args: argparse.Namespace) -> None:
     parameters = sum(tensor.numel() for _, tensor in ours.train.export_weights())
     print(
-        f"{parameters / 1e6:.1f} M parameters, {args.prompts} prompts x {args.group}, {args.new_tokens} new tokens, fp32, "
-        f"{args.threads} threads, {len(rows)} steps; batch_invariant={ours.engine.batch_invariant}; "
+        f"{parameters / 1e6:.1f} M parameters, {args.prompts} prompts x {args.group}, {args.new_tokens} new tokens, "
+        f"fp32, {args.threads} threads, {len(rows)} steps; batch_invariant={ours.engine.batch_invariant}; "
         f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     for name in ("generation", "update", "step"):
