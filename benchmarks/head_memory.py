@@ -55,15 +55,10 @@ def write_model(directory: Path, said: argparse.Namespace) -> None:
 def make_batch(sequences: int, reply: int, vocabulary: int) -> Batch:
     rng = np.random.default_rng([sequences, reply])
     length = reply + 1
-    mask = np.arange(length) > 0
-    return Batch(
-        tuple(
-            Experience(
-                rng.integers(0, vocabulary, length), mask, np.zeros(length), np.full(length, EXPERT_VERSION), str(i), 0
-            )
-            for i in range(sequences)
-        )
-    )
+    mask, log_prob = np.arange(length) > 0, np.zeros(length, np.float32)
+    version = np.full(length, EXPERT_VERSION, np.int32)
+    rows = [rng.integers(0, vocabulary, length, np.int32) for _ in range(sequences)]
+    return Batch(tuple(Experience(tokens, mask, log_prob, version, str(i), 0) for i, tokens in enumerate(rows)))
 
 
 def chunked(model_dir: Path) -> Update:
@@ -123,7 +118,7 @@ def measure(side: str, model_dir: Path, said: argparse.Namespace) -> dict[str, f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Peak memory of one update: chunked head against plain logits.")
     parser.add_argument("--tokens", type=int, default=4096, help=f"trained tokens, a multiple of {REPLY}")
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--width", type=int, default=256)

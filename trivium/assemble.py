@@ -207,8 +207,8 @@ def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
         "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm),
         # Expert data was not sampled at any temperature.
         temperature=config.engine.sampling.temperature if explored else 1.0,
-        max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps, first_version=stage.first_version, seed=config.run.seed,
-        threads=stage.threads,
+        max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
+        first_version=stage.first_version, seed=config.run.seed, threads=stage.threads,
     )  # fmt: skip
     engine.channel, engine.checkpoint_dir = channel, stage.run_dir / "weights"
     return engine

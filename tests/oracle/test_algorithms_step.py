@@ -1,5 +1,6 @@
 """From groups to columns: who is trained on, what is counted, where the reward lands, what the KL penalty does."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -129,6 +130,32 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_each_token_and_steers_its_coeff
     assert other.state() == reinforce.state()
     other.restore({})
     assert other.state() == reinforce.state()
+
+
+def test_a_restored_algorithm_goes_on_where_the_saved_one_stood() -> None:
+    said = {"coef": 0.5, "place": "reward", "estimator": "k1", "controller": "adaptive", "target": 0.1, "horizon": 10}
+
+    def play(algorithm: GroupAlgorithm, lag: float) -> tuple[list[np.ndarray], dict[str, float]]:
+        batch = algorithm.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))])
+        ref = [np.where(e.response_mask, e.rollout_log_prob - lag, 0.0) for e in batch.experiences]
+        done, metrics = algorithm.advantages(batch.with_columns(ref_log_prob=ref))
+        return list(done.columns["advantages"]), metrics
+
+    one = algorithm(REINFORCE, kl=said)
+    for lag in (0.9, 0.0, 0.4):
+        play(one, lag)
+    saved = json.loads(json.dumps(one.state()))
+    assert saved["kl_coef"] != 0.5
+    other = algorithm(REINFORCE, kl=said)
+    other.restore(saved)
+    for lag in (0.3, 0.05):
+        (mine, mine_said), (theirs, theirs_said) = play(one, lag), play(other, lag)
+        assert mine_said == theirs_said
+        assert all(map(np.array_equal, mine, theirs))
+    assert one.state() == other.state() != saved
+    without = algorithm(REINFORCE)
+    without.restore(saved)  # a stage without a penalty, after one with it
+    assert without.state() == {}
 
 
 def test_a_kl_penalty_in_the_loss_is_the_objective_s() -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trivium.models.loss import Totals
 from trivium.models.packed import pack
 from trivium.training.batching import collate, count, cut, units
 from trivium.types import Batch, Experience

@@ -12,10 +12,13 @@ from trivium.errors import ConfigError
 PRESETS = catalogue("algorithms")
 
 
-def configured(algorithm: object, base: Path | None = None, **schedule: int) -> RunConfig:
+def configured(
+    algorithm: object, base: Path | None = None, buffer: object = "memory", sync: object = None, **schedule: int
+) -> RunConfig:
     return RunConfig.from_mapping(
         {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
-         "engine": {"kind": "scripted"}, "schedule": schedule}, base,
+         "rewards": ["exact"], "engine": {"kind": "scripted"}, "buffer": buffer, "sync": sync or {},
+         "schedule": schedule}, base,
     )  # fmt: skip
 
 
@@ -108,6 +111,31 @@ def test_group_estimators_want_groups_and_mini_batches_want_data() -> None:
     assert configured("reinforce", group_size=1)
     problems = refused({"kind": "reinforce", "mini_batches": 5}, groups_per_step=4)
     assert "4 group(s)" in problems["algorithm.mini_batches"]
+
+
+def refused_on_files(algorithm: object, **schedule: int) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        configured(algorithm, buffer={"kind": "files"}, **schedule)
+    return {where: " ".join(rest) for where, *rest in caught.value.problems}
+
+
+def test_replies_of_an_expert_are_for_imitation_one_per_task() -> None:
+    for kind in ("grpo", "ppo", "rloo", "reinforce"):
+        assert "use algorithm.kind sft" in refused_on_files(kind, group_size=2)["algorithm.kind"]
+    assert list(refused_on_files("sft", group_size=2)) == ["schedule.group_size"]
+    assert configured("sft", buffer={"kind": "files"}, group_size=1)
+
+
+def test_a_loss_without_a_ratio_wants_fresh_samples() -> None:
+    for stale in ({"max_staleness": 1}, {"sync": {"offset": 1}}):
+        with pytest.raises(ConfigError) as caught:
+            configured("reinforce", **stale)
+        (problem,) = caught.value.problems
+        assert problem[0] == "algorithm.policy_loss"
+        assert "no ratio" in problem[2]
+        assert configured("rloo", **stale)
+        assert configured("sft", **stale)
+    assert configured("reinforce", max_staleness=0)
 
 
 OWN = """

@@ -308,6 +308,24 @@ async def test_a_dead_worker_fails_every_call_and_hangs_none(models: dict[str, P
         await engine.close()
 
 
+async def test_rows_that_cannot_be_allocated_fail_those_who_wait_for_them(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request on its way from the queue to a row is nowhere else; its caller must hear of it all the same."""
+    engine = engine_for(models["qwen3"], frozenset(), max_rows=4)
+
+    def exhausted(*_: object) -> None:
+        raise MemoryError("no room for keys and values")
+
+    monkeypatch.setattr("trivium.engines.kv_cache.RowCache.place", exhausted)
+    calls = [engine.generate(request(5 + i % 2, i)) for i in range(10)]
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(error, EngineFailure) for error in found)
+    assert all(isinstance(error.__cause__, MemoryError) for error in found)
+    await engine.close()
+
+
 async def test_close_ends_replies_in_progress(models: dict[str, Path]) -> None:
     engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
     running = [asyncio.ensure_future(engine.generate(request(5, i, max_new_tokens=250))) for i in range(4)]

@@ -8,6 +8,8 @@ import torch
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM
 
+from trivium.algorithms import build_algorithm
+from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
 from trivium.types import Batch, Media
@@ -182,6 +184,31 @@ class TestUpdate:
                            media=(Media("image/png", b""),))  # fmt: skip
         with pytest.raises(DataError, match="images"):
             make_engine(model_dir).score(Batch((seen,)), "old")
+
+    def test_a_sequence_beyond_the_model_s_positions_is_named(self, tmp_path):
+        """gpt2 would fail in an embedding, qwen3 would train on where it has never been."""
+        batch = make_batch(lengths=(2, 3, 6, 5), advantages=0.3, returns=1.0)
+        for name, limit in (("gpt2", {"n_positions": 5}), ("qwen3", {"max_position_embeddings": 5})):
+            engine = make_engine(write_model(tmp_path / name, name, **limit), PPO)
+            before = all_weights(engine)
+            for objective in PPO.objectives:
+                with pytest.raises(DataError, match=r"group 'g1' has 6 tokens.* built for 5"):
+                    engine.update(objective.role, batch, objective)
+            for what in ("old", "ref", "values"):
+                with pytest.raises(DataError, match=r"group 'g1' has 6 tokens.* built for 5"):
+                    engine.score(batch, what)
+            assert_same(before, all_weights(engine))
+            assert step(engine, batch.select([0, 1, 3]))["train/tokens"] > 0
+        assert make_engine(write_model(tmp_path / "bloom", "bloom")).score(make_batch(lengths=(80,)), "old")
+
+    @pytest.mark.parametrize("limit", [8, 64])
+    def test_the_norm_divides_by_the_limit_not_by_the_longest_reply(self, model_dir, limit):
+        algorithm = build_algorithm(SFT.configure({"kind": "sft", "aggregate": "seq-mean-token-sum-norm"}))
+        for batch in (make_batch(lengths=(5, 7)), make_batch(lengths=(5, 7, 30))):
+            engine = make_engine(model_dir, algorithm, max_response_length=limit)
+            total = -sum(float(a.sum()) for a in engine.score(batch, "old"))
+            metrics = engine.update("policy", batch, algorithm.objectives[0])
+            assert metrics["train/loss/policy"] == pytest.approx(total / len(batch) / limit, rel=1e-5)
 
     def test_unknown_unit(self, model_dir, batch):
         with pytest.raises(DataError, match="batch"):

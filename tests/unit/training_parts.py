@@ -112,8 +112,15 @@ class Parts:
 
 
 def make_engine(
-    model_dir: Path, algorithm: Any = None, *, total_steps=10, seed=0, threads=1, temperature=0.8,
-    max_response_length=32, **config,
+    model_dir: Path,
+    algorithm: Any = None,
+    *,
+    total_steps=10,
+    seed=0,
+    threads=1,
+    temperature=0.8,
+    max_response_length=32,
+    **config,
 ):
     config = {"device": "cpu", "optimizer": {"lr": 1e-2}, **config}
     engine = TorchTrainEngine(

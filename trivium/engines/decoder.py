@@ -20,7 +20,7 @@ from trivium.engines.attention import EXACT, FAST
 from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, pages
 from trivium.errors import ConfigError, SyncError
-from trivium.models.load import load_lm
+from trivium.models.load import load_lm, max_positions
 from trivium.types import IntArray
 
 _CHUNK = 512
@@ -64,8 +64,7 @@ class Decoder:
     @property
     def max_positions(self) -> int | None:
         """The longest sequence the model was built for."""
-        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if found is None else int(found)
+        return max_positions(self.model)
 
     def read(self, prompts: Sequence[IntArray]) -> list[Prefix]:
         """The prompts' keys and values and the logits after each; all of one `padded_length`."""

@@ -25,3 +25,9 @@ def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device 
     """The same model without its output layer, in eval mode."""
     model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model was built for, in tokens; None where its config names no limit."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)

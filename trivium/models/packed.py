@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from trivium.errors import TriviumError
+from trivium.models.load import max_positions
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -203,12 +204,6 @@ def probe_pack(module: PreTrainedModel) -> Pack:
     tokens = np.arange(3, 14, dtype=np.int32) % vocabulary
     longest = max_positions(module)
     return pack([tokens[:4][:longest], tokens[4:][:longest]], module.device)
-
-
-def max_positions(module: PreTrainedModel) -> int | None:
-    """The longest sequence the model was built for; None where it has no limit."""
-    found = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    return None if found is None else int(found)
 
 
 def _declares_packing(module: PreTrainedModel) -> bool:

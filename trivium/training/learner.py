@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trivium.errors import TriviumError
 from trivium.models.heads import LanguageModel, ValueModel
+from trivium.models.load import max_positions
 from trivium.models.loss import LossInputs, LossOutputs, Totals
-from trivium.models.packed import max_positions
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
 from trivium.training.optim import Optimizer
