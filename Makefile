@@ -4,6 +4,8 @@ VENV ?= .venv
 # Test processes (pytest-xdist); 0 runs them in one. More arguments: make test PYTEST_ARGS="-k config".
 WORKERS ?= 0
 PYTEST_ARGS ?=
+# For example: make demo DEMO_ARGS="--dir runs/other --seed 1".
+DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -20,7 +22,7 @@ help:
 	@echo "make docs    regenerate docs/config.md and docs/metrics.md"
 
 demo: $(FOR_DEMO)
-	$(BIN)/trivium demo
+	$(BIN)/trivium demo $(DEMO_ARGS)
 
 test: $(FOR_DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

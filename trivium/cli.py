@@ -45,7 +45,7 @@ def demo(
         outcome.log_dir = dir
         from trivium.demo import demo as run_demo
 
-        show(run_demo(dir, seed))
+        tell(run_demo(dir, seed))
 
 
 @app.command()
@@ -119,6 +119,15 @@ def main() -> None:
 def show(result: Mapping[str, Any]) -> None:
     """A result as JSON, for people and programs."""
     print(json.dumps(dict(result), indent=2, default=str))
+
+
+def tell(result: Mapping[str, Any]) -> None:
+    """What the demo came to, for people."""
+    before, after = result["accuracy_before"], result["accuracy_after"]
+    print(f"\nheld-out sums that are right: {before:.1%} before RL, {after:.1%} after")
+    print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")
+    print(f"run directory:  {result['run_dir']}")
+    print(f"learning curve: {result['learning_curve']}")
 
 
 class Outcome:

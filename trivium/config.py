@@ -291,7 +291,7 @@ class CheckpointSection(Config):
 
 
 class ClusterSection(Config):
-    """Where the roles run."""
+    """What the roles, all in this process, may use."""
 
     threads: int = free(0, ge=0)
     """Threads for model work; 0 takes every core. Results are bit-equal only at equal thread counts."""
@@ -360,11 +360,11 @@ class RunConfig(Config):
             found, problems = _validate(cls, data)
         finally:
             _BASE.reset(token)
-        if found is None:  # the sections' company is looked at when each of them is valid
-            later = "mend them all at once; further checks follow once these are mended:"
-            raise ConfigError("a valid config", f"{len(problems)} problem(s)", later, problems)
-        if problems:
-            raise ConfigError("a valid config", f"{len(problems)} problem(s)", "mend them all at once:", problems)
+        if problems or found is None:
+            later = "" if found is not None else " (further checks follow once these are mended)"
+            raise ConfigError(
+                "a valid config", f"{len(problems)} problem(s)", f"mend them all at once{later}:", problems
+            )
         return found
 
     @classmethod

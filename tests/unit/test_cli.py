@@ -181,6 +181,24 @@ def test_the_first_cause_of_a_group_is_the_first_that_was_raised() -> None:
     assert first_cause(ExceptionGroup("a", [ExceptionGroup("b", [cause]), OSError("second")])) is cause
 
 
+def test_exporting_a_mistyped_run_directory_makes_no_directory(tmp_path: Path) -> None:
+    result = trivium("export", tmp_path / "mistyped", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("asked: export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_tells_people_what_came_out(capsys: pytest.CaptureFixture[str]) -> None:
+    from trivium.cli import tell
+
+    tell({"steps": 9, "accuracy_before": 0.5, "accuracy_after": 0.975, "seconds": 61.2, "run_dir": "runs/x",
+          "learning_curve": "runs/x/curve.png"})  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "50.0% before RL, 97.5% after" in shown
+    for words in ("61 s", "runs/x\n", "runs/x/curve.png"):
+        assert words in shown
+
+
 def test_results_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     from trivium.cli import show
 

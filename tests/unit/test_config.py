@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from trivium.config import RunConfig, check, merged, parse_override, plan_run, read_yaml, resume_differences, to_yaml
 from trivium.errors import ConfigError
@@ -177,6 +179,21 @@ def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
     assert "no file at" in problems_of(folder, "engine: {kind: nowhere.py:Engine}")["engine"]
 
 
+def test_an_error_in_the_file_of_a_plugin_is_not_a_problem_of_the_section_that_names_it(folder: Path) -> None:
+    (folder / "broken.py").write_text("from trivium.config import RunSection\nRunSection(seed='x')\n")
+    with pytest.raises(ImportError, match=r"broken.py:Engine raised ValidationError[\s\S]*seed") as caught:
+        load(folder, "engine: {kind: broken.py:Engine}")
+    assert isinstance(caught.value.__cause__, ValidationError)
+
+
+def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="further checks follow"):
+        load(folder, "schedule: {stepz: 1}\nsync: {method: memry}")
+    with pytest.raises(ConfigError) as caught:
+        load(folder, "sync: {method: memry}")
+    assert "further checks" not in str(caught.value)
+
+
 # --------------------------------------------------------------------------- the sections' company
 
 
@@ -237,6 +254,45 @@ def test_a_run_without_a_training_taskset_is_refused(folder: Path) -> None:
     text = RUN.replace("train: {kind: parts.py:Tasks}, test", "trian: {kind: parts.py:Tasks}, test")
     (folder / "run.yaml").write_text(text)
     assert "did you mean 'trian'?" in problems_of(folder)["tasks"]
+
+
+def test_somebody_must_judge_what_is_explored(folder: Path) -> None:
+    nobody = "rewards: []\nworkflow: {kind: single_turn}\n"
+    assert set(problems_of(folder, nobody + "buffer: {kind: memory}")) == {"rewards"}
+    load(folder, nobody + "buffer: {kind: files}")  # nothing is explored
+    load(folder, "rewards: []\nbuffer: {kind: memory}")  # the workflow may earn
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("tasks: {test: {kind: jsonl, path: nowhere.jsonl}}", "tasks.test.path"),
+        ("tasks: {test: {kind: parquet, path: nowhere.parquet}}", "tasks.test.path"),
+        ("tasks: {test: {kind: datasets, path: nowhere}}", "tasks.test.path"),
+        ("tasks: {test: {kind: python, source: nowhere.py:rows}}", "tasks.test.source"),
+        ("tasks: {test: {kind: python, source: parts.py:rows}}", "tasks.test.source"),
+        ("model: {kind: hf, path: nowhere}", "model.path"),
+        ("model: {kind: hf, path: .}", "model.path"),
+    ],
+)
+def test_what_is_not_there_is_noticed_before_the_run(folder: Path, change: str, where: str) -> None:
+    assert set(problems_of(folder, change)) == {where}
+
+
+@pytest.mark.parametrize(
+    ("module", "section"),
+    [
+        ("pyarrow", "{kind: parquet, path: parts.py}"),
+        ("datasets", "{kind: datasets, path: .}"),
+        ("reasoning_gym", "{kind: reasoning_gym, environments: {gcd: {}}}"),
+    ],
+)
+def test_a_package_that_is_not_there_is_noticed_before_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, section: str
+) -> None:
+    load(folder, f"tasks: {{test: {section}}}")
+    monkeypatch.setitem(sys.modules, module, None)
+    assert "pip install" in problems_of(folder, f"tasks: {{test: {section}}}")["tasks.test"]
 
 
 def test_a_good_config_has_no_problems(folder: Path) -> None:
@@ -349,7 +405,7 @@ def test_a_saved_config_reads_back_as_the_same_config(folder: Path, change: str)
 def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Path) -> None:
     saved = yaml.safe_load(to_yaml(load(folder)))
     free = ("schedule.steps=50", "train.tokens_per_micro_batch=9", "checkpoint.save_every=1", "monitors=[]")
-    assert resume_differences(saved, load(folder, overrides=free)) == []
+    assert resume_differences(saved, load(folder, overrides=(*free, "run.dir=elsewhere"))) == []
     same = ("run.seed=1", "train.optimizer.lr=0.2", "tasks.train.size=9", "engine.sampling.temperature=0.5")
     assert {problem[0] for problem in resume_differences(saved, load(folder, overrides=same))} == {
         change.partition("=")[0] for change in same

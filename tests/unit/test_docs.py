@@ -109,6 +109,14 @@ async def test_the_engine_page_holds_an_engine_that_keeps_its_promises(
     await check_engine(make, prompts, eos_token_ids=frozenset({7}), weights=list)
 
 
+def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_path: Path) -> None:
+    unpacked("../README.md", tmp_path)
+    text = "".join((tmp_path / name).read_text(encoding="utf-8") for name in ("my_rewards.py", "my_run.yaml"))
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert f"## Your own reward in {len(lines)} lines\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert RunConfig.load(tmp_path / "my_run.yaml").rewards[0].label == "close"
+
+
 def test_every_link_leads_to_a_page() -> None:
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):

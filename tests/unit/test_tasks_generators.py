@@ -175,7 +175,7 @@ def test_python_tasks_get_the_tasksets_name_and_unique_ids() -> None:
 
 def test_python_source_is_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def rows():\n    return [{'prompt': 'x'}]\n")
-    text = "model: {kind: hf, path: .}\ntasks: {train: {kind: python, source: 'mine.py:rows'}}\n"
+    text = "model: {kind: tiny}\ntasks: {train: {kind: python, source: 'mine.py:rows'}}\nrewards: [exact]\n"
     (tmp_path / "run.yaml").write_text(text)
     section = RunConfig.load(tmp_path / "run.yaml").tasks["train"]
     assert build("tasks", section, name="train", seed=0)[0].prompt == (Message("user", "x"),)

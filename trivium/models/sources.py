@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from trivium.config import ConfigPath, Plugin
-from trivium.errors import DataError
+from trivium.config import ConfigPath, Plugin, RunConfig
+from trivium.errors import DataError, Problem
 
 
 class HuggingFaceModel:
@@ -16,16 +17,29 @@ class HuggingFaceModel:
         path: ConfigPath
         """Directory with config.json, weights and tokenizer."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            missing = missing_model(Path(self.path))
+            if missing is not None:
+                yield Problem(f"{where}.path", missing.asked, missing.found, missing.do)
+
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         self.config = config
 
     def materialize(self, directory: Path) -> Path:
         """The directory that holds the model; `directory` (inside the run) is for sources that build one."""
         path = Path(self.config.path)
-        if not (path / "config.json").is_file():
-            raise DataError(
-                f"load the model {path}",
-                "no config.json there" if path.is_dir() else "no such directory",
-                "give model.path a Hugging Face model directory on this machine",
-            )
+        missing = missing_model(path)
+        if missing is not None:
+            raise missing
         return path
+
+
+def missing_model(path: Path) -> DataError | None:
+    """Why the directory holds no model; None where it may."""
+    if (path / "config.json").is_file():
+        return None
+    return DataError(
+        f"load the model {path}",
+        "no config.json there" if path.is_dir() else "no such directory",
+        "give model.path a Hugging Face model directory on this machine",
+    )

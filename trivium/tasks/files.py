@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trivium.config import ConfigPath
-from trivium.errors import DataError, MissingPackage
-from trivium.tasks.rows import RowTasks
+from trivium.config import ConfigPath, RunConfig
+from trivium.errors import DataError, MissingPackage, Problem
+from trivium.tasks.rows import RowTasks, missing_package
 
 
 class FileTasks(RowTasks):
@@ -21,16 +21,24 @@ class FileTasks(RowTasks):
         path: ConfigPath
         """The file, relative to the config."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            if not Path(self.path).is_file():
+                yield _no_file(self.path, where)
+
     config: Config
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
         if not Path(config.path).is_file():
-            raise DataError(f"the file {config.path}", "no such file", f"correct tasks.{name}.path")
+            raise DataError(*_no_file(config.path, f"tasks.{name}")[1:])
         super().__init__(config, name=name, seed=seed)
 
     @property
     def origin(self) -> str:
         return self.config.path
+
+
+def _no_file(path: str, where: str) -> Problem:
+    return Problem(f"{where}.path", f"the file {path}", "no such file", f"correct {where}.path")
 
 
 class JsonlTasks(FileTasks):
@@ -54,11 +62,16 @@ def _parsed(where: str, line: bytes) -> Any:
 class ParquetTasks(FileTasks):
     """The rows of a Parquet file, counted from 0; needs `pyarrow` (extra `data`)."""
 
-    def __init__(self, config: FileTasks.Config, *, name: str, seed: int) -> None:
+    class Config(FileTasks.Config):
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            yield from missing_package(where, "pyarrow", _no_pyarrow(where))
+
+    def __init__(self, config: Config, *, name: str, seed: int) -> None:
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError as error:
-            raise MissingPackage("pyarrow", "data", f"read tasks.{name} from Parquet") from error
+            raise _no_pyarrow(f"tasks.{name}") from error
         self._parquet = parquet
         super().__init__(config, name=name, seed=seed)
 
@@ -72,3 +85,7 @@ class ParquetTasks(FileTasks):
                         number += 1
         except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
             raise DataError(f"rows of {self.config.path}", str(error), "write the file again") from error
+
+
+def _no_pyarrow(where: str) -> MissingPackage:
+    return MissingPackage("pyarrow", "data", f"read {where} from Parquet")

@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from trivium.config import Config as Section
-from trivium.config import Plugin, PluginPath
-from trivium.errors import ConfigError, DataError, MissingPackage, UnknownName
+from trivium.config import Plugin, PluginPath, RunConfig
+from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError, UnknownName
 from trivium.randomness import permutation, stream, uniforms
 from trivium.registry import resolve, suggest
-from trivium.tasks.rows import RowTasks, json_value
+from trivium.tasks.rows import RowTasks, json_value, missing_package
 from trivium.types import Message, Task
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -130,12 +130,15 @@ class ReasoningGymTasks:
         system: str | None = None
         """System message put first."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from missing_package(where, "reasoning_gym", _no_reasoning_gym(where))
+
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
         try:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ModuleNotFoundError as error:
-            raise MissingPackage("reasoning-gym", "envs", f"make the problems of tasks.{name}") from error
+            raise _no_reasoning_gym(f"tasks.{name}") from error
         self.config, self.name = config, name
         for environment in config.environments:
             if environment not in DATASETS:
@@ -175,6 +178,10 @@ class ReasoningGymTasks:
         fixed = self.config.problem_seed
         address = (seed, self.name) if fixed is None else (fixed,)
         return stream("reasoning gym", *address, environment) % 2**31
+
+
+def _no_reasoning_gym(where: str) -> MissingPackage:
+    return MissingPackage("reasoning-gym", "envs", f"make the problems of {where}")
 
 
 def _interleaved(weights: Mapping[str, float], size: int) -> list[tuple[str, int]]:
@@ -226,6 +233,12 @@ class PythonTasks(RowTasks):
         args: dict[str, Any] = Field(default_factory=dict)
         """Keyword arguments of the function."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            try:
+                function_of(self)
+            except TriviumError as error:
+                yield Problem(f"{where}.source", error.asked, error.found, error.do)
+
     config: Config
 
     @property
@@ -233,10 +246,7 @@ class PythonTasks(RowTasks):
         return self.config.source
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        function = resolve("tasks", self.config.source)
-        if not callable(function):
-            raise ConfigError(f"the function {self.origin}", f"{type(function).__name__}", "name a function")
-        made = function(**self.config.args)
+        made = function_of(self.config)(**self.config.args)
         if not isinstance(made, Iterable):
             raise DataError(f"rows or Tasks from {self.origin}", type(made).__name__, "return a list, or yield them")
         for number, row in enumerate(made):
@@ -246,3 +256,11 @@ class PythonTasks(RowTasks):
         if isinstance(row, Task):
             return replace(row, taskset=self.name, columns=json_value(row.columns, where))
         return super().task_of(where, row)
+
+
+def function_of(config: PythonTasks.Config) -> Callable[..., Any]:
+    """What `source` names; ConfigError where it is no function."""
+    function = resolve("tasks", config.source)
+    if not callable(function):
+        raise ConfigError(f"the function {config.source}", f"{type(function).__name__}", "name a function")
+    return function

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trivium.config import ConfigPath
-from trivium.errors import DataError, MissingPackage
+from trivium.config import ConfigPath, RunConfig
+from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
-from trivium.tasks.rows import RowTasks
+from trivium.tasks.rows import RowTasks, missing_package
 
 
 class DatasetsTasks(RowTasks):
@@ -23,15 +23,20 @@ class DatasetsTasks(RowTasks):
         split: str | None = None
         """Which split; may be left out where there is one."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            if not Path(self.path).is_dir():
+                yield _no_folder(self.path, where)
+            yield from missing_package(where, "datasets", _no_datasets(where))
+
     config: Config
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
         try:
             import datasets
         except ModuleNotFoundError as error:
-            raise MissingPackage("datasets", "data", f"read tasks.{name} from a dataset") from error
+            raise _no_datasets(f"tasks.{name}") from error
         if not Path(config.path).is_dir():
-            raise DataError(f"the dataset folder {config.path}", "no such folder", f"correct tasks.{name}.path")
+            raise DataError(*_no_folder(config.path, f"tasks.{name}")[1:])
         self._datasets = datasets
         super().__init__(config, name=name, seed=seed)
 
@@ -72,3 +77,11 @@ class DatasetsTasks(RowTasks):
                 suggest(asked or "", data),
             )
         return data[asked]
+
+
+def _no_folder(path: str, where: str) -> Problem:
+    return Problem(f"{where}.path", f"the dataset folder {path}", "no such folder", f"correct {where}.path")
+
+
+def _no_datasets(where: str) -> MissingPackage:
+    return MissingPackage("datasets", "data", f"read {where} from a dataset")

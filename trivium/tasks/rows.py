@@ -7,6 +7,7 @@ along in `Task.columns`, where rewards find it by name.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trivium.config import Plugin
-from trivium.errors import DataError
+from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
 from trivium.types import Message, Task
 
@@ -145,6 +146,12 @@ def task_of_row(where: str, row: Any, config: RowTasks.Config, taskset: str) -> 
     for name, value in added.items():
         _offer(where, columns, name, value)
     return Task(task_id, prompt, columns, taskset)
+
+
+def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[Problem]:
+    """The error as a problem of the section `where`, unless the module is there; nothing is imported."""
+    if importlib.util.find_spec(module) is None:
+        yield Problem(where, error.asked, error.found, error.do)
 
 
 def json_value(value: Any, where: str) -> Any:

@@ -10,6 +10,9 @@ from trivium.types import Message, Task
 class SingleTurn:
     """The policy answers the task's prompt once."""
 
+    earns = False
+    """Playing earns nothing by itself: only rewards judge."""
+
     class Config(WorkflowConfig):
         """How a task is asked."""
 
