@@ -27,6 +27,12 @@ def refused(code: int, output: str, *words: str) -> None:
     assert "Traceback" not in output
 
 
+def problems_in(output: str) -> list[str]:
+    """Where a report of several problems says that they are."""
+    lines = [line.removeprefix("  - ") for line in output.splitlines() if line.startswith("  - ")]
+    return sorted(line.partition(": ")[0] for line in lines)
+
+
 def config(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
@@ -65,15 +71,28 @@ evaluation: {every: 5}
     )
     code, output = trivium("check", str(bad))
     assert code == 2
+    assert problems_in(output) == ["algorithm.critics", "model.hiden", "schedule.stepps"]
     for words in ("did you mean 'hidden'", "did you mean 'steps'", "did you mean 'critic'"):
         assert words in output, output
+    # With every key known, the sections can be looked at in each other's company.
+    text = bad.read_text(encoding="utf-8")
+    for wrong, right in (("hiden", "hidden"), ("stepps", "steps"), ("critics", "critic")):
+        text = text.replace(wrong, right)
+    code, output = trivium("check", str(config(tmp_path, text)))
+    assert code == 2
+    assert problems_in(output) == [
+        "engine.sampling.temperature", "engine.sampling.top_p", "evaluation.every", "rewards", "schedule.group_size",
+        "tasks", "tasks.training.path",
+    ]  # fmt: skip
     code, output = trivium(
         "check", str(TINY), "engine.sampling.top_p=0.9", "schedule.max_staleness=0", "sync.interval=2",
         "evaluation.taskset=tset",
     )  # fmt: skip
     assert code == 2
-    for words in ("engine.sampling.top_p", "schedule.max_staleness", "did you mean 'test'"):
-        assert words in output, output
+    wrong = ("checkpoint.keep_best", "engine.sampling.top_p", "evaluation.every", "evaluation.taskset",
+             "schedule.max_staleness")  # fmt: skip
+    assert problems_in(output) == sorted(f"stages[{stage}].{name}" for stage in (0, 1) for name in wrong)
+    assert "did you mean 'test'" in output
 
 
 def test_check_of_a_good_config_prints_the_plan() -> None:

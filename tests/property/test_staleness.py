@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,8 +48,44 @@ class Dawdling:
         return {"length": float(len(turn.tokens))}
 
 
-async def simulate(schedule: Schedule, rollouts: Path, seed: int, failing: float) -> tuple[list[list[Group]], int]:
-    """The groups of each step, by the real loops around a trainer that only counts; and how many were evicted."""
+@dataclass
+class Outcome:
+    """What the loops did to the slots of a stage."""
+
+    steps: list[list[Group]]
+    """The groups of each train step."""
+    evicted: int
+    leases: Counter[int]
+    """How often each slot was issued."""
+    puts: Counter[int]
+    """How often each slot came back."""
+    waiting: set[int]
+    """Finished, not taken."""
+    in_flight: set[int]
+    next_slot: int
+    """What the buffer would issue next."""
+    attempts: Counter[int]
+    """How often each slot was evicted."""
+
+
+class Watched(MemoryBuffer):
+    """The buffer, with a note of every slot that goes out and comes back."""
+
+    def watch(self) -> None:
+        self.leases, self.puts = Counter[int](), Counter[int]()
+
+    async def lease(self, owner: str) -> int:
+        slot = await super().lease(owner)
+        self.leases[slot] += 1
+        return slot
+
+    async def put(self, owner: str, group: Group) -> None:
+        await super().put(owner, group)
+        self.puts[group.slot] += 1
+
+
+async def simulate(schedule: Schedule, rollouts: Path, seed: int, failing: float) -> Outcome:
+    """The real loops around a trainer that only counts."""
     dice = random.Random(seed)
     engine = ScriptedEngine(
         ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6))), eos_token_ids=RENDERER.eos_token_ids,
@@ -57,7 +94,8 @@ async def simulate(schedule: Schedule, rollouts: Path, seed: int, failing: float
     explorer = Explorer(
         engine, RENDERER, Dawdling(dice, failing), make_judge(()), Sampling(8), engine.max_context, 5.0, 64
     )
-    buffer = MemoryBuffer(MemoryBuffer.Config(), schedule=schedule, rollouts=rollouts, renderer=RENDERER, deadline_s=10)
+    buffer = Watched(MemoryBuffer.Config(), schedule=schedule, rollouts=rollouts, renderer=RENDERER, deadline_s=10)
+    buffer.watch()
     buffer.restore(None, schedule.first_version)
     channel = MemoryChannel(keep=schedule.max_staleness // schedule.sync_interval + 2)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=10)
@@ -79,12 +117,18 @@ async def simulate(schedule: Schedule, rollouts: Path, seed: int, failing: float
             await asyncio.sleep(dice.choice([0, 0.001, 0.004]))
             if schedule.published(version + 1):
                 publish(version + 1)
+        # The account at one moment, before anybody is cancelled.
+        slots = buffer.leases.keys()
+        outcome = Outcome(
+            steps, buffer.evicted, buffer.leases.copy(), buffer.puts.copy(), set(buffer._groups), set(buffer._leases),
+            buffer._free_slot(), Counter({slot: buffer.attempt(slot) for slot in slots}),
+        )  # fmt: skip
         for helper in helpers:
             helper.cancel()
-    return steps, buffer.evicted
+    return outcome
 
 
-def run(schedule: Schedule, seed: int, failing: float) -> tuple[list[list[Group]], int]:
+def run(schedule: Schedule, seed: int, failing: float) -> Outcome:
     with TemporaryDirectory() as directory:
         return asyncio.run(simulate(schedule, Path(directory), seed, failing))
 
@@ -101,7 +145,8 @@ def test_no_group_is_staler_than_the_bound_or_trained_twice(
         TASKS, seed=seed, first_version=first, groups_per_step=groups, group_size=2, sync_interval=interval,
         max_staleness=interval - 1 + ahead, deterministic=deterministic, steps=8,
     )  # fmt: skip
-    steps, evicted = run(schedule, seed, failing)
+    done = run(schedule, seed, failing)
+    steps, evicted = done.steps, done.evicted
     assert [len(step) for step in steps] == [groups] * 8
     taken = Counter(group.slot for step in steps for group in step)
     assert max(taken.values()) == 1
@@ -117,11 +162,26 @@ def test_no_group_is_staler_than_the_bound_or_trained_twice(
         assert [g.slot for step in steps for g in step] == list(range(8 * groups))
         versions = {g.slot: {int(v) for t in g.turns() for v in t.policy_version} for step in steps for g in step}
         assert all(seen <= {schedule.version_for(slot)} for slot, seen in versions.items())
-    else:
-        # Every slot below the highest one taken was trained, is still waiting, or was counted as evicted.
-        missing = set(range(max(taken) + 1)) - set(taken)
-        in_flight = schedule.admitted(first + 8) + evicted
-        assert len(missing) <= in_flight - 8 * groups + evicted
+    assert_every_slot_is_accounted_for(schedule, done, set(taken))
+
+
+def assert_every_slot_is_accounted_for(schedule: Schedule, done: Outcome, taken: set[int]) -> None:
+    """Each slot issued was taken, waits, is being played, is to be issued again, or was given up: one of these."""
+    issued = set(done.leases)
+    given_up = {slot for slot in issued if done.attempts[slot] == schedule.max_attempts}
+    to_be_issued = issued - taken - done.waiting - done.in_flight - given_up
+    assert issued == set(range(len(issued)))
+    assert len(issued) <= schedule.admitted(schedule.first_version + schedule.steps) + len(given_up)
+    assert min(to_be_issued, default=len(issued)) == done.next_slot
+    assert sum(map(len, (taken, done.waiting, done.in_flight, given_up, to_be_issued))) == len(issued)
+    assert done.attempts.total() == done.evicted
+    assert max(done.attempts.values()) <= schedule.max_attempts
+    for slot in issued:
+        attempts = done.attempts[slot]
+        # Every playing that came back was taken, evicted, or still waits; every other one is being played.
+        assert done.puts[slot] == attempts + (slot in taken or slot in done.waiting)
+        assert done.leases[slot] == done.puts[slot] + (slot in done.in_flight)
+        assert slot not in to_be_issued or 0 < attempts < schedule.max_attempts
 
 
 def test_zero_staleness_is_the_synchronous_run_group_for_group() -> None:
@@ -131,7 +191,7 @@ def test_zero_staleness_is_the_synchronous_run_group_for_group() -> None:
     def tokens(seed: int) -> list[tuple[int, int, tuple[int, ...]]]:
         return [
             (group.slot, group.version, tuple(token for turn in group.turns() for token in turn.tokens[:1].tolist()))
-            for step in run(schedule, seed, 0.0)[0]
+            for step in run(schedule, seed, 0.0).steps
             for group in step
         ]
 

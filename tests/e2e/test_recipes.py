@@ -1,0 +1,110 @@
+"""Every recipe runs, a few steps of each stage, and what it plays is what it says it plays."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trivium.algorithms.groups import batch_of
+from trivium.assemble import run
+from trivium.buffers.journal import Journal
+from trivium.config import RunConfig, merged, read_yaml
+from trivium.metrics import declared
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.types import Group
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
+STEPS = 2
+SMALLER: dict[str, dict[str, Any]] = {
+    "arithmetic.yaml": {"tasks": {"test": {"count": 20}}},
+    "gsm8k.yaml": {
+        "tasks": {name: {"path": str(GSM8K / f"{name}.jsonl"), "limit": 8} for name in ("train", "test")},
+        "engine": {"sampling": {"max_new_tokens": 16}}, "evaluation": {"sampling": {"max_new_tokens": 16}},
+    },
+    "guess.yaml": {},
+    "own_reward/run.yaml": {},
+    "reasoning_gym.yaml": {"tasks": {"train": {"size": 32}, "test": {"size": 16}}},
+}  # fmt: skip
+"""Every recipe, and what keeps it within a second or two."""
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml")} == set(SMALLER)
+
+
+def smaller(recipe: str, run_dir: Path) -> RunConfig:
+    """The recipe with short stages of few groups, on one thread."""
+    data = merged(read_yaml(RECIPES / recipe), SMALLER[recipe])
+    data = merged(data, {"run": {"dir": str(run_dir)}, "cluster": {"threads": 1}, "monitors": [{"kind": "jsonl"}]})
+    for stage in data["stages"]:
+        schedule = stage["schedule"]
+        schedule |= {"steps": STEPS, "groups_per_step": min(4, schedule["groups_per_step"])}
+    return RunConfig.from_mapping(data, (RECIPES / recipe).parent)
+
+
+def journaled(run_dir: Path) -> list[Group]:
+    folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
+    return [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
+
+
+@pytest.fixture(scope="module", params=SMALLER)
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunConfig, Path]:
+    if request.param == "reasoning_gym.yaml":
+        pytest.importorskip("reasoning_gym")
+    run_dir = tmp_path_factory.mktemp("recipe") / "run"
+    config = smaller(request.param, run_dir)
+    summary = run(config)
+    assert summary["steps"] == STEPS * len(config.stages)
+    return request.param, config, run_dir
+
+
+def test_every_stage_trains_and_both_ends_are_evaluated(played: tuple[str, RunConfig, Path]) -> None:
+    _, config, run_dir = played
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "train/loss/policy" in row]
+    assert [row["step"] for row in trained] == list(range(1, STEPS * len(config.stages) + 1))
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
+        assert all(declared(key) for key in row if key != "step")
+        assert row.get("mismatch/log_prob_max", 0.0) < 1e-4
+        assert row.get("rollout/failed", 0) == 0
+    assert sum("mismatch/log_prob_max" in row for row in trained) == STEPS
+    accuracy = f"eval/{config.evaluation.taskset}/accuracy"
+    assert [row["step"] for row in rows if accuracy in row] == [STEPS, STEPS * 2]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after"} <= set(summary)
+
+
+def test_the_journal_holds_every_group_of_the_second_stage(played: tuple[str, RunConfig, Path]) -> None:
+    _, config, run_dir = played
+    schedule = config.stage_configs()[-1].schedule
+    groups = journaled(run_dir)
+    assert sorted(group.slot for group in groups) == list(range(STEPS * schedule.groups_per_step))
+    assert {len(group.trajectories) for group in groups} == {schedule.group_size}
+    names = {reward.label for reward in config.rewards}
+    for trajectory in (t for group in groups for t in group.trajectories):
+        assert names <= set(trajectory.rewards)
+
+
+def test_several_turns_and_no_token_of_the_world_is_trained_on(tmp_path: Path) -> None:
+    config = smaller("guess.yaml", tmp_path / "run")
+    run(config)
+    groups = journaled(tmp_path / "run")
+    assert max(len(t.turns) for group in groups for t in group.trajectories) > 1
+    renderer = ChatRenderer(hf_tokenizer(str(tmp_path / "run" / "model")))
+    batch = batch_of(groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert len(batch.experiences) == len(trajectories)  # each turn extends the one before
+    for experience, trajectory in zip(batch.experiences, trajectories, strict=True):
+        sampled = [int(token) for turn in trajectory.turns for token in turn.tokens]
+        assert experience.tokens[experience.response_mask].tolist() == sampled
+        world = renderer.decode(experience.tokens[~experience.response_mask].tolist())
+        assert world.count("digit?") + world.count("up") + world.count("down") == len(trajectory.turns)
+        assert (experience.rollout_log_prob[~experience.response_mask] == 0).all()
+        assert (experience.rollout_log_prob[experience.response_mask] < 0).all()
