@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+ROWS = 128
+"""Products over tokens are padded to multiples of this: oneDNN compiles and keeps a kernel for every shape it meets, so
+shapes that never repeat would cost time and, over a long run, gigabytes."""
 
 
 def use_onednn(module: nn.Module) -> None:
@@ -23,7 +28,9 @@ def use_onednn(module: nn.Module) -> None:
 
 def matmul_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (N, K) @ b (M, K).T, without gradient."""
-    return _onednn(a, b) if _applies(b) else a @ b.T
+    if not _applies(b):
+        return a @ b.T
+    return _onednn(pad(a, (0, 0, 0, -len(a) % ROWS)), b)[: len(a)]
 
 
 def _applies(weight: torch.Tensor) -> bool:

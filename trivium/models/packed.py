@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from trivium.errors import TriviumError
+from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
 
 PACKED = "trivium_packed"
@@ -170,10 +171,12 @@ class Backbone:
         return self._packed(batch) if self.packs else self._padded(batch)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
+        fill = (0, -len(batch.tokens) % ROWS)  # rows that nobody reads: see ROWS
         output = self.module(
-            input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, trivium_pack=batch
-        )
-        return output.last_hidden_state[0]
+            input_ids=pad(batch.tokens, fill)[None], position_ids=pad(batch.positions, fill)[None], use_cache=False,
+            trivium_pack=replace(batch, collect=pad(batch.collect, fill)),
+        )  # fmt: skip
+        return output.last_hidden_state[0, : len(batch.tokens)]
 
     def _padded(self, batch: Pack) -> torch.Tensor:
         grid = batch.tokens.new_zeros(batch.shape)
