@@ -38,18 +38,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--control", type=int, nargs="*", default=[0], help="seeds to run with shuffled rewards")
-    parser.add_argument("--threads", type=int, default=0, help="0 takes every core")
+
     args = parser.parse_args()
-    threads = f"cluster.threads={args.threads}"
+
     kept = True
     with tempfile.TemporaryDirectory() as directory:
         for seed in args.seeds:
-            before, after, seconds = measure(Path(directory) / f"seed-{seed}", seed, threads)
+            before, after, seconds = measure(Path(directory) / f"seed-{seed}", seed)
             good = after - before >= 0.30 and after >= 0.90 and seconds <= 150
             print(f"seed {seed}: {before:.3f} -> {after:.3f} in {seconds:.0f} s {'' if good else '  BELOW THE BAR'}")
             kept &= good
         for seed in args.control:
-            before, after, seconds = measure(Path(directory) / f"control-{seed}", seed, threads, SHUFFLED)
+            before, after, seconds = measure(Path(directory) / f"control-{seed}", seed, SHUFFLED)
             good = after - before < 0.05
             print(f"shuffled, seed {seed}: {before:.3f} -> {after:.3f} {'' if good else '  IT LEARNED FROM NOISE'}")
             kept &= good
