@@ -138,6 +138,13 @@ def test_a_loss_without_a_ratio_wants_fresh_samples() -> None:
     assert configured("reinforce", max_staleness=0)
 
 
+@pytest.mark.parametrize("several", [{"mini_batches": 2}, {"epochs": 2}])
+def test_a_loss_without_a_ratio_takes_one_update_per_step(several: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="2 updates per step"):
+        configured({"kind": "reinforce", **several})
+    assert configured({"kind": "rloo", **several})
+
+
 OWN = """
 from typing import Annotated
 

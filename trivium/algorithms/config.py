@@ -134,6 +134,13 @@ class PolicyGradientConfig(UpdateConfig):
                 "it has no ratio, so samples of older weights would bias its gradient",
                 "use algorithm.kind rloo or grpo, or set schedule.max_staleness to 0",
             )  # fmt: skip
+        elif "old_log_prob" not in loss.needs and self.epochs * self.mini_batches > 1:
+            yield Problem(
+                f"{where}.policy_loss",
+                f"the loss {self.policy_loss.kind!r} with {self.epochs * self.mini_batches} updates per step",
+                "it has no ratio, so the later ones would take samples of older weights for their own",
+                "use algorithm.kind rloo or grpo, or leave epochs and mini_batches at 1",
+            )  # fmt: skip
         penalty = self.kl.coef and self.kl.place == "reward"
         if self.old_log_prob == "recompute" and "old_log_prob" not in loss.needs and not penalty:
             yield Problem(
