@@ -150,8 +150,8 @@ class Trainer:
     async def save_checkpoint(self) -> None:
         """Writes the whole state of the run at this step; complete when this returns."""
         version = self.train_step_num
-        oldest = self.schedule.resume_version(version)
-        needed = [v for v in self.channel.versions if oldest <= v < version]
+        oldest = self.schedule.resume_version(version) if self.buffer.explored else version
+        needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are still to be played
         # Taken on the event loop, at one moment; the slow writing happens in a thread.
         state = {
             **self.record, "seconds": self.seconds, "version": version, "score": self.score,
