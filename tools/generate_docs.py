@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trivium.algorithms.registered import GateSection
 from trivium.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -34,13 +35,21 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "algorithm": ("algorithms", AlgorithmConfig),
     "algorithm.advantage": ("advantages", Plugin),
     "algorithm.policy_loss": ("policy_losses", Plugin),
+    "algorithm.gates": ("gates", GateSection),
+    "algorithm.entropy.term": ("entropies", Plugin),
+    "algorithm.kl.estimator": ("kl_estimators", Plugin),
     "train": ("train", TrainConfig),
     "buffer": ("buffers", BufferConfig),
     "monitors": ("monitors", Plugin),
 }
 """Where a config names a plugin: the room of the catalogue, and the fields that every plugin there has."""
 
-MANY = {"tasks": "tasks.<name>", "rewards": "rewards[]", "monitors": "monitors[]"}
+MANY = {
+    "algorithm.gates": "algorithm.gates[]",
+    "tasks": "tasks.<name>",
+    "rewards": "rewards[]",
+    "monitors": "monitors[]",
+}
 """How a key of a section that holds several plugins is written."""
 
 CONFIG_HEAD = """# The config

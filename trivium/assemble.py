@@ -204,7 +204,7 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
 def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
     config = stage.config
     engine = build(
-        "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm),
+        "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm, config.run.seed),
         # Expert data was not sampled at any temperature.
         temperature=config.engine.sampling.temperature if explored else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,

@@ -10,21 +10,20 @@ Synchronous, one-step-off and asynchronous runs are this file with another `max_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trivium.metrics import aggregate
+from trivium.types import SCORES
 
 if TYPE_CHECKING:
     from trivium.explorer import Explorer
-    from trivium.protocols import Algorithm, Buffer, TrainEngine, WeightChannel
+    from trivium.protocols import Algorithm, Buffer, Objective, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.trainer import Trainer
     from trivium.types import Batch, Group, Metrics
-
-_COLUMN = {"old": "old_log_prob", "ref": "ref_log_prob", "values": "values"}
 
 
 def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
@@ -34,12 +33,10 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
     """
     kept, metrics = algorithm.filter(groups)
     batch = algorithm.batch(kept)
-    for what in sorted(algorithm.needs):
-        batch = batch.with_columns(**{_COLUMN[what]: engine.score(batch, what)})
-    batch, learned = algorithm.advantages(batch)
+    batch, learned = algorithm.advantages(scored(engine, batch, algorithm.needs))
     updates = [
-        engine.update(objective.role, mini_batch, objective)
-        for _ in range(algorithm.epochs)
+        engine.update(objective.role, selected(engine, mini_batch, objective, epoch), objective)
+        for epoch in range(algorithm.epochs)
         for mini_batch in mini_batches(batch, algorithm.mini_batches)
         for objective in algorithm.objectives
     ]
@@ -49,6 +46,18 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
     for row in reversed(updates):
         before |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
     return {**metrics, **learned, **aggregate(updates), **before, "train/version": engine.version}
+
+
+def scored(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
+    """The batch with these scores of the current models."""
+    for what in sorted(needs):
+        batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
+    return batch
+
+
+def selected(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Batch:
+    """The mini-batch with what the objective decides over all of it, under the current weights, before it is cut."""
+    return objective.select(scored(engine, mini_batch, objective.looks_at), engine.version, epoch)
 
 
 def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:

@@ -142,16 +142,42 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns it reads beside the mask.
+        """Columns it reads beside the mask: `advantages`, `returns`, `rollout_is_weights`, and scores of the engine."""
+        ...
 
-        `advantages`, `old_log_prob`, `ref_log_prob`, `values`, `returns`, `entropy`.
-        """
+    @property
+    def looks_at(self) -> frozenset[str]:
+        """Scores (`log_prob`, `entropy`) of a whole mini-batch that `select` wants to see before it is cut."""
+        ...
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        """The mini-batch with what is decided over all of it at once. `address` makes its randomness that of one
+        update: no two updates share it."""
+        ...
+
+    def derived(self, means: Metrics) -> Metrics:
+        """The metrics of an update from the means over its tokens (a ratio of two of them, say)."""
         ...
 
     @property
     def on_policy(self) -> str:
         """`plain`, `factor: ...` or `none: reason`: its gradient at ratio one, against the plain policy gradient."""
         ...
+
+
+class CutAnywhere:
+    """Base of an objective that decides nothing over a whole mini-batch and logs plain means."""
+
+    @property
+    def looks_at(self) -> frozenset[str]:
+        return frozenset()
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        del address
+        return batch
+
+    def derived(self, means: Metrics) -> Metrics:
+        return means
 
 
 class Algorithm(Protocol):
@@ -162,7 +188,7 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Scores wanted from the train engine before the update: `old`, `ref`, `values`."""
+        """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
         ...
 
     @property
@@ -215,11 +241,8 @@ class TrainEngine(ABC):
         """Loads models and optimizers. Called once, before anything else."""
 
     @abstractmethod
-    def score(self, batch: Batch, what: str) -> list[FloatArray]:
-        """Per-token numbers without gradient, one array of length L per experience.
-
-        `what`: `old` (log-probability under the current policy), `ref`, `values`, `entropy`.
-        """
+    def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
+        """Numbers per token without gradient, an array with leading axis L per experience; `what`: see `types.SCORES`."""
 
     @abstractmethod
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:

@@ -29,6 +29,21 @@ EXPERT_VERSION = -1
 """The policy version of tokens that no policy of this run sampled: expert and supervised data."""
 
 
+SCORES: Mapping[str, str] = {
+    "old": "old_log_prob",
+    "log_prob": "log_prob",
+    "entropy": "entropy",
+    "sum_pi_squared": "sum_pi_squared",
+    "ref": "ref_log_prob",
+    "teacher": "teacher_log_prob",
+    "teacher_top": "teacher_top",
+    "values": "values",
+}
+"""What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability at the
+moment of asking: before a train step, and before one of its updates. `teacher_top` is (L, K, 2): the teacher's
+likeliest tokens and their log-probabilities."""
+
+
 def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:
     """A read-only array of the dtype; copies only where the caller could still write to it."""
     result = np.asarray(array, dtype=dtype)
@@ -142,6 +157,10 @@ class Turn:
     text: str
     """The reply decoded, special tokens dropped: for people, rewards and environments; never encoded again."""
     media: tuple[Media, ...] = ()
+    reward: float = 0.0
+    """What the environment paid for this turn alone; part of the trajectory's reward, for step-wise estimators."""
+    state: str = ""
+    """Names the state of the environment that the turn was played in: equal where it was the same. Empty: unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", _frozen(self.prompt_tokens, np.int32))
@@ -214,6 +233,8 @@ class Group:
     """How often the slot had been given up before."""
     version: int = 0
     """The policy version loaded when the lease was granted; no token was sampled by an older one."""
+    greedy: Trajectory | None = None
+    """One more playing of the task, without randomness: a baseline for estimators that ask for it, never trained on."""
 
     @property
     def group_id(self) -> str:
@@ -231,13 +252,25 @@ class Group:
         return max((int(t.policy_version.max()) for t in self.turns() if len(t.policy_version)), default=self.version)
 
     def turns(self) -> Iterator[Turn]:
-        for trajectory in self.trajectories:
+        for trajectory in (*self.trajectories, *([self.greedy] if self.greedy is not None else [])):
             yield from trajectory.turns
 
     @property
     def alive(self) -> tuple[Trajectory, ...]:
         """The members that did not fail."""
         return tuple(t for t in self.trajectories if t.failure is None)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Where a turn's own tokens lie in an experience, [start, stop), and what is known about it."""
+
+    number: int
+    """Which turn of its trajectory."""
+    start: int
+    stop: int
+    reward: float = 0.0
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +290,8 @@ class Experience:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     stop_reason: StopReason = StopReason.EOS
     media: tuple[Media, ...] = ()
+    turns: tuple[TurnSpan, ...] = ()
+    """The turns it is made of, in order; none where nobody sampled it."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
     """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
 
@@ -301,7 +336,7 @@ class Batch:
 
     experiences: tuple[Experience, ...]
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
-    """Name -> one array of length L per experience: `advantages`, `returns`, `old_log_prob`, `ref_log_prob`, ..."""
+    """Name -> one array per experience, with leading axis L: `advantages`, `returns`, `old_log_prob`, ..."""
 
     def __post_init__(self) -> None:
         frozen = {
@@ -334,6 +369,13 @@ class Batch:
         added = {name: tuple(np.asarray(a) for a in arrays) for name, arrays in columns.items()}
         return replace(self, columns={**self.columns, **added})
 
+    def masked(self, masks: Sequence[BoolArray]) -> Batch:
+        """The same experiences, trained only where these masks (one of length L each) are true as well."""
+        kept = tuple(
+            replace(e, response_mask=e.response_mask & mask) for e, mask in zip(self.experiences, masks, strict=True)
+        )
+        return replace(self, experiences=kept)
+
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """The experiences at these rows, in this order, with their columns."""
         chosen = [int(row) for row in rows]
@@ -349,28 +391,31 @@ def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ..
     A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens
     are masked out); a turn that rewrites history starts another. Nothing is re-encoded.
     """
-    runs: list[list[Turn]] = []
+    runs: list[list[tuple[int, Turn]]] = []
     sequence: IntArray = np.empty(0, np.int32)
-    for turn in trajectory.turns:
+    for number, turn in enumerate(trajectory.turns):
         known = len(sequence)
         if runs and known <= len(turn.prompt_tokens) and np.array_equal(turn.prompt_tokens[:known], sequence):
-            runs[-1].append(turn)
+            runs[-1].append((number, turn))
         else:
-            runs.append([turn])
+            runs.append([(number, turn)])
         sequence = np.concatenate([turn.prompt_tokens, turn.tokens])
     return tuple(_join(turns, group, trajectory) for turns in runs)
 
 
-def _join(turns: Sequence[Turn], group: Group, trajectory: Trajectory) -> Experience:
-    """One experience from turns of which each extends the one before."""
-    last = turns[-1]
+def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:
+    """One experience from (number, turn) pairs of which each turn extends the one before."""
+    last = turns[-1][1]
     length = len(last.prompt_tokens) + len(last.tokens)
     mask = np.zeros(length, np.bool_)
     log_prob = np.zeros(length, np.float32)
     version = np.full(length, EXPERT_VERSION, np.int32)
-    for turn in turns:
-        span = slice(len(turn.prompt_tokens), len(turn.prompt_tokens) + len(turn.tokens))
+    spans: list[TurnSpan] = []
+    for number, turn in turns:
+        start, stop = len(turn.prompt_tokens), len(turn.prompt_tokens) + len(turn.tokens)
+        span = slice(start, stop)
         mask[span], log_prob[span], version[span] = True, turn.log_prob, turn.policy_version
+        spans.append(TurnSpan(number, start, stop, turn.reward, turn.state))
     return Experience(
         tokens=np.concatenate([last.prompt_tokens, last.tokens]),
         response_mask=mask,
@@ -381,4 +426,5 @@ def _join(turns: Sequence[Turn], group: Group, trajectory: Trajectory) -> Experi
         rewards=trajectory.rewards,
         stop_reason=last.stop_reason,
         media=last.media,
+        turns=tuple(spans),
     )

@@ -22,7 +22,7 @@ def config(run_dir: Path, reward: str) -> RunConfig:
         },
         {
             "algorithm": {
-                "kind": "grpo", "mini_batches": 2, "entropy_coef": 0.01,
+                "kind": "grpo", "mini_batches": 2, "entropy": {"coef": 0.01},
                 "policy_loss": {"kind": "ppo", "clip_high": 0.3},
             },
             "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},

@@ -2,14 +2,20 @@
 
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from golden_cases import DATA, Case, read
 from golden_runners import RUNNERS
 
-import trivium.algorithms.advantages as advantages
-import trivium.algorithms.policy_losses as policy_losses
+import trivium.algorithms.advantages.group as group
+import trivium.algorithms.advantages.returns as returns
+from trivium.algorithms import Advantages, PerToken
+from trivium.algorithms.policy_losses import clipped, supervised, weighted
+
+for part in sorted(Path(__file__).parent.glob("golden_*.py")):
+    import_module(part.stem)
 
 
 def cases_in(folder: Path) -> list[Case]:
@@ -46,10 +52,6 @@ def test_every_function_is_built(pytestconfig: pytest.Config) -> None:
 OWN = cases_in(DATA)
 
 
-def test_our_own_values_are_those_of_what_is_built() -> None:
-    assert {(case.file, case.function) for case in OWN} == set(RUNNERS)
-
-
 @pytest.mark.parametrize("function", sorted({f"{file}/{function}" for file, function in RUNNERS}))
 def test_a_wrong_expectation_is_noticed(function: str) -> None:
     case = next(case for case in OWN if f"{case.file}/{case.function}" == function)
@@ -71,12 +73,12 @@ def _shifted(expect: dict, key: str) -> dict:
 
 
 GOLDEN_OF = {
-    (policy_losses, "ppo"): ("policy_loss", "vanilla"),
-    (policy_losses, "reinforce"): ("policy_loss", "gpg"),
-    (policy_losses, "sft"): ("trinity", "sft"),
-    (advantages, "gae"): ("advantages", "gae"),
-    (advantages, "grpo"): ("advantages", "grpo"),
-    (advantages, "rloo"): ("advantages", "rloo"),
+    (clipped, "ppo"): ("policy_loss", "vanilla"),
+    (weighted, "reinforce"): ("policy_loss", "gpg"),
+    (supervised, "sft"): ("trinity", "sft"),
+    (returns, "gae"): ("advantages", "gae"),
+    (group, "grpo"): ("advantages", "grpo"),
+    (group, "rloo"): ("advantages", "rloo"),
 }
 
 
@@ -86,9 +88,9 @@ def test_a_perturbed_formula_is_noticed(module, name: str, monkeypatch: pytest.M
 
     def perturbed(x, **options):
         done = original(x, **options)
-        if isinstance(done, policy_losses.PerToken):
+        if isinstance(done, PerToken):
             return replace(done, loss=done.loss * 1.0001)
-        return advantages.Advantages(done.advantages * 1.0001, done.returns)
+        return Advantages(done.advantages * 1.0001, done.returns)
 
     vars(perturbed).update(law=original.law, Config=original.Config)
     monkeypatch.setattr(module, name, perturbed)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trivium.algorithms import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
-from trivium.algorithms.kl import KlEstimator
+from trivium.algorithms import AdaptiveKLController, FixedKLController, catalogue, get_kl_controller, kl_penalty
 from trivium.errors import ConfigError, DataError, UnknownName
 
 V = 6
@@ -72,7 +71,7 @@ def test_full_skips_forbidden_tokens() -> None:
     assert torch.isfinite(torch.autograd.grad(kl.sum(), logits)[0]).all()
 
 
-@pytest.mark.parametrize("kind", KlEstimator.__args__)
+@pytest.mark.parametrize("kind", [name for name in catalogue("kl_estimators") if "corrected" not in name])
 def test_equal_policies_are_at_distance_zero_and_extremes_are_finite(kind: str) -> None:
     same = torch.tensor([[-0.3, -7.0]], requires_grad=True)
     assert kl_penalty(same, same.detach(), kind).eq(0).all()
@@ -83,7 +82,7 @@ def test_equal_policies_are_at_distance_zero_and_extremes_are_finite(kind: str) 
 
 @pytest.mark.parametrize("kind", ["", "k4", "low_var", "full+"])
 def test_another_estimator_is_an_error_with_a_suggestion(kind: str) -> None:
-    with pytest.raises(UnknownName, match="known: abs, full, k1"):
+    with pytest.raises(UnknownName, match="known: abs, abs\\+, full, k1"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), kind)
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trivium.algorithms import PolicyObjective, SftObjective, ValueObjective, catalogue, compute_policy_loss
-from trivium.algorithms.objective import PerToken
-from trivium.algorithms.policy_losses import PolicyInputs
+from trivium.algorithms import PerToken, PolicyInputs, PolicyObjective, ValueObjective, catalogue, compute_policy_loss
+from trivium.algorithms.objective import Term
 from trivium.errors import ConfigError
 from trivium.models.loss import LossInputs, Totals
 
 LOSSES = catalogue("policy_losses")
+KL = catalogue("kl_estimators")
+ENTROPY = catalogue("entropies")["exact"]
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
 TOTALS = Totals(tokens=6, sequences=2, max_response_length=3)
 
@@ -32,7 +33,15 @@ def objective(name: str, **settings: object) -> PolicyObjective:
     return PolicyObjective(LOSSES[name], LOSSES[name].law, **settings)  # pyright: ignore[reportArgumentType]
 
 
-def loss_of(which: PolicyObjective | SftObjective, log_prob: Tensor, given: dict[str, Tensor]) -> Tensor:
+def kl_term(coef: float, name: str = "low_var_kl") -> Term:
+    return Term(coef, KL[name], KL[name].law)
+
+
+def entropy_term(coef: float) -> Term:
+    return Term(coef, ENTROPY, ENTROPY.law)
+
+
+def loss_of(which: PolicyObjective, log_prob: Tensor, given: dict[str, Tensor]) -> Tensor:
     return which.loss(LossInputs(MASK, torch.zeros(MASK.shape), given, log_prob), TOTALS).loss
 
 
@@ -53,7 +62,7 @@ def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: f
 def test_ppo_is_the_equation() -> None:
     log_prob = random(1)
     given = columns(log_prob)
-    found = LOSSES["ppo"](PolicyInputs(log_prob, MASK, given), clip_low=0.1, clip_high=0.3, dual_clip=1.5)
+    found = LOSSES["ppo"](PolicyInputs(log_prob, MASK, given, ~MASK & MASK), clip_low=0.1, clip_high=0.3, dual_clip=1.5)
     for row, column in MASK.nonzero().tolist():
         advantage = float(given["advantages"][row, column])
         ratio = math.exp(float(log_prob[row, column] - given["old_log_prob"][row, column]))
@@ -85,7 +94,7 @@ def test_compute_policy_loss_wants_a_clip_range() -> None:
 def test_gradients_agree_with_finite_differences(name: str) -> None:
     log_prob = random(1)
     given = columns(log_prob)
-    which = objective(name, kl_coef=0.3, kl_estimator="k3")
+    which = objective(name, kl=kl_term(0.3, "k3"))
     exact = gradient(lambda at: loss_of(which, at, given), log_prob)
     torch.testing.assert_close(
         exact, finite_differences(lambda at: loss_of(which, at, given), log_prob), rtol=1e-6, atol=1e-8
@@ -123,7 +132,7 @@ def test_extreme_log_ratios_stay_finite(name: str, log_ratio: float) -> None:
     given |= dict.fromkeys(("old_log_prob", "ref_log_prob", "rollout_log_prob"), log_prob - log_ratio)
     for sign in (-1, 1):
         given["advantages"] = torch.full(MASK.shape, float(sign))
-        which = objective(name, kl_coef=0.1)
+        which = objective(name, kl=kl_term(0.1))
         at = log_prob.clone().requires_grad_(True)
         done = which.loss(LossInputs(MASK, torch.zeros(MASK.shape), given, at), TOTALS)
         assert torch.isfinite(done.loss)
@@ -140,7 +149,7 @@ def test_what_stands_outside_the_mask_cannot_reach_loss_gradient_or_metrics(name
         at = log_prob.clone().requires_grad_(True)
         entropy = torch.where(MASK, random(7), log_prob.detach())
         inputs = LossInputs(MASK, torch.zeros(MASK.shape), given, at, entropy)
-        done = objective(name, kl_coef=0.1, entropy_coef=0.1).loss(inputs, TOTALS)
+        done = objective(name, kl=kl_term(0.1), entropy=entropy_term(0.1)).loss(inputs, TOTALS)
         return [done.loss, torch.autograd.grad(done.loss, at)[0], *done.sums.values(), *done.maxima.values()]
 
     clean = everything(log_prob.where(MASK, 0.0), {key: value.where(MASK, 0.0) for key, value in given.items()})
@@ -167,9 +176,9 @@ def test_entropy_bonus_and_kl_penalty_enter_with_their_coefficients() -> None:
     given = columns(log_prob)
     inputs = LossInputs(MASK, torch.zeros(MASK.shape), given, log_prob, entropy)
     plain = objective("ppo").loss(inputs, TOTALS)
-    both = objective("ppo", entropy_coef=0.2, kl_coef=0.5, kl_estimator="k2").loss(inputs, TOTALS)
+    both = objective("ppo", entropy=entropy_term(0.2), kl=kl_term(0.5, "k2")).loss(inputs, TOTALS)
     k2 = ((log_prob - given["ref_log_prob"]) ** 2 / 2)[MASK].sum()
-    assert objective("ppo", entropy_coef=0.2, kl_coef=0.5).needs >= {"entropy", "ref_log_prob"}
+    assert objective("ppo", entropy=entropy_term(0.2), kl=kl_term(0.5)).needs >= {"entropy", "ref_log_prob"}
     torch.testing.assert_close(both.loss - plain.loss, (0.5 * k2 - 0.2 * entropy.sum()) / TOTALS.tokens)
     torch.testing.assert_close(both.sums["train/ref_kl"], k2)
 
@@ -188,9 +197,7 @@ def test_mismatch_compares_engine_and_trainer_where_an_engine_sampled() -> None:
 
 def test_sft_is_the_cross_entropy_of_the_expert_tokens() -> None:
     log_prob = random(1)
-    done = SftObjective(LOSSES["sft"], LOSSES["sft"].law).loss(
-        LossInputs(MASK, torch.full(MASK.shape, -1), {}, log_prob), TOTALS
-    )
+    done = objective("sft").loss(LossInputs(MASK, torch.full(MASK.shape, -1), {}, log_prob), TOTALS)
     torch.testing.assert_close(done.loss, -log_prob[MASK].mean())
     assert not done.maxima
 
@@ -218,14 +225,14 @@ def test_value_loss_is_the_equation_and_its_gradient() -> None:
 def test_importance_weights_multiply_the_policy_loss() -> None:
     log_prob, weights = random(1), random(6).abs()
     given = columns(log_prob) | {"rollout_is_weights": weights}
-    per_token = LOSSES["ppo"](PolicyInputs(log_prob, MASK, given)).loss
+    per_token = LOSSES["ppo"](PolicyInputs(log_prob, MASK, given, ~MASK & MASK)).loss
     found = loss_of(objective("ppo", weighted=True), log_prob, given)
     torch.testing.assert_close(found, (per_token * weights)[MASK].sum() / TOTALS.tokens)
 
 
 def test_every_registered_loss_says_what_it_is() -> None:
     for name, loss in LOSSES.items():
-        x = PolicyInputs(random(1), MASK, columns(random(1)))
+        x = PolicyInputs(random(1), MASK, columns(random(1)), ~MASK & MASK)
         assert isinstance(loss(x), PerToken), name
         assert loss.law.formula, name
         assert loss.law.source, name

@@ -1,7 +1,6 @@
 """However a step is cut, ordered or padded, its loss, gradient and metrics are the same numbers."""
 
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 import torch
@@ -9,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trivium.algorithms import PolicyObjective, SftObjective, ValueObjective, agg_loss, catalogue
-from trivium.algorithms.aggregation import AggregateMode
+from trivium.algorithms import PolicyObjective, ValueObjective, agg_loss, catalogue
+from trivium.algorithms.objective import Term
 from trivium.errors import UnknownName
 from trivium.models.loss import LossInputs, Totals
 
 LOSSES = catalogue("policy_losses")
-MODES = get_args(AggregateMode)
+MODES = catalogue("aggregations")
+KL, ENTROPY = catalogue("kl_estimators")["k2"], catalogue("entropies")["exact"]
 OBJECTIVES = {
     **{
         f"policy-{name}": lambda mode, loss=loss: PolicyObjective(
-            loss, loss.law, mode, entropy_coef=0.1, kl_coef=0.2, kl_estimator="k2"
+            loss, loss.law, mode, entropy=Term(0.1, ENTROPY, ENTROPY.law), kl=Term(0.2, KL, KL.law)
         )
         for name, loss in LOSSES.items()
     },
-    "sft": lambda mode: SftObjective(LOSSES["sft"], LOSSES["sft"].law, mode),
     "value": lambda mode: ValueObjective(0.3, mode),
 }
 NAMES = ("advantages", "old_log_prob", "ref_log_prob", "rollout_log_prob", "values", "returns")
@@ -48,7 +47,7 @@ def run(objective, mask: Tensor, seed: int, parts: list[list[int]], padding: int
         for name in (*NAMES, "log_prob", "entropy")
     }
     leaf = data["log_prob"].requires_grad_(True)
-    totals = Totals(int(mask.sum()), int(mask.any(-1).sum()), int(mask.sum(-1).max()), dp_size)
+    totals = Totals(int(mask.sum()), int(mask.any(-1).sum()), int(mask.sum(-1).max()), dp_size=dp_size)
 
     def cut(tensor: Tensor, rows: list[int]) -> Tensor:
         return torch.nn.functional.pad(tensor[rows], (0, padding))

@@ -57,14 +57,14 @@ def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked() -> No
 def test_options_reach_the_functions() -> None:
     algorithm = built({
         "kind": "grpo", "advantage": {"norm_by_std": False}, "policy_loss": {"clip_high": 0.28, "dual_clip": None},
-        "aggregate": "seq-mean-token-sum-norm", "entropy_coef": 0.01, "kl": {"coef": 0.1, "estimator": "k3+"},
+        "aggregate": "seq-mean-token-sum-norm", "entropy": {"coef": 0.01}, "kl": {"coef": 0.1, "estimator": "k3+"},
         "epochs": 2, "mini_batches": 4,
     })  # fmt: skip
     (policy,) = algorithm.objectives
     assert policy.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
     assert algorithm.estimator.function.keywords == {"norm_by_std": False, "epsilon": 1e-6}
-    assert (policy.aggregate, policy.entropy_coef) == ("seq-mean-token-sum-norm", 0.01)
-    assert (policy.kl_coef, policy.kl_estimator) == (0.1, "k3+")
+    assert (policy.aggregate, policy.entropy.coef) == ("seq-mean-token-sum-norm", 0.01)
+    assert (policy.kl.coef, policy.kl.function.func.__name__) == (0.1, "k3_plus")
     assert (algorithm.epochs, algorithm.mini_batches) == (2, 4)
 
 
@@ -98,8 +98,8 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
         ({"kind": "sft", "policy_loss": "ppo"}, "algorithm.policy_loss"),
         ({"kind": "sft", "advantage": "grpo"}, "algorithm.advantage"),
         ({"kind": "grpo", "policy_loss": {"clip_low": -0.1}}, "algorithm.policy_loss.clip_low"),
-        ({"kind": "grpo", "policy_loss": "trivium.algorithms.advantages:grpo"}, "algorithm.policy_loss"),
-        ({"kind": "grpo", "advantage": "trivium.algorithms.policy_losses:ppo"}, "algorithm.advantage"),
+        ({"kind": "grpo", "policy_loss": "trivium.algorithms.advantages.group:grpo"}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "advantage": "trivium.algorithms.policy_losses.clipped:ppo"}, "algorithm.advantage"),
     ],
 )
 def test_a_key_that_would_be_ignored_or_cannot_work_is_an_error(algorithm: object, where: str) -> None:

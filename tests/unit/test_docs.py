@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from trivium.algorithms import AdvantageInputs, GroupAlgorithm, PolicyInputs, build_algorithm
+from trivium.algorithms import AdvantageInputs, GroupAlgorithm, build_algorithm, policy_inputs
 from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, plugin
 from trivium.metrics import METRICS
 from trivium.protocols import RolloutEngine
@@ -38,7 +38,8 @@ def test_no_section_kind_or_metric_is_left_out() -> None:
     assert [name for name in RunConfig.model_fields if f"## {name}\n" not in config] == []
     rooms = {room for room, _ in generate_docs.ROOMS.values()}
     assert [kind for room in rooms for kind in CATALOGUE[room] if f"`kind: {kind}`" not in config] == []
-    assert set(CATALOGUE) - rooms == {"environments", "channels"}  # named by workflow.environment and sync.method
+    elsewhere = {"environments", "channels", "aggregations"}  # named by workflow.environment, sync.method, aggregate
+    assert {room for room in set(CATALOGUE) - rooms if CATALOGUE[room]} == elsewhere - {"environments"}
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 
@@ -75,10 +76,10 @@ def test_the_algorithm_page_holds_a_loss_with_the_gradient_it_declares(
     log_prob = -torch.rand(2, 3, dtype=torch.float64)
     columns = {"advantages": torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]]), "old_log_prob": log_prob}
     current = log_prob.clone().requires_grad_()
-    done = objective.policy_loss(PolicyInputs(current, torch.ones(2, 3, dtype=torch.bool), columns))
+    done = objective.policy_loss(policy_inputs(current, torch.ones(2, 3), **columns))
     done.loss.sum().backward()
     assert torch.equal(current.grad, -columns["advantages"].double())
-    far = PolicyInputs(log_prob + 3.0, torch.ones(2, 3, dtype=torch.bool), columns)
+    far = policy_inputs(log_prob + 3.0, torch.ones(2, 3), **columns)
     expected = -columns["advantages"] * 4.0 * (log_prob + 3.0)  # e^3 is above the bound that the page sets
     torch.testing.assert_close(objective.policy_loss(far).loss, expected)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.protocols import CutAnywhere
 from trivium.training.torch import TorchTrainEngine
 from trivium.types import Batch, Experience
 
@@ -64,7 +65,7 @@ def make_batch(lengths=(9, 21, 5, 14, 7, 18), seed=0, masked=(), **columns: floa
 
 
 @dataclass(frozen=True)
-class Reinforce:
+class Reinforce(CutAnywhere):
     """Advantage-weighted log-probability, averaged over tokens, with an entropy bonus."""
 
     role: str = "policy"
@@ -88,7 +89,7 @@ class Reinforce:
 
 
 @dataclass(frozen=True)
-class SquaredError:
+class SquaredError(CutAnywhere):
     """Squared error of the values, averaged over sequences."""
 
     role: str = "critic"

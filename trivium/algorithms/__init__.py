@@ -1,9 +1,10 @@
 """Policy optimisation as pure functions on tensors, and the algorithms that are put together from them."""
 
-from trivium.algorithms.advantages import AdvantageInputs, Advantages
+from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
+from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -11,18 +12,27 @@ from trivium.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from trivium.algorithms.objective import PolicyObjective, SftObjective, ValueObjective
-from trivium.algorithms.policy_losses import PerToken, PolicyInputs, compute_policy_loss
+from trivium.algorithms.objective import PolicyObjective, ValueObjective
+from trivium.algorithms.policy_losses.clipped import compute_policy_loss
 from trivium.algorithms.presets import Preset
-from trivium.algorithms.registered import advantage, catalogue, policy_loss
+from trivium.algorithms.registered import (
+    advantage,
+    aggregation,
+    catalogue,
+    entropy_term,
+    gate,
+    kl_estimator,
+    policy_loss,
+    selection,
+)
 from trivium.algorithms.value_loss import compute_value_loss
 from trivium.config import AlgorithmConfig
 from trivium.registry import resolve
 
 
-def build_algorithm(config: AlgorithmConfig) -> GroupAlgorithm:
-    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config)`."""
-    return resolve("algorithms", config.kind).build(config)
+def build_algorithm(config: AlgorithmConfig, seed: int = 0) -> GroupAlgorithm:
+    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config, seed)`."""
+    return resolve("algorithms", config.kind).build(config, seed)
 
 
 __all__ = [
@@ -35,10 +45,10 @@ __all__ = [
     "PolicyInputs",
     "PolicyObjective",
     "Preset",
-    "SftObjective",
     "ValueObjective",
     "advantage",
     "agg_loss",
+    "aggregation",
     "apply_kl_penalty",
     "build_algorithm",
     "catalogue",
@@ -46,7 +56,12 @@ __all__ = [
     "compute_policy_loss",
     "compute_value_loss",
     "entropy_from_logits",
+    "entropy_term",
+    "gate",
     "get_kl_controller",
+    "kl_estimator",
     "kl_penalty",
+    "policy_inputs",
     "policy_loss",
+    "selection",
 ]

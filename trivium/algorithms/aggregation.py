@@ -1,19 +1,65 @@
-"""The one place that turns a loss per token into a number."""
+"""The one place that turns a loss per token into a number.
+
+Legend: B sequences, L tokens.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trivium.algorithms.registered import aggregation
 from trivium.algorithms.stats import masked_sum
 from trivium.errors import UnknownName
-from trivium.registry import suggest
+from trivium.registry import CATALOGUE, resolve, suggest
 
-AggregateMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+
+class Counts(NamedTuple):
+    """What an optimizer step is normalised by, over all its micro-batches and ranks."""
+
+    tokens: float | Tensor
+    """Trained tokens."""
+    sequences: float | Tensor
+    """Sequences with at least one of them."""
+    length: float
+    """The limit of one reply, in tokens."""
+
+
+@aggregation(formula="sum over tokens / tokens", source="DAPO, Yu et al. 2025, eq. 8")
+def token_mean(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+    """Every token weighs the same."""
+    return masked_sum(loss, mask) / counts.tokens
+
+
+@aggregation(formula="sum over tokens", source="the plain sum of Williams 1992")
+def token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+    """Not normalised: the gradient grows with the batch."""
+    del counts
+    return masked_sum(loss, mask)
+
+
+@aggregation(formula="mean over sequences of the sum over tokens", source="Ahmadian et al. 2024, section 3.2")
+def seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+    """Long replies weigh more, token for token as much as short ones."""
+    return masked_sum(loss, mask) / counts.sequences
+
+
+@aggregation(formula="mean over sequences of the mean over tokens", source="GRPO, Shao et al. 2024, eq. 3")
+def seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+    """Every sequence weighs the same, so a token of a long one weighs less."""
+    lengths = mask.bool().sum(-1).clamp(min=1)
+    return (masked_sum(loss, mask, axis=-1) / lengths).sum() / counts.sequences
+
+
+@aggregation(
+    formula="mean over sequences of the sum over tokens / the limit of one reply",
+    source="Dr. GRPO, Liu et al. 2025, section 3.2",
+)
+def seq_mean_token_sum_norm(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+    """As `seq-mean-token-sum`, divided by a constant: no bias towards short or long replies."""
+    return masked_sum(loss, mask) / counts.sequences / counts.length
 
 
 def agg_loss(
@@ -41,21 +87,15 @@ def agg_loss(
     average that data-parallel ranks take over gradients. Nothing to aggregate gives 0. Raises UnknownName for another
     mode.
     """
-    mask = loss_mask.bool()
-    lengths = mask.sum(-1)
-    if loss_agg_mode == "token-mean":
-        tokens = lengths.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens
-        return masked_sum(loss_mat, mask) / tokens * dp_size
-    if loss_agg_mode == "token-sum":
-        return masked_sum(loss_mat, mask) * dp_size
-    sequences = torch.count_nonzero(lengths).clamp(min=1) if global_batch_size is None else global_batch_size
-    per_sequence = masked_sum(loss_mat, mask, axis=-1)
-    if loss_agg_mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / lengths.clamp(min=1)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        per_sequence = per_sequence / (loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    elif loss_agg_mode != "seq-mean-token-sum":
+    if loss_agg_mode not in CATALOGUE["aggregations"]:
         raise UnknownName(
-            f"the loss aggregation {loss_agg_mode!r}", "no such mode", suggest(loss_agg_mode, get_args(AggregateMode))
-        )
-    return per_sequence.sum() / sequences * dp_size
+            f"the loss aggregation {loss_agg_mode!r}", "no such mode",
+            suggest(loss_agg_mode, CATALOGUE["aggregations"]),
+        )  # fmt: skip
+    lengths = loss_mask.bool().sum(-1)
+    counts = Counts(
+        lengths.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens,
+        torch.count_nonzero(lengths).clamp(min=1) if global_batch_size is None else global_batch_size,
+        loss_mat.shape[-1] if loss_scale_factor is None else loss_scale_factor,
+    )
+    return resolve("aggregations", loss_agg_mode)(loss_mat, loss_mask, counts) * dp_size

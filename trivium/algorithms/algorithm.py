@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trivium.algorithms.advantages import AdvantageInputs, Advantages
+from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.groups import advantage_inputs, batch_of, column, describe, ragged
-from trivium.algorithms.kl import KlController, apply_kl_penalty
-from trivium.algorithms.objective import PolicyObjective, SftObjective, ValueObjective
+from trivium.algorithms.inputs import PolicyInputs
+from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
+from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
 from trivium.algorithms.registered import EstimatorLaw
 from trivium.algorithms.stats import masked_var
-from trivium.types import Batch, Group, Metrics
+from trivium.types import SCORES, Batch, Group, Metrics
 
-SCORES = {"old_log_prob": "old", "ref_log_prob": "ref", "values": "values"}
-"""Columns that the train engine can score -> the name it knows each by (`score(batch, what)`)."""
+_SCORE_OF = {column: what for what, column in SCORES.items()}
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,10 @@ class Estimator:
 
     function: Callable[[AdvantageInputs], Advantages]
     law: EstimatorLaw
-    kl_estimator: str = "kl"
+    kl: Callable[[PolicyInputs], Tensor] = k1
+    """How a KL penalty in the reward is estimated."""
     kl_controller: KlController | None = None
-    """Holds the coefficient of a KL penalty in the reward; None for no penalty. The one thing here that changes."""
+    """Holds the coefficient of that penalty; None for no penalty. The one thing here that changes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class GroupAlgorithm:
     """An algorithm as a value; implements `protocols.Algorithm`."""
 
     name: str
-    objectives: tuple[PolicyObjective | ValueObjective | SftObjective, ...]
+    objectives: tuple[PolicyObjective | ValueObjective, ...]
     """In the order they are minimised."""
     estimator: Estimator | None = None
     """None where nothing is judged, as in supervised learning."""
@@ -49,11 +51,11 @@ class GroupAlgorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Scores wanted from the train engine before the update: `old`, `ref`, `values`."""
-        columns = self._columns
+        """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
+        columns = self._columns - LIVE
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
-        return frozenset(SCORES[name] for name in columns if name in SCORES)
+        return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
 
     @property
     def _columns(self) -> frozenset[str]:
@@ -87,7 +89,7 @@ class GroupAlgorithm:
         x = advantage_inputs(batch)
         x = replace(x, columns={name: column(batch, name) for name in self.estimator.law.needs})
         if self.estimator.kl_controller is not None:
-            x, metrics = _penalised(x, batch, self.estimator.kl_estimator, self.estimator.kl_controller)
+            x, metrics = _penalised(x, batch, self.estimator.kl, self.estimator.kl_controller)
         done = self.estimator.function(x)
         if "values" in self.estimator.law.needs:
             metrics |= _value_metrics(x, done)
@@ -107,13 +109,13 @@ class GroupAlgorithm:
 
 
 def _penalised(
-    x: AdvantageInputs, batch: Batch, kl_estimator: str, controller: KlController
+    x: AdvantageInputs, batch: Batch, kl: Callable[[PolicyInputs], Tensor], controller: KlController
 ) -> tuple[AdvantageInputs, Metrics]:
     """The inputs with the KL penalty taken off their rewards; the controller learns of the KL it saw."""
     coef = controller.value
     rewards, current = apply_kl_penalty(
         x.token_level_rewards, column(batch, "old_log_prob"), column(batch, "ref_log_prob"), x.response_mask,
-        coef=coef, estimator=kl_estimator,
+        coef=coef, estimator=kl,
     )  # fmt: skip
     controller.update(current, len(batch))
     return replace(x, token_level_rewards=rewards), {"train/kl_coef": coef, "train/ref_kl": current}

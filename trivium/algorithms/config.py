@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
-from trivium.algorithms.aggregation import AggregateMode
 from trivium.algorithms.algorithm import Estimator, GroupAlgorithm
-from trivium.algorithms.kl import KlController, KlEstimator, get_kl_controller
-from trivium.algorithms.objective import PolicyObjective, SftObjective, ValueObjective
-from trivium.algorithms.registered import EstimatorLaw, LawT, PolicyLossLaw, chosen
-from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin
-from trivium.errors import ConfigError, Problem
+from trivium.algorithms.kl import KlController, get_kl_controller
+from trivium.algorithms.objective import Gate, PolicyObjective, Term, ValueObjective
+from trivium.algorithms.registered import (
+    AggregationLaw,
+    EntropyLaw,
+    EstimatorLaw,
+    GateLaw,
+    GateSection,
+    KlLaw,
+    Law,
+    LawT,
+    PolicyLossLaw,
+    bound,
+    chosen,
+    law_of,
+)
+from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
+from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
 
 AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]
 PolicyLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("policy_losses"))]
+KlPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("kl_estimators"))]
+EntropyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("entropies"))]
+
+
+def _aggregation(name: str) -> str:
+    """A name of the room `aggregations`, or the path of a function decorated for it."""
+    path = plugin_path(name)
+    try:
+        law_of(resolve("aggregations", path), AggregationLaw, name)
+    except TriviumError as error:
+        raise ValueError(f"{error.asked}: {error.found}; {error.do}") from error
+    return path
+
+
+Aggregation = Annotated[str, AfterValidator(_aggregation)]
+
+
+GatePlugin = Annotated[SerializeAsAny[GateSection], BeforeValidator(plugin("gates"))]
+
+
+class EntropyConfig(Config):
+    """A bonus for variety."""
+
+    coef: float = 0.0
+    """Its weight."""
+    term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
+    """Whose entropy: a name, or a function of yours."""
 
 
 class KlConfig(Config):
@@ -27,8 +66,9 @@ class KlConfig(Config):
     """Its weight; 0 needs no reference model."""
     place: Literal["loss", "reward"] = "loss"
     """`loss` adds it to the objective, `reward` takes it off each token's reward."""
-    estimator: KlEstimator = "low_var_kl"
-    """How it is estimated from the sampled tokens. In a loss, `kl` and `k1` have a gradient of mean zero: use `k1+`."""
+    estimator: KlPlugin = Field(default={"kind": "low_var_kl"})  # pyright: ignore[reportAssignmentType]
+    """How it is estimated from the sampled tokens: a name, or a function of yours. In a loss, `kl` and `k1` have a
+    gradient of mean zero: use `k1+`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` steers the coefficient of a penalty in the reward towards a target."""
     target: float = Field(default=0.1, gt=0)
@@ -42,7 +82,7 @@ class CriticConfig(Config):
 
     clip: float = Field(default=0.5, gt=0)
     """How far a value may move from the old one before its error stops improving."""
-    aggregate: AggregateMode = "token-mean"
+    aggregate: Aggregation = "token-mean"
     """How token losses become one number."""
 
 
@@ -51,7 +91,7 @@ class UpdateConfig(AlgorithmConfig):
 
     policy_loss: PolicyLossPlugin
     """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
-    aggregate: AggregateMode = "token-mean"
+    aggregate: Aggregation = "token-mean"
     """How token losses become one number."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a step's data."""
@@ -93,8 +133,9 @@ class PolicyGradientConfig(UpdateConfig):
 
     advantage: AdvantagePlugin
     """What a token was worth: `{kind: grpo, ...}`, or a function of yours."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    entropy: EntropyConfig = EntropyConfig()
+    gates: tuple[GatePlugin, ...] = ()
+    """What else decides how much of a token's policy loss counts: names, or functions of yours."""
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()
     old_log_prob: Literal["rollout", "recompute"] = "rollout"
@@ -110,6 +151,17 @@ class PolicyGradientConfig(UpdateConfig):
                 "use algorithm.kind sft, or buffer.kind memory",
             )  # fmt: skip
         yield from _kl_problems(self.kl, f"{where}.kl")
+        if self.entropy.coef == 0:
+            for name in _changed(self.entropy):
+                yield Problem(
+                    f"{where}.entropy.{name}", f"an entropy bonus's {name}", "its coefficient is 0",
+                    f"set {where}.entropy.coef",
+                )  # fmt: skip
+        yield from _law_problems(
+            (self.kl.estimator, "kl_estimators", KlLaw, f"{where}.kl.estimator"),
+            (self.entropy.term, "entropies", EntropyLaw, f"{where}.entropy.term"),
+            *((gate, "gates", GateLaw, f"{where}.gates[{i}]") for i, gate in enumerate(self.gates)),
+        )
         loss = _law(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
@@ -163,30 +215,44 @@ class PolicyGradientConfig(UpdateConfig):
             )  # fmt: skip
 
 
-def policy_gradient(config: PolicyGradientConfig) -> GroupAlgorithm:
+def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
     """The algorithm a policy-gradient section describes; a critic is there where the estimator reads values."""
-    loss, loss_law = chosen("policy_losses", config.policy_loss, PolicyLossLaw)
     estimator, estimator_law = chosen("advantages", config.advantage, EstimatorLaw)
     kl = config.kl
-    in_loss = kl.coef if kl.place == "loss" else 0.0
-    policy = PolicyObjective(loss, loss_law, config.aggregate, config.entropy_coef, in_loss, kl.estimator)
+    policy = PolicyObjective(
+        **_loss_of(config),
+        entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyLaw),
+        kl=_term(kl.coef if kl.place == "loss" else 0.0, "kl_estimators", kl.estimator, KlLaw),
+        gates=tuple(Gate(*chosen("gates", gate, GateLaw), narrow=gate.narrow) for gate in config.gates),
+        seed=seed,
+    )
     critic = ValueObjective(config.critic.clip, config.critic.aggregate)
     return GroupAlgorithm(
         name=config.kind,
         objectives=(critic, policy) if "values" in estimator_law.needs else (policy,),
-        estimator=Estimator(estimator, estimator_law, kl.estimator, _controller(kl)),
+        estimator=Estimator(estimator, estimator_law, chosen("kl_estimators", kl.estimator, KlLaw)[0], _controller(kl)),
         recompute_old=config.old_log_prob == "recompute",
-        kl_coef=in_loss,
+        kl_coef=policy.kl.coef if policy.kl else 0.0,
         epochs=config.epochs,
         mini_batches=config.mini_batches,
     )
 
 
-def supervised(config: SupervisedConfig) -> GroupAlgorithm:
+def supervised(config: SupervisedConfig, seed: int) -> GroupAlgorithm:
     """The algorithm a supervised section describes."""
-    loss, law = chosen("policy_losses", config.policy_loss, PolicyLossLaw)
-    objective = SftObjective(loss, law, config.aggregate)
+    objective = PolicyObjective(**_loss_of(config), seed=seed)
     return GroupAlgorithm(config.kind, (objective,), epochs=config.epochs, mini_batches=config.mini_batches)
+
+
+def _loss_of(config: UpdateConfig) -> dict[str, Any]:
+    """The policy loss of a section with its law, selection and aggregation."""
+    loss, law = chosen("policy_losses", config.policy_loss, PolicyLossLaw)
+    select = bound(law.select, config.policy_loss) if law.select is not None else None
+    return {"policy_loss": loss, "law": law, "aggregate": config.aggregate, "select_tokens": select}
+
+
+def _term(coef: float, room: str, section: Plugin, kind: type[EntropyLaw] | type[KlLaw]) -> Term | None:
+    return Term(coef, *chosen(room, section, kind)) if coef else None
 
 
 def _controller(kl: KlConfig) -> KlController | None:
@@ -197,7 +263,8 @@ def _controller(kl: KlConfig) -> KlController | None:
 
 def _changed(section: Config) -> list[str]:
     """The fields that differ from their default."""
-    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+    defaults = type(section)()
+    return [name for name in type(section).model_fields if getattr(section, name) != getattr(defaults, name)]
 
 
 def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
@@ -216,11 +283,26 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
                 f"{where}.{name}", f"an adaptive controller's {name}", "the controller is fixed",
                 f"set {where}.controller: adaptive",
             )  # fmt: skip
-    if in_reward and kl.estimator.endswith("+"):
+    law = _law(kl.estimator, "kl_estimators", KlLaw, f"{where}.estimator")
+    if in_reward and isinstance(law, KlLaw) and law.needs > {"ref_log_prob"}:
         yield Problem(
-            f"{where}.estimator", f"the estimator {kl.estimator!r} in the reward",
-            "the + changes the gradient, and a reward has none", f"use {kl.estimator[:-1]!r}",
+            f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
+            f"it needs {', '.join(sorted(law.needs - {'ref_log_prob'}))}, and rewards are judged before the update",
+            f"set {where}.place: loss, or use low_var_kl",
         )  # fmt: skip
+    if in_reward and kl.estimator.kind.endswith("+"):
+        yield Problem(
+            f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
+            "the + changes the gradient, and a reward has none", f"use {kl.estimator.kind[:-1]!r}",
+        )  # fmt: skip
+
+
+def _law_problems(*sections: tuple[Plugin, str, type[Law], str]) -> Iterator[Problem]:
+    """The functions that were not made for the place where they are named."""
+    for section, room, kind, where in sections:
+        law = _law(section, room, kind, where)
+        if isinstance(law, Problem):
+            yield law
 
 
 def _explored(run: RunConfig) -> bool:

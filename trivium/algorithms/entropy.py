@@ -6,6 +6,32 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.inputs import PolicyInputs
+from trivium.algorithms.registered import entropy_term
+from trivium.errors import DataError
+
+
+@entropy_term(formula="H", source="Williams and Peng 1991; Mnih et al. 2016", needs=("entropy",))
+def exact(x: PolicyInputs) -> Tensor:
+    """The entropy of the whole next-token distribution, for every trained token."""
+    return given_entropy(x)
+
+
+@entropy_term(
+    formula="H where the policy sampled the token, 0 where an expert wrote it",
+    source="the entropy term of mixed imitation and reinforcement (CHORD, Zhang et al. 2025)",
+    needs=("entropy",),
+)
+def sampled(x: PolicyInputs) -> Tensor:
+    """As `exact`, but an expert's tokens do not ask for more variety."""
+    return torch.where(x.expert, 0.0, given_entropy(x))
+
+
+def given_entropy(x: PolicyInputs) -> Tensor:
+    """The entropy among the inputs, (B, L); raises DataError where the head gave none."""
+    if x.entropy is None:
+        raise DataError("the entropy of each token", "None", "list `entropy` among what the function needs")
+    return x.entropy
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.algorithms.advantages import AdvantageInputs
+from trivium.algorithms.advantages.inputs import AdvantageInputs
 from trivium.errors import DataError
+from trivium.randomness import stream, uniforms
 from trivium.types import AnyArray, Batch, Group, Metrics, StopReason, Trajectory, experiences_of
 
 
@@ -77,10 +78,10 @@ def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def padded(arrays: Sequence[AnyArray]) -> Tensor:
-    """Ragged arrays as one tensor (B, L), zeros on the right."""
+    """Arrays with a ragged leading axis as one tensor (B, L, ...), zeros on the right."""
     length = max((len(array) for array in arrays), default=0)
-    dtype = arrays[0].dtype if arrays else np.dtype(np.float32)
-    result = np.zeros((len(arrays), length), dtype)
+    dtype, trailing = (arrays[0].dtype, arrays[0].shape[1:]) if arrays else (np.dtype(np.float32), ())
+    result = np.zeros((len(arrays), length, *trailing), dtype)
     for row, array in zip(result, arrays, strict=True):
         row[: len(array)] = array
     return torch.from_numpy(result)  # pyright: ignore[reportUnknownMemberType]
@@ -100,6 +101,18 @@ def column(batch: Batch, name: str) -> Tensor:
             "let the train engine score the batch with everything in algorithm.needs before asking for advantages",
         )
     return padded(batch.columns[name])
+
+
+def token_uniforms(batch: Batch, *address: int | str) -> Tensor:
+    """(B, L) float64 in [0, 1): a number for each token that depends on the address and on which token it is, and on
+    nothing else in the batch."""
+    part: Counter[tuple[str, int]] = Counter()
+    rows: list[AnyArray] = []
+    for e in batch.experiences:
+        digest = np.uint64(stream(*address, e.group_id, e.index, part[e.group_id, e.index]))
+        part[e.group_id, e.index] += 1
+        rows.append(uniforms(digest, np.arange(len(e))))
+    return padded(rows)
 
 
 def advantage_inputs(batch: Batch) -> AdvantageInputs:

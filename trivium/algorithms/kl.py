@@ -5,24 +5,76 @@ Legend: B sequences, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Protocol, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.inputs import PolicyInputs, bounded_log_ratio, policy_inputs
+from trivium.algorithms.registered import KlLaw, kl_estimator
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError, DataError, UnknownName
-from trivium.registry import suggest
+from trivium.registry import CATALOGUE, resolve, suggest
 
-KlEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
-"""The estimators that work from the log-probabilities of the sampled tokens alone."""
+_SCHULMAN = "Schulman 2020, http://joschu.net/blog/kl-approx.html"
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to this many nats before they are exponentiated."""
+
+@kl_estimator(formula="p - q", source=_SCHULMAN, gradient="zero")
+def k1(x: PolicyInputs) -> Tensor:
+    """Unbiased; its own gradient has mean zero, so in a loss it teaches nothing."""
+    return x.log_prob - x.columns["ref_log_prob"]
+
+
+@kl_estimator(formula="abs(p - q)", source=_SCHULMAN, gradient="biased: the sign of p - q instead of p - q")
+def absolute(x: PolicyInputs) -> Tensor:
+    """How far the two are apart, whichever is larger."""
+    return k1(x).abs()
+
+
+@kl_estimator(formula="(p - q)^2 / 2", source=_SCHULMAN, gradient="unbiased")
+def k2(x: PolicyInputs) -> Tensor:
+    """Biased in value; on policy its gradient is that of the KL."""
+    return k1(x).square() / 2
+
+
+@kl_estimator(formula="exp(q - p) - (q - p) - 1", source=_SCHULMAN, gradient="biased: that of KL(reference, policy)")
+def k3(x: PolicyInputs) -> Tensor:
+    """Unbiased in value and never negative; the exponent is clamped to +-20, the value to 10."""
+    bounded = bounded_log_ratio(x.columns["ref_log_prob"], x.log_prob)
+    return (bounded.expm1() - bounded).clamp(-10, 10)
+
+
+@kl_estimator(
+    formula="min(exp(p - old), bound) (exp(q - p) - (q - p) - 1)",
+    source="the importance-weighted k3 of DeepSeek-V3.2, 2025, section 3.1",
+    gradient="unbiased",
+    needs=("old_log_prob",),
+)
+def corrected_k3(
+    x: PolicyInputs,
+    *,
+    bound: Annotated[float | None, Field(gt=0, description="largest importance ratio; null for none")] = 2.0,
+) -> Tensor:
+    """`k3` weighted with the ratio of current and old policy, through which its gradient becomes that of the KL."""
+    ratio = x.log_ratio.exp()
+    return (ratio if bound is None else ratio.clamp(max=bound)) * k3(x)
+
+
+def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[PolicyInputs], Tensor]:
+    """The estimator's value with the gradient of `k2`."""
+    law: KlLaw = vars(estimator)["law"]
+
+    def plus(x: PolicyInputs) -> Tensor:
+        return k2(x) - k2(x).detach() + estimator(x).detach()
+
+    plus.__name__ = f"{estimator.__name__}_plus"
+    plus.__doc__ = f"The value of `{estimator.__name__}` with the gradient of `k2`: unbiased on policy."
+    return kl_estimator(formula=law.formula, source=law.source, gradient="unbiased")(plus)
+
+
+k1_plus, absolute_plus, k2_plus, k3_plus = map(_straight_through, (k1, absolute, k2, k3))
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -41,26 +93,14 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     A `+` after the name of an estimator keeps its value and gives it the gradient of `k2`. Source: Schulman 2020,
     http://joschu.net/blog/kl-approx.html. Raises UnknownName for another kind, DataError where `full` gets samples.
     """
-    kind, plus, _ = kl_penalty.partition("+")
-    if kind == "full" and not plus:
+    if kl_penalty == "full":
         return _full(logprob, ref_logprob)
-    difference = logprob - ref_logprob
-    if kind in ("kl", "k1"):
-        value = difference
-    elif kind == "abs":
-        value = difference.abs()
-    elif kind in ("mse", "k2"):
-        value = difference.square() / 2
-    elif kind in ("low_var_kl", "k3"):
-        bounded = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        value = (bounded.expm1() - bounded).clamp(-10, 10)
-    else:
-        known = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+    estimator = CATALOGUE["kl_estimators"].get(kl_penalty)
+    if estimator is None or "corrected" in kl_penalty:
+        known = [*(name for name in CATALOGUE["kl_estimators"] if "corrected" not in name), "full"]
         raise UnknownName(f"the KL estimator {kl_penalty!r}", "no such estimator", suggest(kl_penalty, known))
-    if not plus:
-        return value
-    k2 = difference.square() / 2
-    return k2 - k2.detach() + value.detach()
+    everywhere = torch.ones_like(logprob, dtype=torch.bool)
+    return resolve("kl_estimators", kl_penalty)(policy_inputs(logprob, everywhere, ref_log_prob=ref_logprob))
 
 
 def _full(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -82,13 +122,14 @@ def apply_kl_penalty(
     response_mask: Tensor,
     *,
     coef: float,
-    estimator: str,
+    estimator: Callable[[PolicyInputs], Tensor],
 ) -> tuple[Tensor, float]:
     """(token-level rewards, current KL): the scores minus `coef` times the KL estimate of each trained token, (B, L).
 
     The current KL, in nats, is the mean over a sequence's tokens, then over sequences: what a controller wants to see.
     """
-    kl = torch.where(response_mask.bool(), kl_penalty(log_prob, ref_log_prob, estimator), 0.0)
+    x = policy_inputs(log_prob, response_mask, ref_log_prob=ref_log_prob)
+    kl = torch.where(x.response_mask, estimator(x), 0.0)
     current = masked_mean(kl, response_mask, axis=-1).mean() if len(kl) else torch.zeros(())
     return token_level_scores - coef * kl, float(current)
 

@@ -1,49 +1,83 @@
 """Objectives: frozen values that turn a micro-batch into its part of the step's loss.
 
 Legend: B sequences, L tokens. Everything is normalised by the counts of the whole optimizer step, so the losses of
-micro-batches add up to the same number however the step was cut.
+micro-batches add up to the same number however the step was cut. What must be decided over the whole mini-batch is
+decided in `select`, before it is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from trivium.algorithms.aggregation import agg_loss
-from trivium.algorithms.kl import kl_penalty
-from trivium.algorithms.policy_losses import PerToken, PolicyInputs, bounded_log_ratio
-from trivium.algorithms.registered import PolicyLossLaw
+from trivium.algorithms.aggregation import Counts
+from trivium.algorithms.groups import padded, ragged, token_uniforms
+from trivium.algorithms.inputs import PerToken, PolicyInputs, inside
+from trivium.algorithms.kl import k3
+from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, SelectionLaw
 from trivium.algorithms.value_loss import clipped_value_loss
 from trivium.errors import DataError
 from trivium.models.loss import LossInputs, LossOutputs, Totals
-from trivium.types import EXPERT_VERSION
+from trivium.protocols import CutAnywhere
+from trivium.registry import resolve
+from trivium.types import EXPERT_VERSION, Batch, Metrics
+
+LIVE = frozenset({"log_prob", "entropy"})
+"""Columns that a micro-batch's own forward pass gives; over a whole mini-batch they are scores."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """An addition to the policy loss: entropy bonus or KL penalty."""
+
+    coef: float
+    function: Callable[[PolicyInputs], Tensor]
+    law: EntropyLaw | KlLaw
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A weight on each token's policy loss."""
+
+    function: Callable[[PolicyInputs], Tensor]
+    law: GateLaw
+    narrow: bool = False
+    """Whether tokens of weight zero also leave the counts that the loss is divided by."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it is decided before the mini-batch is cut."""
+        return self.narrow or self.law.scope == "batch"
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss on what the policy sampled, with an entropy bonus and a KL penalty where their coefficients say so.
+    """A policy loss, with an entropy bonus and a KL penalty where there are such terms.
 
-    Minimises `aggregate(weight * policy_loss - entropy_coef * entropy + kl_coef * kl)`.
+    Minimises `aggregate(weights * gates * policy_loss) + aggregate(kl.coef * kl - entropy.coef * entropy)`. Weights and
+    gates act on the policy loss alone.
     """
 
     policy_loss: Callable[[PolicyInputs], PerToken]
     law: PolicyLossLaw
     aggregate: str = "token-mean"
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: str = "low_var_kl"
+    entropy: Term | None = None
+    kl: Term | None = None
+    gates: tuple[Gate, ...] = ()
+    select_tokens: Callable[[PolicyInputs], Tensor] | None = None
+    """`law.select` with its options."""
     weighted: bool = False
     """Whether the column `rollout_is_weights` multiplies the policy loss (off-policy correction)."""
+    seed: int = 0
+    """The run's seed: of random selections."""
 
     role: str = "policy"
     head: str = "lm"
-
-    @property
-    def unit(self) -> str:
-        return self.law.unit
+    unit: str = "sequence"
 
     @property
     def on_policy(self) -> str:
@@ -51,66 +85,101 @@ class PolicyObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        further = {"entropy": self.entropy_coef, "ref_log_prob": self.kl_coef, "rollout_is_weights": self.weighted}
-        return self.law.needs | {name for name, wanted in further.items() if wanted}
+        """Columns of the loss, its terms and gates, those that `select` adds (`selected`, `gate`) included."""
+        wanted = set(self.law.needs)
+        for term in (self.entropy, self.kl):
+            wanted |= term.law.needs if term is not None else set()
+        for law in (*(gate.law for gate in self.gates), *self._selections):
+            wanted |= law.needs - LIVE - {"uniform"}
+        further = {
+            "rollout_is_weights": self.weighted,
+            "gate": any(gate.ahead for gate in self.gates),
+            "selected": self.select_tokens is not None,
+        }
+        return frozenset(wanted) | {name for name, is_there in further.items() if is_there}
+
+    @property
+    def looks_at(self) -> frozenset[str]:
+        laws = [*(gate.law for gate in self.gates if gate.ahead), *self._selections]
+        return frozenset[str]().union(*(law.needs for law in laws)) & LIVE
+
+    @property
+    def _selections(self) -> tuple[SelectionLaw, ...]:
+        return (vars(self.law.select)["law"],) if self.law.select is not None else ()
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        """The mini-batch with the columns `selected` (1 or 0) and `gate`; tokens that a narrow gate shuts go."""
+        ahead = [gate for gate in self.gates if gate.ahead]
+        if not ahead and self.select_tokens is None:
+            return batch
+        x = self._whole(batch, address)
+        if self.select_tokens is not None:
+            batch = batch.with_columns(selected=ragged(self.select_tokens(x).to(x.log_prob.dtype), batch))
+        if ahead:
+            weights = reduce(torch.mul, (gate.function(x) for gate in ahead)).to(x.log_prob.dtype)
+            batch = batch.with_columns(gate=ragged(weights, batch))
+            shut = [gate.function(x) == 0 for gate in ahead if gate.narrow]
+            if shut:
+                batch = batch.masked(ragged(~reduce(torch.logical_or, shut), batch))
+        return batch
+
+    def _whole(self, batch: Batch, address: tuple[int, ...]) -> PolicyInputs:
+        """The whole mini-batch as one padded grid."""
+        mask = padded([e.response_mask for e in batch.experiences]).bool()
+        columns = {name: inside(padded(arrays), mask) for name, arrays in batch.columns.items()}
+        columns["rollout_log_prob"] = padded([e.rollout_log_prob for e in batch.experiences])
+        columns["uniform"] = token_uniforms(batch, self.seed, "selection", *address)
+        log_prob = columns.get("log_prob", torch.zeros(mask.shape))
+        version = padded([e.policy_version for e in batch.experiences])
+        return PolicyInputs(log_prob, mask, columns, _expert_rows(version, mask), columns.get("entropy"))
 
     def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
         """This micro-batch's part of the step's loss, and its metrics."""
         x = _policy_inputs(inputs)
         done = self.policy_loss(x)
         per_token, metrics = done.loss, dict(done.metrics)
-        if self.weighted:
-            per_token = per_token * x.columns["rollout_is_weights"]
-        if self.entropy_coef:
-            per_token = per_token - self.entropy_coef * _given(inputs.entropy, "entropy")
-        if self.kl_coef:
-            metrics["train/ref_kl"] = kl_penalty(x.log_prob, x.columns["ref_log_prob"], self.kl_estimator)
-            per_token = per_token + self.kl_coef * metrics["train/ref_kl"]
+        for gate in self.gates:
+            if not gate.ahead:
+                weight = gate.function(x.detached())
+                per_token = per_token * weight
+                metrics["train/gate_closed"] = (weight == 0).to(per_token.dtype)
+        for name in ("gate", "rollout_is_weights"):
+            if name in x.columns:
+                per_token = per_token * x.columns[name]
+        if "gate" in x.columns:
+            metrics["train/gate_closed"] = (x.columns["gate"] == 0).to(per_token.dtype)
+        terms: list[Tensor] = []
+        if self.entropy is not None:
+            terms.append(-self.entropy.coef * self.entropy.function(x))
+        if self.kl is not None:
+            metrics["train/ref_kl"] = self.kl.function(x)
+            terms.append(self.kl.coef * metrics["train/ref_kl"])
+        loss = self._aggregated(per_token, terms, x, totals)
         if "advantages" in self.law.needs:
             metrics |= {"train/advantage_mean": x.advantages, "train/advantage_abs": x.advantages.abs()}
         if "old_log_prob" in self.law.needs:
-            metrics["train/kl"] = -bounded_log_ratio(x.log_prob, x.old_log_prob)
-        mismatch, largest = _mismatch(x, inputs.policy_version)
-        return LossOutputs(
-            aggregated(per_token, x.response_mask, self.aggregate, totals),
-            _sums(metrics | {"mismatch/kl": mismatch}, x.response_mask),
-            {"mismatch/log_prob_max": largest},
-        )
+            metrics["train/kl"] = -x.log_ratio
+        if "advantages" not in self.law.needs:  # an expert's tokens: no engine to compare with
+            return LossOutputs(loss, _sums(metrics, x.response_mask))
+        mismatch, largest = _mismatch(x)
+        return LossOutputs(loss, _sums(metrics | mismatch, x.response_mask), {"mismatch/log_prob_max": largest})
+
+    def derived(self, means: Metrics) -> Metrics:
+        """Nothing beyond the means."""
+        return means
+
+    def _aggregated(self, policy: Tensor, terms: Sequence[Tensor], x: PolicyInputs, totals: Totals) -> Tensor:
+        """The mean of the policy loss and the terms; an expert's part of a split loss has a mean of its own."""
+        if not self.law.split:
+            return aggregated(sum(terms, policy), x.response_mask, self.aggregate, totals)
+        expert, own = totals.expert, totals.sampled
+        loss = aggregated(policy, x.expert, self.aggregate, expert)
+        loss = loss + aggregated(policy, x.response_mask & ~x.expert, self.aggregate, own)
+        return sum((aggregated(term, x.response_mask, self.aggregate, totals) for term in terms), loss)
 
 
 @dataclass(frozen=True)
-class SftObjective:
-    """A policy loss on what an expert wrote: needs no advantages, no older log-probabilities, no engine."""
-
-    policy_loss: Callable[[PolicyInputs], PerToken]
-    law: PolicyLossLaw
-    aggregate: str = "token-mean"
-
-    role: str = "policy"
-    head: str = "lm"
-
-    @property
-    def unit(self) -> str:
-        return self.law.unit
-
-    @property
-    def on_policy(self) -> str:
-        return self.law.on_policy
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.law.needs
-
-    def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
-        """This micro-batch's part of the step's loss, and its metrics."""
-        x = _policy_inputs(inputs)
-        done = self.policy_loss(x)
-        loss = aggregated(done.loss, x.response_mask, self.aggregate, totals)
-        return LossOutputs(loss, _sums(done.metrics, x.response_mask))
-
-
-@dataclass(frozen=True)
-class ValueObjective:
+class ValueObjective(CutAnywhere):
     """The critic's clipped squared error against the returns."""
 
     clip: float = 0.5
@@ -125,35 +194,35 @@ class ValueObjective:
     def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
         """This micro-batch's part of the step's loss, and its metrics."""
         mask = inputs.response_mask.bool()
-        values = _inside(_given(inputs.values, "values"), mask)
-        old, returns = _inside(inputs.columns["values"], mask), _inside(inputs.columns["returns"], mask)
+        values = inside(_given(inputs.values, "values"), mask)
+        old, returns = inside(inputs.columns["values"], mask), inside(inputs.columns["returns"], mask)
         per_token, clipped = clipped_value_loss(values, old, returns, self.clip)
         loss = aggregated(per_token, mask, self.aggregate, totals)
         return LossOutputs(loss, _sums({"train/value_clip_fraction": clipped.to(values.dtype)}, mask))
 
 
 def aggregated(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
-    """`agg_loss` with the counts of the whole step."""
-    return agg_loss(
-        per_token,
-        mask,
-        mode,
-        dp_size=totals.dp_size,
-        batch_num_tokens=max(totals.tokens, 1),
-        global_batch_size=max(totals.sequences, 1),
-        loss_scale_factor=max(totals.max_response_length, 1),
-    )
+    """The aggregation `mode`, a name of the room `aggregations`, with the counts of the whole step."""
+    counts = Counts(max(totals.tokens, 1), max(totals.sequences, 1), max(totals.max_response_length, 1))
+    return resolve("aggregations", mode)(per_token, mask, counts) * totals.dp_size
 
 
 def _policy_inputs(inputs: LossInputs) -> PolicyInputs:
     """Zeroes what stands outside the mask, so that nothing there can reach the loss or its gradient."""
     mask = inputs.response_mask.bool()
-    columns = {name: _inside(column, mask) for name, column in inputs.columns.items()}
-    return PolicyInputs(_inside(_given(inputs.log_prob, "log_prob"), mask), mask, columns)
+    columns = {name: inside(column, mask) for name, column in inputs.columns.items()}
+    entropy, candidates = (
+        None if values is None else inside(values, mask) for values in (inputs.entropy, inputs.candidate_log_prob)
+    )
+    return PolicyInputs(
+        inside(_given(inputs.log_prob, "log_prob"), mask), mask, columns, _expert_rows(inputs.policy_version, mask),
+        entropy, inputs.step, candidates,
+    )  # fmt: skip
 
 
-def _inside(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, torch.zeros_like(values))
+def _expert_rows(policy_version: Tensor, mask: Tensor) -> Tensor:
+    """(B, L) bool: the trained tokens of rows in which an expert wrote any of them."""
+    return ((policy_version == EXPERT_VERSION) & mask).any(-1, keepdim=True) & mask
 
 
 def _given(values: Tensor | None, name: str) -> Tensor:
@@ -162,18 +231,19 @@ def _given(values: Tensor | None, name: str) -> Tensor:
     return values
 
 
-def _mismatch(x: PolicyInputs, policy_version: Tensor) -> tuple[Tensor, Tensor]:
+def _mismatch(x: PolicyInputs) -> tuple[dict[str, Tensor], Tensor]:
     """(k3 estimate of KL(engine, trainer) per token, largest difference): meaningful before the first update only.
 
     Tokens that no engine sampled have nothing to be compared with.
     """
-    sampled = x.response_mask & (policy_version != EXPERT_VERSION)
+    live = x.response_mask & ~x.expert
     engine, trainer = x.columns["rollout_log_prob"], x.log_prob.detach()
-    difference = _inside((engine - trainer).abs(), sampled).flatten()
+    difference = inside((engine - trainer).abs(), live).flatten()
     largest = torch.cat([difference, difference.new_zeros(1)]).amax()  # a rank without a row reports 0
-    return _inside(kl_penalty(engine, trainer, "k3"), sampled), largest
+    estimate = k3(PolicyInputs(engine, live, {"ref_log_prob": trainer}, x.expert))
+    return {"mismatch/kl": inside(estimate, live)}, largest
 
 
 def _sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
     """Sums over trained tokens, without gradient."""
-    return {key: agg_loss(values.detach(), mask, "token-sum") for key, values in metrics.items()}
+    return {key: inside(values.detach(), mask).sum() for key, values in metrics.items()}

@@ -19,7 +19,8 @@ class Preset:
     """
 
     Config: type[AlgorithmConfig]
-    build: Callable[[Any], GroupAlgorithm]
+    build: Callable[[Any, int], GroupAlgorithm]
+    """(section, the run's seed) -> the algorithm."""
     says: Mapping[str, Any]
     """A partial section. A nested section whose `kind` the user changes starts afresh."""
     source: str

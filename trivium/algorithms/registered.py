@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import create_model
 
@@ -28,7 +28,7 @@ class Law:
     """What the tests hold a registered function to, and what a reader wants to know."""
 
     formula: str
-    """One line, for one token (or one trajectory)."""
+    """One line, for one token (or one trajectory, pair, group); option names stand for their values."""
     source: str
     """The paper."""
     needs: frozenset[str]
@@ -41,8 +41,10 @@ class PolicyLossLaw(Law):
 
     on_policy: str
     """Its gradient at ratio one: `plain` (that of -advantage * log_prob), `factor: ...`, or `none: reason`."""
-    unit: str = "sequence"
-    """What batching must not split: `sequence`, `pair` or `group`."""
+    select: Callable[..., Any] | None = None
+    """A selection over the whole mini-batch, made before it is cut; its result is the column `selected`."""
+    split: bool = False
+    """Whether tokens of an expert and tokens that were sampled are averaged separately, each over its own count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +52,162 @@ class EstimatorLaw(Law):
     """The law of an advantage estimator."""
 
     min_group: int = 1
-    """Fewest living members of a group it can judge; at least 2 where members are each other's baseline, and then equal
-    rewards mean advantages of exactly zero."""
+    """Fewest living members of a group it can judge; at least 2 where members are each other's baseline."""
+    centred: bool = False
+    """Whether equal rewards in a group mean advantages of exactly zero."""
+    baseline: bool = False
+    """Whether it reads the reward of a greedy reply (`greedy_reward`), which the explorer then plays for every task."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionLaw(Law):
+    """The law of a choice of tokens over a whole mini-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateLaw(Law):
+    """The law of a weight that decides how much of a token's policy loss counts."""
+
+    scope: Literal["row", "batch"] = "row"
+    """What it must see at once: one sequence, or the whole mini-batch."""
+
+
+class GateSection(Plugin):
+    """What the section of every gate has."""
+
+    narrow: bool = False
+    """Whether tokens of weight zero also leave the counts that the loss is divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class KlLaw(Law):
+    """The law of a KL estimator."""
+
+    gradient: str = "unbiased"
+    """Its gradient's mean on policy: `unbiased` (that of the KL), `zero`, or `biased: how`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyLaw(Law):
+    """The law of an entropy term."""
+
+
+@dataclass(frozen=True, slots=True)
+class AggregationLaw(Law):
+    """The law of a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLossLaw(Law):
+    """The law of a loss over preferences."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterLaw(Law):
+    """The law of a rule that refuses groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingLaw(Law):
+    """The law of a change to the rewards."""
 
 
 def policy_loss(
-    *, formula: str, source: str, on_policy: str, needs: Collection[str] = (), unit: str = "sequence"
+    *,
+    formula: str,
+    source: str,
+    on_policy: str,
+    needs: Collection[str] = (),
+    select: Callable[..., Any] | None = None,
+    split: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Makes `f(inputs: PolicyInputs, *, options...) -> PerToken` a policy loss that `policy_loss.kind` can name."""
-    return _with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, unit))
+    """Makes `f(x: PolicyInputs, *, options...) -> PerToken` a policy loss that `policy_loss.kind` can name.
+
+    The options of `select` (a function decorated with `selection`) join those of the loss in one section.
+    """
+    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split))
 
 
 def advantage(
-    *, formula: str, source: str, needs: Collection[str] = (), min_group: int = 1
+    *,
+    formula: str,
+    source: str,
+    needs: Collection[str] = (),
+    min_group: int = 1,
+    centred: bool = False,
+    baseline: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Makes `f(inputs: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name."""
-    return _with_law(EstimatorLaw(formula, source, frozenset(needs), min_group))
+    """Makes `f(x: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name."""
+    return with_law(EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline))
 
 
-def _with_law(law: Law) -> Callable[[FunctionT], FunctionT]:
+def selection(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) bool` a selection over a whole mini-batch.
+
+    `needs` may name `log_prob` and `entropy` (under the weights before the update) and `uniform` (a number in [0, 1)
+    for each token, which does not depend on what else is in the batch).
+    """
+    return with_law(SelectionLaw(formula, source, frozenset(needs)))
+
+
+def gate(
+    *, formula: str, source: str, needs: Collection[str] = (), scope: Literal["row", "batch"] = "row"
+) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) weights` one that an entry of `gates` can name.
+
+    `needs` as for `selection`. No gradient flows through a gate.
+    """
+    return with_law(GateLaw(formula, source, frozenset(needs), scope))
+
+
+def kl_estimator(
+    *, formula: str, source: str, gradient: str, needs: Collection[str] = ()
+) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `kl.estimator` can name.
+
+    It reads `x.log_prob` and the column `ref_log_prob`; `needs` names further columns.
+    """
+    return with_law(KlLaw(formula, source, frozenset(needs) | {"ref_log_prob"}, gradient))
+
+
+def entropy_term(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `entropy.kind` can name."""
+    return with_law(EntropyLaw(formula, source, frozenset(needs)))
+
+
+def aggregation(*, formula: str, source: str) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(loss: (B, L), mask: (B, L), counts: Counts) -> scalar` one that `aggregate` can name."""
+    return with_law(AggregationLaw(formula, source, frozenset()))
+
+
+def with_law(law: Law) -> Callable[[FunctionT], FunctionT]:
+    """Attaches a law and the Config that a function's options (and those of its selection) amount to."""
+
     def decorate(function: FunctionT) -> FunctionT:
-        vars(function).update(law=law, Config=_options_of(function))
+        functions = [function, law.select] if isinstance(law, PolicyLossLaw) and law.select else [function]
+        base = GateSection if isinstance(law, GateLaw) else Plugin
+        vars(function).update(law=law, Config=_config_of(functions, base))
         return function
 
     return decorate
 
 
-def _options_of(function: Callable[..., Any]) -> type[Plugin]:
-    """A section with one field for each keyword-only parameter."""
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Name -> (annotation, default) of each keyword-only parameter."""
     hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {
+    return {
         name: (hints[name], ... if parameter.default is inspect.Parameter.empty else parameter.default)
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
+
+
+def _config_of(functions: Collection[Callable[..., Any]], base: type[Plugin]) -> type[Plugin]:
+    """A section with one field for each option."""
+    first = next(iter(functions))
+    fields: dict[str, Any] = {name: option for f in functions for name, option in options_of(f).items()}
     return create_model(
-        f"{function.__name__}_config", __base__=Plugin, __module__=function.__module__, __doc__=function.__doc__,
-        **fields,
+        f"{first.__name__}_config", __base__=base, __module__=first.__module__, __doc__=first.__doc__, **fields,
     )  # fmt: skip
 
 
@@ -97,21 +218,32 @@ def law_of(function: object, kind: type[LawT], name: str) -> LawT:
     """
     law = getattr(function, "law", None)
     if not isinstance(law, kind):
-        decorator = "@policy_loss" if kind is PolicyLossLaw else "@advantage"
         raise ConfigError(
             f"use {name!r} here",
             f"it does not carry a {kind.__name__}",
-            f"decorate it with {decorator} from trivium.algorithms, saying what it needs",
+            f"decorate it with @{_decorator_of(kind)} from trivium.algorithms, saying what it needs",
         )
     return law
 
 
-def chosen(room: str, section: Plugin, kind: type[LawT]) -> tuple[Callable[[Any], Any], LawT]:
+def _decorator_of(kind: type[Law]) -> str:
+    decorators: dict[type[Law], Callable[..., Any]] = {
+        PolicyLossLaw: policy_loss, EstimatorLaw: advantage, SelectionLaw: selection, GateLaw: gate,
+        KlLaw: kl_estimator, EntropyLaw: entropy_term, AggregationLaw: aggregation,
+    }  # fmt: skip
+    return decorators[kind].__name__
+
+
+def bound(function: Callable[..., Any], section: Plugin) -> Callable[..., Any]:
+    """The function with the options that a section gives it; `.keywords` holds them."""
+    return partial(function, **{name: getattr(section, name) for name in options_of(function)})
+
+
+def chosen(room: str, section: Plugin, kind: type[LawT]) -> tuple[Callable[..., Any], LawT]:
     """(the function a section names with its options bound, its law)."""
     function = resolve(room, section.kind)
     law = law_of(function, kind, section.kind)
-    options = {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
-    return partial(function, **options), law
+    return bound(function, section), law
 
 
 def catalogue(room: str) -> dict[str, Any]:

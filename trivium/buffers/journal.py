@@ -67,6 +67,7 @@ def encode_group(group: Group) -> bytes:
                 "slot": group.slot, "epoch": group.epoch, "attempt": group.attempt, "version": group.version,
                 "task": {**asdict(group.task), "columns": dict(group.task.columns)},
                 "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
+                "greedy": None if group.greedy is None else _pack_trajectory(group.greedy),
             }
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -91,6 +92,7 @@ def decode_group(payload: bytes) -> Group:
         epoch=data["epoch"],
         attempt=data["attempt"],
         version=data["version"],
+        greedy=None if data["greedy"] is None else _unpack_trajectory(data["greedy"]),
     )
 
 
@@ -113,15 +115,16 @@ def _unpack_trajectory(data: dict[str, Any]) -> Trajectory:
 
 def _pack_turn(turn: Turn) -> list[Any]:
     arrays = (turn.prompt_tokens, turn.tokens, turn.log_prob, turn.policy_version)
-    return [*(array.tobytes() for array in arrays), turn.stop_reason.value, turn.text, [asdict(m) for m in turn.media]]
+    media = [asdict(item) for item in turn.media]
+    return [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
 
 
 def _unpack_turn(data: list[Any]) -> Turn:
-    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media = data
+    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state = data
     return Turn(
         np.frombuffer(prompt_tokens, np.int32), np.frombuffer(tokens, np.int32),
         np.frombuffer(log_prob, np.float32), np.frombuffer(policy_version, np.int32),
-        StopReason(stop_reason), text, _unpack_media(media),
+        StopReason(stop_reason), text, _unpack_media(media), reward, state,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ holds zeros. An objective has `loss(inputs, totals) -> LossOutputs` beside what 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ class LossInputs:
     policy_version: torch.Tensor
     """(B, L) int32: which weights sampled each token."""
     columns: Mapping[str, torch.Tensor]
-    """(B, L) each, without gradient: every column of `objective.needs`, and always `rollout_log_prob`."""
+    """(B, L) each (some (B, L, K)), without gradient: every column of `objective.needs`, always `rollout_log_prob`."""
     log_prob: torch.Tensor | None = None
     """(B, L) with gradient: log p(tokens[t] | tokens[:t]) under the current weights; None for a value head.
     Zero outside the mask."""
@@ -31,6 +31,11 @@ class LossInputs:
     Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
     values: torch.Tensor | None = None
     """(B, L) with gradient: value of the state before `tokens[t]`; None for a language-model head."""
+    candidate_log_prob: torch.Tensor | None = None
+    """(B, L, K) with gradient: log-probabilities of the tokens that the column `teacher_top` names; None where the
+    objective does not need it."""
+    step: int = 0
+    """Train steps behind this stage's policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +48,22 @@ class Totals:
     """Sequences with at least one trained token."""
     max_response_length: int
     """The limit of one reply, in tokens: a constant of the run, whatever this step's replies came to."""
+    expert_tokens: int = 0
+    """Those of `tokens` that no policy of this run sampled."""
+    expert_sequences: int = 0
+    """Those of `sequences` with at least one such token."""
     dp_size: int = 1
     """Data-parallel ranks whose gradients are averaged."""
+
+    @property
+    def expert(self) -> Totals:
+        """The counts of what no policy of this run sampled."""
+        return replace(self, tokens=self.expert_tokens, sequences=self.expert_sequences)
+
+    @property
+    def sampled(self) -> Totals:
+        """The counts of the rest."""
+        return replace(self, tokens=self.tokens - self.expert_tokens, sequences=self.sequences - self.expert_sequences)
 
 
 @dataclass(frozen=True, slots=True)

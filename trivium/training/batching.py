@@ -15,13 +15,17 @@ import torch
 from trivium.errors import DataError
 from trivium.models.loss import Totals
 from trivium.models.packed import Pack, pack
-from trivium.types import AnyArray, Batch, Experience
+from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience
 
 
 def count(batch: Batch, max_response_length: int) -> Totals:
     """The counts that a whole mini-batch is normalised by; the limit of one reply is a constant of the run."""
-    trained = [e.num_response_tokens for e in batch.experiences]
-    return Totals(sum(trained), sum(n > 0 for n in trained), max_response_length)
+    trained = [e for e in batch.experiences if e.response_mask.any()]
+    expert = [e for e in trained if (e.policy_version[e.response_mask] == EXPERT_VERSION).any()]
+    return Totals(
+        sum(e.num_response_tokens for e in trained), len(trained), max_response_length,
+        expert_tokens=sum(e.num_response_tokens for e in expert), expert_sequences=len(expert),
+    )  # fmt: skip
 
 
 def check_lengths(batch: Batch, limit: int | None) -> None:
@@ -85,12 +89,13 @@ class MicroBatch:
     policy_version: torch.Tensor
     """(B, L) int32."""
     columns: dict[str, torch.Tensor]
-    """(B, L) each."""
+    """(B, L) each, or (B, L, ...)."""
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) numbers of the trained tokens as (B, L), zero elsewhere; differentiable."""
-        flat = values.new_zeros(self.response_mask.numel())
-        return flat.index_copy(0, self.pack.cell[self.rows], values).view(self.response_mask.shape)
+        """(N, ...) numbers of the trained tokens as (B, L, ...), zero elsewhere; differentiable."""
+        flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
+        whole = flat.index_copy(0, self.pack.cell[self.rows], values)
+        return whole.view(*self.response_mask.shape, *values.shape[1:])
 
 
 def collate(
@@ -101,7 +106,8 @@ def collate(
     Raises DataError for a column that the batch lacks, and for media, which no model here reads yet.
     """
     chosen = [batch.experiences[row] for row in rows]
-    missing = sorted(set(columns) - set(batch.columns))
+    wanted = sorted(set(columns))
+    missing = [name for name in wanted if name not in batch.columns]
     if missing:
         raise DataError(
             f"columns {', '.join(missing)} for the update",
@@ -111,8 +117,8 @@ def collate(
     _refuse_media(chosen)
     shape = (len(chosen), max(len(e) for e in chosen))
 
-    def grid(arrays: Iterable[AnyArray], dtype: torch.dtype) -> torch.Tensor:
-        padded = torch.zeros(shape, dtype=dtype)
+    def grid(arrays: Sequence[AnyArray], dtype: torch.dtype) -> torch.Tensor:
+        padded = torch.zeros((*shape, *arrays[0].shape[1:]), dtype=dtype)
         for row, array in zip(padded.numpy(), arrays, strict=True):
             row[: len(array)] = array
         return padded.to(device)
@@ -120,11 +126,11 @@ def collate(
     return MicroBatch(
         pack=pack([e.tokens for e in chosen], device),
         rows=torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device),
-        response_mask=grid((e.response_mask for e in chosen), torch.bool),
-        policy_version=grid((e.policy_version for e in chosen), torch.int32),
+        response_mask=grid([e.response_mask for e in chosen], torch.bool),
+        policy_version=grid([e.policy_version for e in chosen], torch.int32),
         columns={
-            "rollout_log_prob": grid((e.rollout_log_prob for e in chosen), dtype),
-            **{name: grid((batch.columns[name][row] for row in rows), dtype) for name in columns},
+            "rollout_log_prob": grid([e.rollout_log_prob for e in chosen], dtype),
+            **{name: grid([batch.columns[name][row] for row in rows], dtype) for name in wanted},
         },
     )
 

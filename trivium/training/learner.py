@@ -67,13 +67,13 @@ class Learner:
         return scores
 
     def update(
-        self, batch: Batch, objective: TrainableObjective, lr: float, max_grad_norm: float, *, who: str
+        self, batch: Batch, objective: TrainableObjective, lr: float, max_grad_norm: float, *, step: int, who: str
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
         A mini-batch without a trained token takes no step and reports no loss. `train/tokens` is the policy's to
-        report, so that a critic does not count them twice. `who` is named when the gradient is not finite. Raises
-        DataError for a sequence that is longer than the model's context.
+        report, so that a critic does not count them twice. `step` counts the stage's train steps so far. `who` is named
+        when the gradient is not finite. Raises DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
         check_lengths(batch, max_positions(self.model.module))
@@ -85,14 +85,14 @@ class Learner:
         self.optimizer.zero_grad()
         for rows in self._cut(batch, objective.unit):
             micro = self._collate(batch, rows, sorted(objective.needs - {"entropy"}))
-            inputs = self._forward(micro, entropy_grad="entropy" in objective.needs)
+            inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
             outputs = objective.loss(inputs, totals)
             outputs.loss.backward()
             tally.add(outputs, inputs.entropy)
         norm = self.optimizer.step(lr, max_grad_norm, who)
         self.optimizer.zero_grad()
         return {
-            **tally.metrics(self.name),
+            **objective.derived(tally.metrics(self.name)),
             f"train/grad_norm/{self.name}": norm,
             f"train/lr/{self.name}": lr,
             **tokens,
@@ -106,7 +106,7 @@ class Learner:
         parameter = next(self.model.module.parameters())
         return collate(batch, rows, columns, device=parameter.device, dtype=parameter.dtype)
 
-    def _forward(self, micro: MicroBatch, entropy_grad: bool) -> LossInputs:
+    def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
         """What the model says about the trained tokens, on the loss's grid."""
         said: dict[str, torch.Tensor] = {}
         if isinstance(self.model, ValueModel):
@@ -114,7 +114,7 @@ class Learner:
         else:
             log_prob, entropy = self.model(micro.pack, micro.rows, entropy_grad=entropy_grad)
             said["log_prob"], said["entropy"] = micro.grid(log_prob), micro.grid(entropy)
-        return LossInputs(micro.response_mask, micro.policy_version, micro.columns, **said)
+        return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **said)
 
 
 class _Tally:

@@ -26,6 +26,7 @@ from trivium.types import AnyArray, Batch, Metrics
 
 _SCORES = {
     "old": ("policy", "log_prob"),
+    "log_prob": ("policy", "log_prob"),
     "entropy": ("policy", "entropy"),
     "ref": ("reference", "log_prob"),
     "values": ("critic", "values"),
@@ -112,7 +113,7 @@ class TorchTrainEngine(TrainEngine):
         taken = self.version - self._first_version
         lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
         return learner.update(
-            batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm,
+            batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm, step=taken,
             who=f"the {role} in train step {self.version + 1}",
         )  # fmt: skip
 

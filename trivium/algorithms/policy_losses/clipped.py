@@ -1,13 +1,7 @@
-"""Policy losses: a loss for each token; who averages is the objective.
-
-Legend: B sequences, L tokens. A log-ratio is clamped to +-20 nats before it is exponentiated, so no input gives an
-infinite loss or gradient.
-"""
+"""Losses that hold the ratio of current and old policy within bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -15,45 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
-from trivium.algorithms.kl import LOG_RATIO_BOUND
+from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.registered import policy_loss
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyInputs:
-    """What a policy loss reads; every tensor (B, L) and zero outside the mask."""
-
-    log_prob: Tensor
-    """With gradient."""
-    response_mask: Tensor
-    """Bool."""
-    columns: Mapping[str, Tensor]
-    """Every column that the loss said it needs."""
-
-    @property
-    def advantages(self) -> Tensor:
-        return self.columns["advantages"]
-
-    @property
-    def old_log_prob(self) -> Tensor:
-        return self.columns["old_log_prob"]
-
-
-@dataclass(frozen=True, slots=True)
-class PerToken:
-    """A loss for each token."""
-
-    loss: Tensor
-    """(B, L), to be minimised; what stands outside the mask is ignored."""
-    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Declared metric key -> (B, L), logged as the mean over trained tokens."""
-
-
-def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """log(current / old) of each token, clamped to +-20 nats; beyond that its gradient is zero."""
-    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 @policy_loss(
@@ -72,7 +31,7 @@ def ppo(
     ] = 3.0,
 ) -> PerToken:
     """The clipped surrogate of proximal policy optimisation."""
-    ratio = bounded_log_ratio(x.log_prob, x.old_log_prob).exp()
+    ratio = x.log_ratio.exp()
     plain = -x.advantages * ratio
     clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
@@ -83,27 +42,6 @@ def ppo(
         metrics["train/clip_fraction_lower"] = held.to(loss.dtype)
         loss = torch.where(held, bound, loss)
     return PerToken(loss, metrics)
-
-
-@policy_loss(
-    formula="-A log_prob",
-    source="REINFORCE, Williams 1992",
-    needs=("advantages",),
-    on_policy="plain",
-)
-def reinforce(x: PolicyInputs) -> PerToken:
-    """The score function estimator: no ratio, so it trusts that the current weights sampled the tokens."""
-    return PerToken(-x.advantages * x.log_prob)
-
-
-@policy_loss(
-    formula="-log_prob",
-    source="maximum likelihood",
-    on_policy="none: it imitates every token alike, whatever it earned",
-)
-def sft(x: PolicyInputs) -> PerToken:
-    """Cross-entropy on the tokens of the mask."""
-    return PerToken(-x.log_prob)
 
 
 def compute_policy_loss(
@@ -130,13 +68,11 @@ def compute_policy_loss(
             f"clip ranges {low} below and {high} above, clip_ratio_c {clip_ratio_c}",
             "give cliprange, or both of cliprange_low and cliprange_high, and a clip_ratio_c above 1",
         )
-    mask = response_mask.bool()
-    log_prob, old_log_prob, advantages = (torch.where(mask, t, 0.0) for t in (log_prob, old_log_prob, advantages))
-    x = PolicyInputs(log_prob, mask, {"advantages": advantages, "old_log_prob": old_log_prob})
+    x = policy_inputs(log_prob, response_mask, advantages=advantages, old_log_prob=old_log_prob)
     done = ppo(x, clip_low=low, clip_high=high, dual_clip=clip_ratio_c)
     return (
-        agg_loss(done.loss, mask, loss_agg_mode),
-        masked_mean(done.metrics["train/clip_fraction"], mask),
-        masked_mean(-bounded_log_ratio(log_prob, old_log_prob), mask),
-        masked_mean(done.metrics["train/clip_fraction_lower"], mask),
+        agg_loss(done.loss, x.response_mask, loss_agg_mode),
+        masked_mean(done.metrics["train/clip_fraction"], x.response_mask),
+        masked_mean(-x.log_ratio, x.response_mask),
+        masked_mean(done.metrics["train/clip_fraction_lower"], x.response_mask),
     )

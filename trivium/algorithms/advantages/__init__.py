@@ -1,0 +1,1 @@
+"""Advantage estimators: what each sampled token was worth."""

@@ -1,0 +1,80 @@
+"""What an advantage estimator reads and returns, and the trajectories behind the rows.
+
+Legend: B sequences, L tokens, T trajectories. Rows of one trajectory (its history was rewritten) share an entry of
+`trajectory`; rows of one task share an entry of `group`. A statistic over a group counts each trajectory once. All
+arithmetic is in float64; results come back in the dtype of the rewards, and zero outside the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trivium.algorithms.stats import distinct, group_statistics
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What an estimator reads."""
+
+    token_level_rewards: Tensor
+    """(B, L), after shaping and any KL penalty; zero outside the mask. A row's sum is its trajectory's reward, penalty
+    included."""
+    response_mask: Tensor
+    """(B, L) bool; holes (tokens of a tool) and empty rows are legal."""
+    group: Tensor
+    """(B,) int64."""
+    trajectory: Tensor
+    """(B,) int64; different numbers in different groups."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """(B, L) each: the columns that the estimator said it needs. Beside the scores of the train engine it may ask for
+
+    - `turn`: int64, which turn of its trajectory sampled the token, -1 elsewhere;
+    - `turn_reward`: what the environment paid for a turn, on the turn's last trained token, 0 elsewhere;
+    - `turn_state`: int64, equal for turns of one task that were played in the same state, -1 where no state is known;
+    - `greedy_reward`: the reward of the task's greedy reply, on every trained token.
+    """
+    components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """(B,) each: the components of the reward by name, weights applied, before shaping."""
+
+
+class Advantages(NamedTuple):
+    """Per token, (B, L) each, zero outside the mask."""
+
+    advantages: Tensor
+    returns: Tensor
+    """What a critic should have predicted; for estimators without one, the advantages."""
+
+
+class Members(NamedTuple):
+    """The trajectories behind the rows."""
+
+    score: Tensor
+    """(T,) float64: the mean over a trajectory's rows of the row's summed reward."""
+    group: Tensor
+    """(T,) int64."""
+    of_row: Tensor
+    """(B,) int64: the trajectory of each row."""
+
+
+def members(x: AdvantageInputs) -> Members:
+    """The trajectories of a batch and what each was rewarded with."""
+    ids, of_row, _ = distinct(x.trajectory)
+    per_row = group_statistics(x.token_level_rewards.double().sum(-1), of_row)
+    score = per_row.mean.new_zeros(len(ids)).scatter(0, of_row, per_row.mean)
+    return Members(score, x.group.new_zeros(len(ids)).scatter(0, of_row, x.group), of_row)
+
+
+def spread(per_member: Tensor, of_row: Tensor, x: AdvantageInputs) -> Advantages:
+    """One number per trajectory, written on every trained token of its rows."""
+    per_token = torch.where(x.response_mask, per_member[of_row].unsqueeze(-1), 0.0).to(x.token_level_rewards.dtype)
+    return Advantages(per_token, per_token)
+
+
+def trained_columns(mask: Tensor) -> list[int]:
+    """The positions at which any row is trained on, last first."""
+    return [int(t) for t in torch.nonzero(mask.any(0)).flatten().flip(0)]

@@ -1,0 +1,86 @@
+"""What a policy loss (or gate, or selection) reads and returns.
+
+Legend: B sequences, L tokens, K candidates per token. A log-ratio is clamped to +-20 nats before it is exponentiated,
+so no input gives an infinite loss or gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to this many nats before they are exponentiated."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Every tensor (B, L) and zero outside the mask."""
+
+    log_prob: Tensor
+    """With gradient: log-probability of the token under the current weights."""
+    response_mask: Tensor
+    """Bool."""
+    columns: Mapping[str, Tensor]
+    """Every column that the function said it needs. (B, L), or (B, L, K) where it says so."""
+    expert: Tensor
+    """Bool: trained tokens that no policy of this run sampled."""
+    entropy: Tensor | None = None
+    """In nats, of the distribution the token was drawn from; with gradient where an entropy term asks for it."""
+    step: int = 0
+    """The train step being taken, counted from 0 within the stage."""
+    candidate_log_prob: Tensor | None = None
+    """(B, L, K) with gradient: log-probabilities of the candidates that `teacher_top` names, where it is needed."""
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.columns["advantages"]
+
+    @property
+    def old_log_prob(self) -> Tensor:
+        return self.columns["old_log_prob"]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(current / old), clamped; beyond +-20 nats its gradient is zero."""
+        return bounded_log_ratio(self.log_prob, self.old_log_prob)
+
+    def detached(self) -> PolicyInputs:
+        """The same without gradient."""
+        entropy, candidates = (None if t is None else t.detach() for t in (self.entropy, self.candidate_log_prob))
+        return replace(self, log_prob=self.log_prob.detach(), entropy=entropy, candidate_log_prob=candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """A loss for each token."""
+
+    loss: Tensor
+    """(B, L), to be minimised; what stands outside the mask is ignored."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Declared metric key -> (B, L), logged as the mean over trained tokens."""
+
+
+def policy_inputs(log_prob: Tensor, response_mask: Tensor, **columns: Tensor) -> PolicyInputs:
+    """Inputs for a direct call, (B, L) each; what stands outside the mask is zeroed, nothing is an expert's."""
+    mask = response_mask.bool()
+    given = {name: inside(values, mask) for name, values in columns.items()}
+    return PolicyInputs(inside(log_prob, mask), mask, given, torch.zeros_like(mask))
+
+
+def inside(values: Tensor, mask: Tensor) -> Tensor:
+    """The values with zeros outside the mask (B, L); no NaN leaks, neither forward nor backward."""
+    return torch.where(mask if values.dim() == mask.dim() else mask.unsqueeze(-1), values, torch.zeros_like(values))
+
+
+def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """log(current / old) of each token, clamped to +-20 nats; beyond that its gradient is zero."""
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1): the mean of each row over its mask; 0 for an empty row."""
+    return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)

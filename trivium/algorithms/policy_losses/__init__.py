@@ -1,0 +1,1 @@
+"""Policy losses: a loss for each token; who averages is the objective."""
