@@ -242,7 +242,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
-        """Numbers per token without gradient: an array with leading axis L per experience; `what` is in `types.SCORES`."""
+        """Numbers per token without gradient, leading axis L, one array per experience; `what`: see `types.SCORES`."""
 
     @abstractmethod
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
