@@ -13,7 +13,7 @@ from trivium.algorithms.stats import group_statistics
 
 
 @advantage(
-    formula="(R - mean(R over the group)) / (std(R over the group) + epsilon)",
+    formula="(R - mean(R over the group)){norm_by_std: / (std(R over the group) + epsilon)}",
     source="GRPO, Shao et al. 2024, section 4.1.2; without std, Dr. GRPO, Liu et al. 2025",
     min_group=2,
     centred=True,

@@ -16,7 +16,7 @@ from trivium.errors import ConfigError
 
 
 @policy_loss(
-    formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0; r = exp(log_prob - old_log_prob)",  # noqa: E501
+    formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}; r = exp(log_prob - old_log_prob)",  # noqa: E501
     source="PPO, Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020, eq. 5; clip-higher, DAPO, Yu et al. 2025",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
