@@ -12,18 +12,32 @@ from typing import Any
 
 from trivium.algorithms.registered import Law
 
-_CLAUSE = re.compile(r"\{(\w+)(?:=([\w.-]+))?: ?([^{}]*)\}")
+_CLAUSE = re.compile(r"\{(\w+)(?:=([\w.-]+))?:([^{}]*)\}")
 
 
-def written(formula: str, options: Mapping[str, Any]) -> str:
-    """The formula with these values in the place of their names."""
+def _applying(formula: str, options: Mapping[str, Any]) -> str:
+    """The formula with the clauses that these values switch on."""
 
     def clause(match: re.Match[str]) -> str:
         name, wanted, text = match.groups()
         value = options[name]
         return text if (value == wanted if wanted is not None else value not in (None, False, 0, "", ())) else ""
 
-    kept = _CLAUSE.sub(clause, formula)
+    return _CLAUSE.sub(clause, formula)
+
+
+def silenced(formula: str, options: Mapping[str, Any]) -> list[str]:
+    """The options that have no effect beside the others: all that the formula says of them is switched off."""
+    kept, switches = _applying(formula, options), {match.group(1) for match in _CLAUSE.finditer(formula)}
+    return [
+        name for name in options
+        if mentioned(formula, name) and name not in switches and not mentioned(kept, name)
+    ]  # fmt: skip
+
+
+def written(formula: str, options: Mapping[str, Any]) -> str:
+    """The formula with these values in the place of their names."""
+    kept = _applying(formula, options)
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
     return re.sub(rf"\b({names})\b", lambda m: shown(options[m.group()]), kept) if names else kept
 
