@@ -251,8 +251,13 @@ class Group:
         """The newest version that sampled any token."""
         return max((int(t.policy_version.max()) for t in self.turns() if len(t.policy_version)), default=self.version)
 
+    @property
+    def played(self) -> tuple[Trajectory, ...]:
+        """Every playing of the task: the members, and the greedy one where there is one."""
+        return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
+
     def turns(self) -> Iterator[Turn]:
-        for trajectory in (*self.trajectories, *([self.greedy] if self.greedy is not None else [])):
+        for trajectory in self.played:
             yield from trajectory.turns
 
     @property
@@ -294,6 +299,8 @@ class Experience:
     """The turns it is made of, in order; none where nobody sampled it."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
     """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
+    greedy_reward: float | None = None
+    """The reward of the task's greedy reply, where one was played and judged."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -427,4 +434,5 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         stop_reason=last.stop_reason,
         media=last.media,
         turns=tuple(spans),
+        greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
     )
