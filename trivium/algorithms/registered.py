@@ -102,10 +102,23 @@ class AggregationLaw(Law):
 class PairLossLaw(Law):
     """The law of a loss over preferences."""
 
+    scope: Literal["pair", "batch"] = "pair"
+    """What it must see at once: one pair, or every pair of the mini-batch."""
+    mean: Literal["pair", "reply"] = "pair"
+    """What is averaged over: pairs, or the replies they are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLossLaw(Law):
+    """The law of a reward model's loss over the scores of two replies."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilterLaw(Law):
     """The law of a rule that refuses groups."""
+
+    min_group: int = 1
+    """Fewest trajectories per task at which it can refuse anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +194,41 @@ def aggregation(*, formula: str, source: str) -> Callable[[FunctionT], FunctionT
     return with_law(AggregationLaw(formula, source, frozenset()))
 
 
+def group_filter(*, formula: str, source: str, min_group: int = 1) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(group: Group, *, options...) -> bool` (keep it?) a rule that an entry of `filters` can name.
+
+    It sees one group at a time, with at least one living member, and answers the same whenever it is asked.
+    """
+    return with_law(FilterLaw(formula, source, frozenset(), min_group))
+
+
+def shaping(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: ShapingInputs, *, options...) -> (T,) rewards` one that an entry of `shaping` can name.
+
+    `needs` may name `moments`: the mean and standard deviation of every reward seen so far, this step's included.
+    """
+    return with_law(ShapingLaw(formula, source, frozenset(needs)))
+
+
+def pair_loss(
+    *,
+    formula: str,
+    source: str,
+    scope: Literal["pair", "batch"] = "pair",
+    mean: Literal["pair", "reply"] = "pair",
+) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: PairInputs, *, options...) -> PerPair` one that `pair_loss.kind` can name.
+
+    With `scope="batch"` it is asked once, over the whole mini-batch, at the price of another forward pass.
+    """
+    return with_law(PairLossLaw(formula, source, frozenset({"ref_log_prob"}), scope, mean))
+
+
+def score_loss(*, formula: str, source: str) -> Callable[[FunctionT], FunctionT]:
+    """Makes `f(x: ScoreInputs, *, options...) -> (P,) loss` one that `score_loss.kind` can name."""
+    return with_law(ScoreLossLaw(formula, source, frozenset()))
+
+
 def with_law(law: Law) -> Callable[[FunctionT], FunctionT]:
     """Attaches a law and the Config that a function's options (and those of its selection) amount to."""
 
@@ -230,7 +278,8 @@ def law_of(function: object, kind: type[LawT], name: str) -> LawT:
 def _decorator_of(kind: type[Law]) -> str:
     decorators: dict[type[Law], Callable[..., Any]] = {
         PolicyLossLaw: policy_loss, EstimatorLaw: advantage, SelectionLaw: selection, GateLaw: gate,
-        KlLaw: kl_estimator, EntropyLaw: entropy_term, AggregationLaw: aggregation,
+        KlLaw: kl_estimator, EntropyLaw: entropy_term, AggregationLaw: aggregation, FilterLaw: group_filter,
+        ShapingLaw: shaping, PairLossLaw: pair_loss, ScoreLossLaw: score_loss,
     }  # fmt: skip
     return decorators[kind].__name__
 

@@ -1,0 +1,188 @@
+"""Losses over preferences: two replies to one prompt, of which the first was preferred.
+
+Legend: P pairs. The log-probability of a reply is the sum over its trained tokens. c and d are log(current / reference)
+of the preferred (chosen) and the other (rejected) reply, in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from trivium.algorithms.registered import pair_loss, score_loss
+
+Beta = Annotated[float, Field(gt=0, description="how strongly the policy is held to the reference")]
+
+
+@dataclass(frozen=True, slots=True)
+class PairInputs:
+    """What a loss over preferences reads; every tensor (P,)."""
+
+    policy_chosen: Tensor
+    """With gradient: log-probability of the preferred reply under the current weights."""
+    policy_rejected: Tensor
+    """With gradient: that of the other reply."""
+    reference_chosen: Tensor
+    """Log-probability of the preferred reply under the reference."""
+    reference_rejected: Tensor
+    has_chosen: Tensor
+    """Bool: whether the preferred reply has any trained token. Without one its log-probabilities are 0."""
+    has_rejected: Tensor
+    """Bool: whether the other reply has."""
+    kl: Tensor | None = None
+    """A scalar estimate of KL(current, reference), in nats per reply, where the caller knows a better one than the
+    pairs give."""
+
+    @property
+    def chosen_log_ratio(self) -> Tensor:
+        return self.policy_chosen - self.reference_chosen
+
+    @property
+    def rejected_log_ratio(self) -> Tensor:
+        return self.policy_rejected - self.reference_rejected
+
+
+@dataclass(frozen=True, slots=True)
+class PerPair:
+    """A loss for each pair."""
+
+    loss: Tensor
+    """(P,), to be minimised: of the pair, or the sum over its replies where the mean is over replies."""
+    chosen_rewards: Tensor
+    """(P,) without gradient: the reward that the policy implies for the preferred reply."""
+    rejected_rewards: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreInputs:
+    """What a reward model's loss reads; every tensor (P,) with gradient."""
+
+    chosen: Tensor
+    """Score of the preferred reply."""
+    rejected: Tensor
+
+
+def pair_inputs(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    kl: Tensor | None = None,
+) -> PairInputs:
+    """Inputs for a direct call, (P,) each: every pair has both of its replies."""
+    there = torch.ones_like(policy_chosen, dtype=torch.bool)
+    return PairInputs(
+        policy_chosen, policy_rejected, reference_chosen, reference_rejected, there, there,
+        kl,
+    )  # fmt: skip
+
+
+@pair_loss(
+    formula="-log sigmoid(beta (c - d)){label_smoothing: (1 - label_smoothing) - label_smoothing log sigmoid(-beta (c - d))}",  # noqa: E501
+    source="DPO, Rafailov et al. 2023, eq. 7; label smoothing, Mitchell 2023",
+)
+def dpo(
+    x: PairInputs,
+    *,
+    beta: Beta = 0.1,
+    label_smoothing: Annotated[
+        float, Field(ge=0, lt=0.5, description="how often a preference is taken to be the wrong way round")
+    ] = 0.0,
+) -> PerPair:
+    """Direct preference optimisation: the likelihood of the preferences under the rewards that the policy implies."""
+    z = beta * (x.chosen_log_ratio - x.rejected_log_ratio)
+    loss = -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+    return _per_pair(loss, x, beta)
+
+
+@pair_loss(formula="(c - d - 1 / (2 beta))^2", source="IPO, Azar et al. 2024, eq. 17 (their tau is beta)")
+def ipo(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
+    """Identity preference optimisation: a gap of 1 / (2 beta) nats is enough, a larger one costs again."""
+    return _per_pair((x.chosen_log_ratio - x.rejected_log_ratio - 1 / (2 * beta)) ** 2, x, beta)
+
+
+@pair_loss(
+    formula="desirable_weight (1 - sigmoid(beta (c - z0))) + undesirable_weight (1 - sigmoid(beta (z0 - d))); z0 = max(0, mean of all c and d), without gradient",  # noqa: E501
+    source="KTO, Ethayarajh et al. 2024, eq. 8",
+    scope="batch",
+    mean="reply",
+)
+def kto(
+    x: PairInputs,
+    *,
+    beta: Beta = 0.1,
+    desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred replies")] = 1.0,
+    undesirable_weight: Annotated[float, Field(ge=0, description="weight of the others")] = 1.0,
+) -> PerPair:
+    """Kahneman-Tversky optimisation: each reply is a gain or a loss against the reference point z0.
+
+    z0 stands for KL(current, reference). The paper (section 4.1) estimates it from mismatched pairs, each prompt with
+    the reply to another one, which takes forward passes over sequences that nobody trains on. Here the replies of the
+    mini-batch stand for them, each to its own prompt: unbiased where the policy itself sampled them and none was
+    preferred, otherwise off by however much training has moved the policy on these very replies. Give `x.kl` for
+    another estimate.
+    """
+    z0 = _mean_log_ratio(x) if x.kl is None else x.kl
+    z0 = z0.detach().clamp(min=0)
+    gain = desirable_weight * torch.sigmoid(-beta * (x.chosen_log_ratio - z0))
+    loss = undesirable_weight * torch.sigmoid(-beta * (z0 - x.rejected_log_ratio))
+    return _per_pair(torch.where(x.has_chosen, gain, 0.0) + torch.where(x.has_rejected, loss, 0.0), x, beta)
+
+
+@pair_loss(
+    formula="1 - sigmoid(beta (c - max(0, mean of d))) + 1 - sigmoid(beta (max(0, mean of c) - d))",
+    source="KTO, Ethayarajh et al. 2023 (the technical report), eq. 7",
+    scope="batch",
+    mean="reply",
+)
+def kto_pair(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
+    """The first form of KTO: each side's reference point is the other side's mean, and has a gradient."""
+    c, d = x.chosen_log_ratio, x.rejected_log_ratio
+    mean_c, mean_d = _mean(c, x.has_chosen).clamp(min=0), _mean(d, x.has_rejected).clamp(min=0)
+    chosen, rejected = torch.sigmoid(-beta * (c - mean_d)), torch.sigmoid(-beta * (mean_c - d))
+    return _per_pair(torch.where(x.has_chosen, chosen, 0.0) + torch.where(x.has_rejected, rejected, 0.0), x, beta)
+
+
+@score_loss(
+    formula="-log sigmoid(s_chosen - s_rejected{margin: - margin})",
+    source="Bradley and Terry 1952; Ouyang et al. 2022, eq. 1; margin, Llama 2, Touvron et al. 2023, eq. 2",
+)
+def sigmoid(
+    x: ScoreInputs, *, margin: Annotated[float, Field(ge=0, description="by how much the preferred one must win")] = 0.0
+) -> Tensor:
+    """The likelihood of the preferences under the scores."""
+    return -F.logsigmoid(x.chosen - x.rejected - margin)
+
+
+@score_loss(formula="log(1 + exp(s_rejected - s_chosen))", source="Christiano et al. 2017, section 2.2.3")
+def logexp(x: ScoreInputs) -> Tensor:
+    """The same likelihood, written as a logistic loss."""
+    return F.softplus(x.rejected - x.chosen)
+
+
+@score_loss(
+    formula="-log of the preferred one's share in softmax(scale [s_chosen, s_rejected])",
+    source="HPS v2, Wu et al. 2023, section 4.1",
+)
+def hps(x: ScoreInputs, *, scale: Annotated[float, Field(gt=0, description="factor of the scores")] = 1.0) -> Tensor:
+    """Cross-entropy of choosing the preferred reply."""
+    return -torch.log_softmax(scale * torch.stack([x.chosen, x.rejected]), 0)[0]
+
+
+def _per_pair(loss: Tensor, x: PairInputs, beta: float) -> PerPair:
+    """With the implied rewards, beta times each reply's log-ratio (Rafailov et al. 2023, eq. 5, up to a constant)."""
+    return PerPair(loss, beta * x.chosen_log_ratio.detach(), beta * x.rejected_log_ratio.detach())
+
+
+def _mean_log_ratio(x: PairInputs) -> Tensor:
+    return _mean(torch.cat([x.chosen_log_ratio, x.rejected_log_ratio]), torch.cat([x.has_chosen, x.has_rejected]))
+
+
+def _mean(values: Tensor, there: Tensor) -> Tensor:
+    """The mean over replies that are there; 0 where none is."""
+    return torch.where(there, values, 0.0).sum() / there.sum().clamp(min=1)
