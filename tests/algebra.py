@@ -1,0 +1,404 @@
+"""What the laws of the algebra are held on: everything registered, under every option, on a step that has every column.
+
+Legend: B sequences, L tokens (the first one is context), K candidates per token. All numbers of a step are float64 that
+float32 can hold, so no law breaks on the way through a batch of float32 arrays.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args, get_origin
+
+import numpy as np
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trivium.algorithms import PolicyObjective, ValueObjective, catalogue
+from trivium.algorithms.objective import Gate, Term
+from trivium.algorithms.registered import EntropyLaw, GateLaw, GateSection, KlLaw, PolicyLossLaw, bound, chosen
+from trivium.config import Plugin, plugin
+from trivium.models.loss import LossInputs, Totals
+from trivium.types import EXPERT_VERSION, Batch, Experience
+
+K = 3
+
+# --------------------------------------------------------------------------- what a config can say
+
+
+def section(room: str, kind: str, **options: Any) -> Plugin:
+    """What a config with these words would hold."""
+    return plugin(room, GateSection if room == "gates" else Plugin)({"kind": kind, **options})
+
+
+def shut(gates: Sequence[Mapping[str, Any]]) -> tuple[Gate, ...]:
+    """The gates of a config with these entries."""
+    sections = [section("gates", **gate) for gate in gates]
+    return tuple(Gate(*chosen("gates", said, GateLaw), narrow=said.narrow) for said in sections)
+
+
+def policy_objective(
+    kind: str, aggregate: str = "token-mean", *, gates: Sequence[Mapping[str, Any]] = (), weighted: bool = False,
+    terms: Mapping[str, Any] | None = None, **options: Any,
+) -> PolicyObjective:  # fmt: skip
+    """The objective of a config with this policy loss; `terms` are its `entropy`, `kl` and `seed`."""
+    said = section("policy_losses", kind, **options)
+    loss, law = chosen("policy_losses", said, PolicyLossLaw)
+    selection = bound(law.select, said) if law.select is not None else None
+    return PolicyObjective(
+        loss, law, aggregate, weighted=weighted, gates=shut(gates), select_tokens=selection, **(terms or {})
+    )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A registered function under its defaults, or with one option changed."""
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.kind + "".join(f",{name}={value}" for name, value in self.options.items())
+
+
+def variants(room: str) -> list[Variant]:
+    """Every function of a room, once for all its names: as it is, and with each option at each of a few values."""
+    kinds = {id(function): kind for kind, function in reversed(catalogue(room).items())}
+    return [variant for kind in reversed(kinds.values()) for variant in variants_of(room, kind)]
+
+
+def variants_of(room: str, kind: str) -> Iterator[Variant]:
+    yield Variant(kind)
+    owner = type(section(room, kind))
+    for name, option in owner.model_fields.items():
+        if name in Plugin.model_fields:
+            continue
+        for value in _other_values(option.annotation, option.metadata, option.default):
+            if _legal(owner, kind, name, value):
+                yield Variant(kind, {name: value})
+
+
+def _legal(owner: type[Plugin], kind: str, name: str, value: Any) -> bool:
+    try:
+        owner.model_validate({"kind": kind, name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def _other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[Any]:
+    """Values of an option beside its default; its bounds included where they belong to it."""
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    if all(isinstance(part, str) for part in parts):
+        return [part for part in parts if part != default]
+    if bool in parts:
+        return [not default]
+    if get_origin(annotation) in (tuple, list, dict):
+        return []
+    nothing = [None] if type(None) in get_args(annotation) and default is not None else []
+    step = 1 if int in parts else 0.25
+    near = [] if default is None or isinstance(default, str) else [default * 2, default / 2 if step != 1 else default - 1]
+    edges = [bound.ge if isinstance(bound, Ge) else bound.le for bound in bounds if isinstance(bound, Ge | Le)]
+    inner = [bound.gt + step for bound in bounds if isinstance(bound, Gt)]
+    inner += [bound.lt - step for bound in bounds if isinstance(bound, Lt)]
+    values = [*nothing, *near, *edges, *inner, *([0.5] if default is None and int not in parts else [])]
+    return [value for value in dict.fromkeys(values) if value != default]
+
+
+def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
+    """Everything registered that enters a loss, each as an objective: name -> how it is made.
+
+    KL terms, entropy terms and gates ride on REINFORCE, whose own loss is the simplest.
+    """
+    made: dict[str, Callable[[], Any]] = {"value": lambda: ValueObjective(0.3, mode)}
+    for v in variants("policy_losses"):
+        made[f"loss:{v}"] = lambda v=v: policy_objective(v.kind, mode, **v.options)
+    for v in variants("kl_estimators"):
+        made[f"kl:{v}"] = lambda v=v: policy_objective("reinforce", mode, terms={"kl": _term("kl_estimators", v, KlLaw)})
+    for v in variants("entropies"):
+        made[f"entropy:{v}"] = lambda v=v: policy_objective(
+            "reinforce", mode, terms={"entropy": _term("entropies", v, EntropyLaw)}
+        )
+    for v in variants("gates"):
+        gate = {"kind": v.kind, **v.options}
+        made[f"gate:{v}"] = lambda gate=gate: policy_objective("reinforce", mode, gates=[gate])
+    made["weighted"] = lambda: policy_objective("ppo", mode, weighted=True)
+    return made
+
+
+def _term(room: str, variant: Variant, law: type[KlLaw] | type[EntropyLaw]) -> Term:
+    return Term(0.2, *chosen(room, section(room, variant.kind, **variant.options), law))
+
+
+# --------------------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One mini-batch: every column that a registered function reads, (B, L) each, and the model's answers."""
+
+    mask: Tensor
+    columns: Mapping[str, Tensor]
+    answers: Mapping[str, Tensor]
+    """`log_prob`, `entropy`, `values`, `candidate_log_prob`: what has a gradient."""
+    expert: Tensor
+    """(B,) bool."""
+    groups: tuple[int, ...]
+    """(B,): rows of one task."""
+
+    @property
+    def version(self) -> Tensor:
+        return torch.where(self.expert.unsqueeze(-1), EXPERT_VERSION, 0).expand(self.mask.shape).int()
+
+    @property
+    def totals(self) -> Totals:
+        experts = self.mask & self.expert.unsqueeze(-1)
+        return Totals(
+            int(self.mask.sum()), int(self.mask.any(-1).sum()), self.mask.shape[1],
+            expert_tokens=int(experts.sum()), expert_sequences=int(experts.any(-1).sum()),
+        )  # fmt: skip
+
+    def on_policy(self) -> Step:
+        """The same step, sampled by the current weights."""
+        same = dict.fromkeys(("old_log_prob", "rollout_log_prob"), self.answers["log_prob"])
+        return replace(self, columns={**self.columns, **same})
+
+    def rows(self, order: Sequence[int]) -> Step:
+        """These rows, in this order."""
+        index = torch.tensor(list(order), dtype=torch.int64)
+        columns, answers = ({n: t[index] for n, t in ts.items()} for ts in (self.columns, self.answers))
+        groups = tuple(self.groups[row] for row in order)
+        return Step(self.mask[index], columns, answers, self.expert[index], groups)
+
+    def batch(self) -> Batch:
+        """The mini-batch as the driver holds it, with the scores that selections look at."""
+        experiences = [
+            Experience(
+                np.zeros(self.mask.shape[1]), self.mask[row].numpy(), self.columns["rollout_log_prob"][row].numpy(),
+                self.version[row].numpy(), f"task-{self.groups[row]}", row,
+            )
+            for row in range(len(self.mask))
+        ]  # fmt: skip
+        scores = {name: self.answers[name].detach() for name in ("log_prob", "entropy")}
+        return Batch(tuple(experiences)).with_columns(
+            **{name: [row.numpy() for row in column] for name, column in {**self.columns, **scores}.items()}
+        )
+
+
+SPECIAL: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {}
+"""Columns that are not log-probabilities."""
+
+
+def column(*names: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def register(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        SPECIAL.update(dict.fromkeys(names, make))
+        return make
+
+    return register
+
+
+@column("advantages", "returns", "values")
+def _signed(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+@column("entropy", "rollout_is_weights")
+def _positive(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator).abs()
+
+
+@column("sum_pi_squared")
+def _fraction(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator)
+
+
+@column("candidate_log_prob")
+def _candidates(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randn((*shape, K + 1), generator=generator).log_softmax(-1)[..., :K]
+
+
+@column("teacher_top")
+def _teacher(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.stack([torch.arange(K).expand(*shape, K).float(), _candidates(shape, generator)], -1)
+
+
+def number(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+    """What a column of this name holds: log-probabilities unless it is known for something else."""
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    make = SPECIAL.get(name, lambda shape, generator: -0.05 - torch.randn(shape, generator=generator).abs())
+    return make(shape, generator).double()
+
+
+ROOMS = ("policy_losses", "gates", "kl_estimators", "entropies", "pair_losses", "score_losses", "corrections")
+ANSWERS = ("log_prob", "entropy", "values", "candidate_log_prob")
+
+
+def column_names() -> frozenset[str]:
+    """Every column that anything registered reads."""
+    laws = [function.law for room in ROOMS for function in catalogue(room).values() if hasattr(function, "law")]
+    selections = [vars(law.select)["law"] for law in laws if getattr(law, "select", None) is not None]
+    wanted = frozenset[str]().union(*(law.needs for law in (*laws, *selections)))
+    return wanted | {"rollout_log_prob", "rollout_is_weights", "values", "returns"}
+
+
+MASK = torch.tensor(
+    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
+).bool()  # holes, an empty row, a single token
+
+
+def make_step(mask: Tensor = MASK, seed: int = 0, experts: Sequence[int] = ()) -> Step:
+    """A step whose current log-probabilities lie around the old ones: some ratios near one, some far from it.
+
+    `experts` are rows that no policy of this run sampled.
+    """
+    shape = (mask.shape[0], mask.shape[1])
+    columns = {name: number(name, shape, seed) for name in sorted(column_names() - {"uniform", "log_prob", "entropy"})}
+    answers = {name: number(name, shape, seed) for name in ANSWERS}
+    near = answers["log_prob"] + 0.3 * number("advantages", shape, seed + 1)
+    columns["rollout_log_prob"] = (near + 0.05 * number("advantages", shape, seed + 2)).float().double()
+    columns["old_log_prob"] = near.float().double()
+    expert = torch.zeros(len(mask)).bool()
+    expert[list(experts)] = True
+    return Step(mask, columns, answers, expert, tuple(row // 2 for row in range(len(mask))))
+
+
+# --------------------------------------------------------------------------- an objective on a step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    """Of each of the model's answers, (B, L) or (B, L, K)."""
+    metrics: dict[str, float]
+    maxima: dict[str, float]
+
+    def assert_same(self, other: Outcome, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+        torch.testing.assert_close(self.loss, other.loss, rtol=rtol, atol=atol)
+        torch.testing.assert_close(self.gradients, other.gradients, rtol=rtol, atol=atol)
+        for mine, theirs in ((self.metrics, other.metrics), (self.maxima, other.maxima)):
+            assert mine.keys() == theirs.keys()
+            for key, value in mine.items():
+                torch.testing.assert_close(torch.tensor(value), torch.tensor(theirs[key]), rtol=rtol, atol=atol)
+
+    def assert_finite(self) -> None:
+        assert torch.isfinite(self.loss)
+        for name, gradient in self.gradients.items():
+            assert torch.isfinite(gradient).all(), name
+        for key, value in (self.metrics | self.maxima).items():
+            assert np.isfinite(value), key
+
+
+def selected(objective: Any, step: Step) -> Step:
+    """The step with what the objective decides over all of it."""
+    batch = objective.select(step.batch(), 0)
+    added = {
+        name: torch.stack([torch.from_numpy(row.copy()) for row in batch.columns[name]]).double()
+        for name in set(batch.columns) - set(step.columns) - {"log_prob", "entropy"}
+    }
+    mask = torch.stack([torch.from_numpy(e.response_mask.copy()) for e in batch.experiences])
+    return replace(step, mask=mask, columns={**step.columns, **added})
+
+
+def loss_of(
+    objective: Any, step: Step, answers: Mapping[str, Tensor], rows: Sequence[int], totals: Totals, padding: int = 0
+) -> Any:
+    """What the objective says about these rows of a selected step, padded on the right."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return pad(tensor[list(rows)], (0, 0) * (tensor.dim() - 2) + (0, padding))
+
+    wanted = {name for name in objective.needs if name in step.columns} | {"rollout_log_prob"}
+    return objective.loss(
+        LossInputs(
+            cut(step.mask), cut(step.version), {name: cut(step.columns[name]) for name in sorted(wanted)}, step=3,
+            **{name: cut(answer) for name, answer in answers.items()},
+        ),
+        totals,
+    )  # fmt: skip
+
+
+def run(
+    objective: Any,
+    step: Step,
+    parts: Sequence[Sequence[int]] | None = None,
+    *,
+    padding: int = 0,
+    dp_size: int = 1,
+    select: bool = True,
+) -> Outcome:
+    """A step done in `parts` (lists of rows; None: all at once), selections first."""
+    if select:
+        step = selected(objective, step)
+    totals = replace(step.totals, dp_size=dp_size)
+    answers = {name: answer.detach().clone().requires_grad_(True) for name, answer in step.answers.items()}
+    losses: list[Tensor] = []
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for rows in parts if parts is not None else [range(len(step.mask))]:
+        done = loss_of(objective, step, answers, rows, totals, padding)
+        losses.append(done.loss)
+        for key, value in done.sums.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+        for key, value in done.maxima.items():
+            maxima[key] = max(maxima.get(key, -np.inf), float(value))
+    loss = torch.stack(losses).sum()
+    found = torch.autograd.grad(loss, list(answers.values()), allow_unused=True, materialize_grads=True)
+    means = {key: value / max(totals.tokens, 1) for key, value in sums.items()}
+    return Outcome(loss.detach(), dict(zip(answers, found, strict=True)), dict(objective.derived(means)), maxima)
+
+
+# --------------------------------------------------------------------------- finite differences
+
+
+@contextmanager
+def detached(answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, `detach` of any tensor is this function."""
+    original = Tensor.detach
+    Tensor.detach = answer  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        Tensor.detach = original
+
+
+def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
+    """The gradient of a scalar function of a tensor, every stop-gradient inside it held at its value at `at`.
+
+    Each `detach` returns what it returned at the base point, so it is the function whose gradient autograd computes.
+    """
+    original = Tensor.detach
+    constants: list[Tensor] = []
+
+    def record(tensor: Tensor) -> Tensor:
+        constants.append(original(tensor).clone())
+        return constants[-1]
+
+    def held(point: Tensor) -> float:
+        left = iter(constants)
+
+        def replay(tensor: Tensor) -> Tensor:
+            constant = next(left)
+            assert constant.shape == tensor.shape
+            return constant
+
+        with detached(replay):
+            value = float(function(point))
+        assert next(left, None) is None, "the function took another path than at the base point"
+        return value
+
+    with detached(record):
+        function(at)
+    result = torch.zeros_like(at)
+    for place in range(at.numel()):
+        nudge = torch.zeros_like(at)
+        nudge.view(-1)[place] = step
+        result.view(-1)[place] = (held(at + nudge) - held(at - nudge)) / (2 * step)
+    return result
