@@ -41,7 +41,8 @@ class PolicyLossLaw(Law):
     """The law of a loss per token."""
 
     on_policy: str
-    """Its gradient at ratio one: `plain` (that of -advantage * log_prob), `factor: ...`, or `none: reason`."""
+    """Its gradient at ratio one: `plain` (that of -advantage * log_prob), `factor: f` (f times that, f being arithmetic
+    in the names of its options, `1 / (1 + tau)` say), or `none: reason`."""
     select: Callable[..., Any] | None = None
     """A selection over the whole mini-batch, made before it is cut; its result is the column `selected`."""
     split: bool = False
