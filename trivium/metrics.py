@@ -120,6 +120,10 @@ declare("train/gate_closed", "fraction of trained tokens that a gate shut out of
 declare("train/kl", "estimate of KL(old, current) over trained tokens", unit="nats")
 declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens", unit="nats", better="down")
 declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
+declare("train/preference_accuracy", "fraction of pairs whose preferred reply has the higher (implied) reward", better="up")  # fmt: skip
+declare("train/preference_margin", "mean of preferred minus rejected (implied) reward", better="up")
+declare("train/preference_chosen", "mean (implied) reward of preferred replies")
+declare("train/preference_rejected", "mean (implied) reward of rejected replies")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
 declare("train/tokens", "tokens trained on", unit="tokens", aggregation="sum")

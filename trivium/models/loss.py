@@ -22,7 +22,8 @@ class LossInputs:
     policy_version: torch.Tensor
     """(B, L) int32: which weights sampled each token."""
     columns: Mapping[str, torch.Tensor]
-    """(B, L) each (some (B, L, K)), without gradient: every column of `objective.needs`, always `rollout_log_prob`."""
+    """(B, L) each (`teacher_top` (B, L, K, 2)), without gradient: every column of `objective.needs`, always
+    `rollout_log_prob`."""
     log_prob: torch.Tensor | None = None
     """(B, L) with gradient: log p(tokens[t] | tokens[:t]) under the current weights; None for a value head.
     Zero outside the mask."""
@@ -30,7 +31,8 @@ class LossInputs:
     """(B, L): entropy in nats of the distribution that token t was drawn from; None for a value head.
     Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
     values: torch.Tensor | None = None
-    """(B, L) with gradient: value of the state before `tokens[t]`; None for a language-model head."""
+    """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of what was said up to and
+    including it (score head); None for a language-model head."""
     candidate_log_prob: torch.Tensor | None = None
     """(B, L, K) with gradient: log-probabilities of the tokens that the column `teacher_top` names; None where the
     objective does not need it."""
@@ -52,6 +54,8 @@ class Totals:
     """Those of `tokens` that no policy of this run sampled."""
     expert_sequences: int = 0
     """Those of `sequences` with at least one such token."""
+    pairs: int = 0
+    """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
     dp_size: int = 1
     """Data-parallel ranks whose gradients are averaged."""
 

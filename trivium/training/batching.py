@@ -20,11 +20,13 @@ from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience
 
 def count(batch: Batch, max_response_length: int) -> Totals:
     """The counts that a whole mini-batch is normalised by; the limit of one reply is a constant of the run."""
+    counts = [e.num_response_tokens for e in batch.experiences]
     trained = [e for e in batch.experiences if e.response_mask.any()]
     expert = [e for e in trained if (e.policy_version[e.response_mask] == EXPERT_VERSION).any()]
     return Totals(
         sum(e.num_response_tokens for e in trained), len(trained), max_response_length,
         expert_tokens=sum(e.num_response_tokens for e in expert), expert_sequences=len(expert),
+        pairs=sum(chosen > 0 and rejected > 0 for chosen, rejected in zip(counts[::2], counts[1::2], strict=False)),
     )  # fmt: skip
 
 
@@ -96,6 +98,10 @@ class MicroBatch:
         flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
         whole = flat.index_copy(0, self.pack.cell[self.rows], values)
         return whole.view(*self.response_mask.shape, *values.shape[1:])
+
+    def trained(self, grid: torch.Tensor) -> torch.Tensor:
+        """The inverse: (B, L, ...) numbers as (N, ...) numbers of the trained tokens."""
+        return grid.flatten(0, 1)[self.pack.cell[self.rows]]
 
 
 def collate(
