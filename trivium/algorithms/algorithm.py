@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from trivium.algorithms.groups import advantage_inputs, batch_of, column, describe, ragged
+from trivium.algorithms.groups import advantage_inputs, batch_of, batch_of_pairs, column, describe, pair_of, ragged
 from trivium.algorithms.inputs import PolicyInputs
 from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
 from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.registered import EstimatorLaw
 from trivium.algorithms.stats import masked_var
-from trivium.types import SCORES, Batch, Group, Metrics
+from trivium.types import SCORES, Batch, Group, Metrics, Teacher
 
 _SCORE_OF = {column: what for what, column in SCORES.items()}
 
@@ -38,7 +39,7 @@ class GroupAlgorithm:
     """An algorithm as a value; implements `protocols.Algorithm`."""
 
     name: str
-    objectives: tuple[PolicyObjective | ValueObjective, ...]
+    objectives: tuple[PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective, ...]
     """In the order they are minimised."""
     estimator: Estimator | None = None
     """None where nothing is judged, as in supervised learning."""
@@ -48,6 +49,10 @@ class GroupAlgorithm:
     """The KL coefficient in the loss, for the log."""
     epochs: int = 1
     mini_batches: int = 1
+    pairs: bool = False
+    """Whether a group is trained on as a pair: its best member and its worst one."""
+    teacher: Teacher | None = None
+    """Whom the policy learns from, where one of the functions asks for a teacher."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,14 +72,18 @@ class GroupAlgorithm:
         return wanted | self.estimator.law.needs | penalty
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups with enough living members to be judged, and what was played."""
+        """The groups with enough living members to be judged (or a better and a worse one, where pairs are wanted),
+        and what was played."""
+        if self.pairs:
+            kept = [group for group in groups if pair_of(group)]
+            return kept, describe(groups, kept) | {"rollout/trajectories": 2 * len(kept)}
         fewest = self.estimator.law.min_group if self.estimator else 1
         kept = [group for group in groups if len(group.alive) >= fewest]
         return kept, describe(groups, kept)
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The experiences of the groups' living members, in order."""
-        return batch_of(groups)
+        """The experiences of the groups' living members, in order; of a pair, the better member's first."""
+        return batch_of_pairs(groups) if self.pairs else batch_of(groups)
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with every column its objectives need; scores named in `needs` must be there already.

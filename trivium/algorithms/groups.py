@@ -17,12 +17,40 @@ from torch import Tensor
 from trivium.algorithms.advantages.inputs import AdvantageInputs
 from trivium.errors import DataError
 from trivium.randomness import stream, uniforms
-from trivium.types import AnyArray, Batch, Group, Metrics, StopReason, Trajectory, experiences_of
+from trivium.types import AnyArray, Batch, Experience, Group, Metrics, StopReason, Trajectory, experiences_of
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
     """The experiences of the groups' living members, in order."""
     return Batch(tuple(e for group in groups for member in group.alive for e in experiences_of(group, member)))
+
+
+def pair_of(group: Group) -> tuple[Trajectory, Trajectory] | None:
+    """(the best, the worst) living member that said something, of equals the first; None where none is better."""
+    said = [member for member in group.alive if member.turns]
+    best, worst = (pick(said, key=lambda member: member.reward, default=None) for pick in (max, min))
+    return (best, worst) if best and worst and best.reward > worst.reward else None
+
+
+def batch_of_pairs(groups: Sequence[Group]) -> Batch:
+    """Two rows for each group that has a pair: the chosen one, the rejected one.
+
+    Raises DataError for a trajectory whose turns rewrote history: it is more than one sequence, and a reply has one
+    probability only as a single one.
+    """
+    pairs = [(group, pair) for group in groups if (pair := pair_of(group))]
+    return Batch(tuple(_single(group, member) for group, pair in pairs for member in pair))
+
+
+def _single(group: Group, member: Trajectory) -> Experience:
+    experiences = experiences_of(group, member)
+    if len(experiences) != 1:
+        raise DataError(
+            "a pair of two sequences",
+            f"trajectory {member.index} of group {group.group_id!r} is {len(experiences)}: a turn rewrote its history",
+            "use a workflow whose turns extend one another, or an algorithm without pairs",
+        )
+    return experiences[0]
 
 
 def describe(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:

@@ -1,7 +1,7 @@
 """Objectives over pairs of rows: chosen, rejected, chosen, rejected, ...
 
-Legend: B rows, L tokens, P = B / 2 pairs. Everything is normalised by the counts of the whole optimizer step, so it does
-not matter how a mini-batch is cut between its pairs.
+Legend: B rows, L tokens, P = B / 2 pairs. Everything is normalised by the counts of the whole optimizer step, so
+it does not matter where between its pairs a mini-batch is cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PreferenceObjective:
     """A loss over preferences, averaged over pairs (or replies) of the whole optimizer step.
 
     A loss that must see every pair at once is evaluated in `select`, at the weights that the update starts from; a
-    micro-batch then contributes the derivatives found there times its own log-probabilities, which is the same gradient.
+    micro-batch then contributes the derivatives found there times its own log-probabilities: the same gradient.
     A comparison counts where both replies have a trained token.
     """
 
