@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Request,
         StopReason,
         Task,
+        Teacher,
     )
 
 Weights = Iterable[tuple[str, Any]]
@@ -194,6 +195,11 @@ class Algorithm(Protocol):
     @property
     def objectives(self) -> Sequence[Objective]:
         """In the order they are minimised."""
+        ...
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """The frozen model behind the scores `teacher` and `teacher_top`; None where neither is needed."""
         ...
 
     @property

@@ -65,6 +65,8 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "ppo": "trivium.algorithms.policy_losses.clipped:ppo",
         "reinforce": "trivium.algorithms.policy_losses.weighted:reinforce",
         "sft": "trivium.algorithms.policy_losses.supervised:sft",
+        "distill": "trivium.algorithms.policy_losses.distillation:distill",
+        "distill_top_k": "trivium.algorithms.policy_losses.distillation:distill_top_k",
     },
     "gates": {},
     "kl_estimators": {
@@ -107,8 +109,20 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "hps": "trivium.algorithms.preference:hps",
     },
     "corrections": {},
-    "filters": {},
-    "shapings": {},
+    "filters": {
+        "zero_variance": "trivium.algorithms.filters:zero_variance",
+        "difficulty": "trivium.algorithms.filters:difficulty",
+        "overlong": "trivium.algorithms.filters:overlong",
+    },
+    "shapings": {
+        "overlong_penalty": "trivium.algorithms.shaping:overlong_penalty",
+        "length_penalty": "trivium.algorithms.shaping:length_penalty",
+        "relative_length": "trivium.algorithms.shaping:relative_length",
+        "clip": "trivium.algorithms.shaping:clip",
+        "scale_shift": "trivium.algorithms.shaping:scale_shift",
+        "group_normalise": "trivium.algorithms.shaping:group_normalise",
+        "running_normalise": "trivium.algorithms.shaping:running_normalise",
+    },
     "train": {
         "torch": "trivium.training.torch:TorchTrainEngine",
     },

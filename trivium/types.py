@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,16 @@ SCORES: Mapping[str, str] = {
 """What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability at the
 moment of asking: before a train step, and before one of its updates. `teacher_top` is (L, K, 2): the teacher's
 likeliest tokens and their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model that the policy learns from."""
+
+    path: Path
+    """A plain Hugging Face directory."""
+    top_k: int
+    """How many of its likeliest tokens the score `teacher_top` holds."""
 
 
 def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:

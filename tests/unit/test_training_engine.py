@@ -218,11 +218,11 @@ class TestUpdate:
 class TestScores:
     def test_only_what_is_asked_for_is_held(self, model_dir, batch):
         engine = make_engine(model_dir)
-        for what in ("ref", "values"):
+        for what in ("ref", "values", "teacher", "teacher_top"):
             with pytest.raises(TriviumError, match="policy"):
                 engine.score(batch, what)
         with pytest.raises(TriviumError, match="no such score"):
-            engine.score(batch, "teacher")
+            engine.score(batch, "nonsense")
 
     def test_the_reference_stays(self, model_dir, batch):
         engine = make_engine(model_dir, PPO)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 from trivium.models.loss import LossInputs, LossOutputs, Totals
 from trivium.protocols import CutAnywhere
 from trivium.training.torch import TorchTrainEngine
-from trivium.types import Batch, Experience
+from trivium.types import Batch, Experience, Teacher
 
 torch.set_num_threads(1)  # models this small are slower on more
 
@@ -110,6 +110,8 @@ class Parts:
 
     objectives: tuple[Any, ...] = (Reinforce(),)
     needs: frozenset[str] = field(default_factory=frozenset[str])
+    name: str = "parts"
+    teacher: Teacher | None = None
 
 
 def make_engine(

@@ -25,7 +25,7 @@ class PolicyInputs:
     response_mask: Tensor
     """Bool."""
     columns: Mapping[str, Tensor]
-    """Every column that the function said it needs. (B, L), or (B, L, K) where it says so."""
+    """Every column that the function said it needs: (B, L), `teacher_top` (B, L, K, 2)."""
     expert: Tensor
     """Bool: trained tokens that no policy of this run sampled."""
     entropy: Tensor | None = None
@@ -73,7 +73,8 @@ def policy_inputs(log_prob: Tensor, response_mask: Tensor, **columns: Tensor) ->
 
 def inside(values: Tensor, mask: Tensor) -> Tensor:
     """The values with zeros outside the mask (B, L); no NaN leaks, neither forward nor backward."""
-    return torch.where(mask if values.dim() == mask.dim() else mask.unsqueeze(-1), values, torch.zeros_like(values))
+    trailing = (1,) * (values.dim() - mask.dim())
+    return torch.where(mask.view(*mask.shape, *trailing), values, torch.zeros_like(values))
 
 
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

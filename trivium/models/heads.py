@@ -1,4 +1,4 @@
-"""A backbone with a head: what a policy says about tokens (log-probability, entropy), what a critic says (value).
+"""A backbone with a head: what a policy says about tokens (log-probability, entropy, ...), what a critic says (value).
 
 Both speak about token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere else.
 """
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
-from trivium.models.log_prob_head import log_prob_and_entropy
+from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, sum_pi_squared
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.randomness import stream
 
@@ -48,16 +48,38 @@ class LanguageModel:
         self._check_head(expected)
         self.autocast = autocast
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it tells apart."""
+        return len(self.weight)
+
     def __call__(
-        self, batch: Pack, rows: torch.Tensor, *, entropy_grad: bool = False
+        self, batch: Pack, rows: torch.Tensor, *, entropy_grad: bool = False, candidates: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log_prob, entropy), each (N,), of the tokens at `rows` of the pack; never the first of a sequence."""
-        with torch.autocast(self.weight.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self.backbone(batch)
+        """(log_prob, entropy), each (N,), of the tokens at `rows` of the pack; never the first of a sequence.
+
+        With `candidates`, (N, K) further token ids for each, `log_prob` is (N, 1 + K).
+        """
+        targets = batch.tokens[rows]
+        if candidates is not None:
+            targets = torch.cat([targets[:, None], candidates], 1)
         return log_prob_and_entropy(
-            _before(hidden, rows), self.weight, self.bias, batch.tokens[rows],
+            self._states(batch, rows), self.weight, self.bias, targets,
             temperature=self.temperature, entropy_grad=entropy_grad,
         )  # fmt: skip
+
+    def sum_pi_squared(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+        """(N,) without gradient: the sum over the vocabulary of p^2, of the distribution each token is drawn from."""
+        return sum_pi_squared(self._states(batch, rows), self.weight, self.bias, temperature=self.temperature)
+
+    def likeliest(self, batch: Pack, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, log_prob), each (N, k), without gradient: what the model would rather have said at `rows`."""
+        return likeliest(self._states(batch, rows), self.weight, self.bias, k, temperature=self.temperature)
+
+    def _states(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.weight.device.type, torch.bfloat16, enabled=self.autocast):
+            hidden = self.backbone(batch)
+        return _before(hidden, rows)
 
     def save(self, directory: Path) -> None:
         """A plain Hugging Face model directory, in the precision the weights are held in."""

@@ -3,13 +3,13 @@
 Forward keeps two numbers per token. Backward computes the logits of a chunk again and turns them, in place, into their
 own gradient. The price is one more matrix product with the output layer.
 
-Legend: N tokens, H width, V vocabulary, C tokens of one chunk.
+Legend: N tokens, H width, V vocabulary, M targets of one token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -33,12 +33,45 @@ def log_prob_and_entropy(
     temperature: float = 1.0,
     entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log_prob, entropy), each (N,) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
+    """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
 
-    `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` (N,) int64. The arithmetic is the
-    weight's, whatever precision `hidden` has. `entropy` has a gradient only with `entropy_grad`.
+    `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
+    (N, M) several, with repetitions if need be. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a
+    gradient only with `entropy_grad`. The arithmetic is the weight's, whatever precision `hidden` has.
     """
-    return _Head.apply(hidden.to(weight.dtype), weight, bias, targets, temperature, entropy_grad)  # pyright: ignore[reportReturnType]
+    several = targets if targets.dim() == 2 else targets[:, None]
+    log_prob, entropy = cast(
+        tuple[torch.Tensor, torch.Tensor],
+        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad),
+    )
+    return log_prob.view(targets.shape), entropy
+
+
+@torch.no_grad()
+def sum_pi_squared(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
+    hidden = hidden.to(weight.dtype)
+    result = hidden.new_empty(len(hidden))
+    for rows in _chunks(len(hidden), weight):
+        p = _logits(hidden[rows], weight, bias, temperature).softmax(1)
+        result[rows] = torch.linalg.vecdot(p, p)
+    return result
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, k: int, *, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids int64, log_prob), each (N, k), without gradient: the k likeliest tokens, the likeliest first."""
+    hidden = hidden.to(weight.dtype)
+    ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
+    for rows in _chunks(len(hidden), weight):
+        logits = _logits(hidden[rows], weight, bias, temperature)
+        top = logits.topk(k, dim=1)
+        ids[rows], log_prob[rows] = top.indices, top.values - torch.logsumexp(logits, dim=1)[:, None]
+    return ids, log_prob
 
 
 def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
@@ -66,12 +99,12 @@ class _Head(torch.autograd.Function):
         entropy_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
-        log_prob, entropy = torch.empty_like(log_norm), torch.empty_like(log_norm)
+        log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
         for rows in _chunks(len(hidden), weight):
             logits = _logits(hidden[rows], weight, bias, temperature)
             norm = torch.logsumexp(logits, dim=1)
             log_norm[rows] = norm
-            log_prob[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - norm
+            log_prob[rows] = logits.gather(1, targets[rows]) - norm[:, None]
             logits -= norm[:, None]
             entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
@@ -93,13 +126,14 @@ class _Head(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         for rows in _chunks(len(hidden), weight):
             log_p = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(log_norm[rows, None])
-            g = grad_log_prob[rows, None]
+            g = grad_log_prob[rows]
+            total = g.sum(1, keepdim=True)
             if ctx.entropy_grad:  # d entropy / d logit = -p (log p + entropy)
                 p = log_p.exp()
-                grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(g).mul_(p)
-            else:  # d log_prob / d logit = [target] - p
-                grad = log_p.exp_().mul_(-g)
-            grad.scatter_add_(1, targets[rows, None], g)
+                grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
+            else:  # d log_prob / d logit = [target] - p, summed over the targets
+                grad = log_p.exp_().mul_(-total)
+            grad.scatter_add_(1, targets[rows], g)
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             if grad_hidden is not None:

@@ -47,24 +47,34 @@ class Learner:
         self.model, self.name, self.optimizer = model, name, optimizer
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
-    def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """`log_prob` or `entropy` of a language model, `values` of a value model: length L each, 0 outside the mask.
+    def score(self, batch: Batch, what: str, *, top_k: int = 0) -> list[AnyArray]:
+        """`log_prob`, `entropy`, `sum_pi_squared` or `top` of a language model, `values` of a value model.
 
+        Leading axis L, 0 outside the mask. `top` is (L, top_k, 2): the likeliest token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
         """
         check_lengths(batch, max_positions(self.model.module))
-        scores: list[AnyArray] = [np.zeros(len(e), np.float32) for e in batch.experiences]
+        trailing = (top_k, 2) if what == "top" else ()
+        scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad():
             for rows in self._cut(batch, "sequence"):
                 micro = self._collate(batch, rows, ())
-                if isinstance(self.model, ValueModel):
-                    numbers = self.model(micro.pack, micro.rows)
-                else:
-                    log_prob, entropy = self.model(micro.pack, micro.rows)
-                    numbers = entropy if what == "entropy" else log_prob
+                numbers = self._numbers(micro, what, top_k)
                 for row, scored in zip(rows, micro.grid(numbers).cpu().numpy(), strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
         return scores
+
+    def _numbers(self, micro: MicroBatch, what: str, top_k: int) -> torch.Tensor:
+        """(N, ...): one score of the trained tokens."""
+        if isinstance(self.model, ValueModel):
+            return self.model(micro.pack, micro.rows)
+        if what == "sum_pi_squared":
+            return self.model.sum_pi_squared(micro.pack, micro.rows)
+        if what == "top":
+            ids, top = self.model.likeliest(micro.pack, micro.rows, top_k)
+            return torch.stack([ids.to(top.dtype), top], -1)
+        log_prob, entropy = self.model(micro.pack, micro.rows)
+        return entropy if what == "entropy" else log_prob
 
     def update(
         self, batch: Batch, objective: TrainableObjective, lr: float, max_grad_norm: float, *, step: int, who: str
@@ -112,7 +122,11 @@ class Learner:
         if isinstance(self.model, ValueModel):
             said["values"] = micro.grid(self.model(micro.pack, micro.rows))
         else:
-            log_prob, entropy = self.model(micro.pack, micro.rows, entropy_grad=entropy_grad)
+            top = micro.columns.get("teacher_top")
+            candidates = None if top is None else micro.trained(top[..., 0]).long()
+            log_prob, entropy = self.model(micro.pack, micro.rows, entropy_grad=entropy_grad, candidates=candidates)
+            if candidates is not None:
+                log_prob, said["candidate_log_prob"] = log_prob[:, 0], micro.grid(log_prob[:, 1:])
             said["log_prob"], said["entropy"] = micro.grid(log_prob), micro.grid(entropy)
         return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **said)
 

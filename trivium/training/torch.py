@@ -28,16 +28,21 @@ _SCORES = {
     "old": ("policy", "log_prob"),
     "log_prob": ("policy", "log_prob"),
     "entropy": ("policy", "entropy"),
+    "sum_pi_squared": ("policy", "sum_pi_squared"),
     "ref": ("reference", "log_prob"),
+    "teacher": ("teacher", "log_prob"),
+    "teacher_top": ("teacher", "top"),
     "values": ("critic", "values"),
 }
-_METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
+_METRIC_NAME = {"policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "value"}
+_EXACT_IDS = 2**24
+"""Token ids below this are exact as float32, which is what columns hold."""
 _WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 
 
 class TorchTrainEngine(TrainEngine):
-    """Policy, and where the algorithm asks for them critic and frozen reference, in this process."""
+    """Policy, and where the algorithm asks for them critic, frozen reference and frozen teacher, in this process."""
 
     class Config(TrainConfig):
         """How the models are trained."""
@@ -92,7 +97,7 @@ class TorchTrainEngine(TrainEngine):
         self._open(self._model_dir, self._model_dir)
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """Per-token numbers without gradient: length L each, 0 outside the response mask.
+        """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
 
         Raises DataError for a sequence that is longer than the model's context.
         """
@@ -100,7 +105,8 @@ class TorchTrainEngine(TrainEngine):
         if what not in _SCORES:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(_SCORES)}")
         role, kind = _SCORES[what]
-        return self._learner(role).score(batch, kind)
+        teacher = self.algorithm.teacher
+        return self._learner(role).score(batch, kind, top_k=teacher.top_k if teacher is not None else 0)
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step.
@@ -138,7 +144,7 @@ class TorchTrainEngine(TrainEngine):
         (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Opens what `save` wrote; the reference still comes from the initial model directory."""
+        """Opens what `save` wrote; the reference still comes from the initial model directory, the teacher from its own."""
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
@@ -193,6 +199,31 @@ class TorchTrainEngine(TrainEngine):
         if "reference" in roles:
             reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
             self._add("reference", reference, trained=False)
+        if "teacher" in roles:
+            self._add_teacher(how)
+
+    def _add_teacher(self, how: dict[str, Any]) -> None:
+        """The teacher speaks of the distribution at the same temperature, over the same tokens."""
+        teacher = self.algorithm.teacher
+        if teacher is None:
+            raise TriviumError(
+                f"the teacher of the algorithm {self.algorithm.name!r}", "it needs one and names none",
+                "say algorithm.teacher.path",
+            )  # fmt: skip
+        model = LanguageModel(teacher.path, temperature=self._temperature, **how)
+        if model.vocabulary != self._policy.vocabulary:
+            raise TriviumError(
+                f"distill {teacher.path} into {self._model_dir}",
+                f"the teacher tells {model.vocabulary} tokens apart, the policy {self._policy.vocabulary}",
+                "use a teacher with the policy's tokenizer and an output layer of the same size",
+            )
+        if "teacher_top" in self.algorithm.needs and not teacher.top_k <= model.vocabulary <= _EXACT_IDS:
+            raise TriviumError(
+                f"the teacher's {teacher.top_k} likeliest tokens",
+                f"its vocabulary has {model.vocabulary}",
+                f"lower algorithm.teacher.top_k; vocabularies beyond {_EXACT_IDS} tokens are not supported",
+            )
+        self._add("teacher", model, trained=False)
 
     def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool) -> None:
         optimizer = None

@@ -1,0 +1,88 @@
+"""Losses that draw the policy towards a teacher: a frozen model that says how likely it finds the policy's tokens.
+
+Both measure the divergence of the two next-token distributions in the contexts that the batch holds; what a token does
+to the contexts after it is not credited to it.
+
+Legend: B sequences, L tokens, K candidates: the teacher's likeliest tokens at a position.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from trivium.algorithms.inputs import PerToken, PolicyInputs
+from trivium.algorithms.registered import policy_loss
+from trivium.errors import DataError
+
+_LEAST_TAIL = 1e-6
+"""A tail below this counts as this much: `1 - sum` is rounding there, and two such tails must not differ."""
+
+
+@policy_loss(
+    formula="-(teacher_log_prob - log_prob).detach() log_prob",
+    source="on-policy distillation: MiniLLM, Gu et al. 2024, eq. 2; per token as in Lu and Thinking Machines Lab 2025",
+    needs=("teacher_log_prob",),
+    on_policy="none: it follows the teacher, whatever a token earned",
+)
+def distill(x: PolicyInputs) -> PerToken:
+    """Reverse KL to the teacher, from the sampled tokens alone: its mean gradient is that of KL(policy, teacher).
+
+    It trusts that the current weights sampled the tokens. Where the teacher agrees, the gradient is exactly zero.
+    """
+    gap = (x.log_prob - x.columns["teacher_log_prob"]).detach()
+    return PerToken(gap * x.log_prob, {"train/teacher_kl": gap})
+
+
+@policy_loss(
+    formula="{direction=forward:sum p_T log(p_T / p)}{direction=reverse:sum p log(p / p_T)} over the teacher's likeliest tokens and one bucket for all others",  # noqa: E501
+    source="knowledge distillation, Hinton et al. 2015; both directions, GKD, Agarwal et al. 2024, section 3",
+    needs=("teacher_top",),
+    on_policy="none: it follows the teacher, whatever a token earned",
+)
+def distill_top_k(
+    x: PolicyInputs,
+    *,
+    direction: Annotated[
+        Literal["forward", "reverse"],
+        Field(description="`forward` is KL(teacher, policy), which covers; `reverse` KL(policy, teacher), which seeks"),
+    ] = "reverse",
+) -> PerToken:
+    """The KL of the two distributions after all but the teacher's K likeliest tokens fell into one bucket.
+
+    That is a lower bound of the KL over the vocabulary, and the KL itself where K is the vocabulary. It is exact for
+    any token of any origin: nothing is sampled. Where the two agree, every gradient is exactly zero.
+    Raises DataError where the head was not asked about the candidates.
+    """
+    if x.candidate_log_prob is None:
+        raise DataError(
+            "the policy's log-probabilities of the teacher's tokens", "None",
+            "list `teacher_top` among what the loss needs",
+        )  # fmt: skip
+    policy, teacher = x.candidate_log_prob, x.columns["teacher_top"][..., 1]
+    reverse = _divergence(policy, teacher)
+    loss = reverse if direction == "reverse" else _divergence(teacher, policy)
+    return PerToken(loss, {"train/teacher_kl": reverse, "train/teacher_mass": teacher.exp().sum(-1)})
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(B, L): KL(p, q) over K candidates, log-probabilities (B, L, K), and the bucket of what they leave over."""
+    return _terms(log_p, log_q).sum(-1) + _terms(_log_tail(log_p), _log_tail(log_q))
+
+
+def _terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p log(p / q) - p + q for each bucket.
+
+    The last two sum to nothing over all buckets; with them each term is at least 0, and its gradient is exactly 0 where
+    p = q, not only the sum of all.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    return p * (log_p - log_q) - p + q
+
+
+def _log_tail(log_prob: Tensor) -> Tensor:
+    """(B, L): log of the probability that K candidates leave over. A tail that is held keeps its gradient."""
+    tail = 1 - log_prob.exp().sum(-1)
+    return (tail.clamp(min=_LEAST_TAIL).detach() + (tail - tail.detach())).log()
