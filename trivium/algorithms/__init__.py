@@ -21,10 +21,13 @@ from trivium.algorithms.registered import (
     catalogue,
     entropy_term,
     gate,
+    group_filter,
     kl_estimator,
     policy_loss,
     selection,
+    shaping,
 )
+from trivium.algorithms.shaping import ShapingInputs
 from trivium.algorithms.value_loss import compute_value_loss
 from trivium.config import AlgorithmConfig
 from trivium.registry import resolve
@@ -45,6 +48,7 @@ __all__ = [
     "PolicyInputs",
     "PolicyObjective",
     "Preset",
+    "ShapingInputs",
     "ValueObjective",
     "advantage",
     "agg_loss",
@@ -59,9 +63,11 @@ __all__ = [
     "entropy_term",
     "gate",
     "get_kl_controller",
+    "group_filter",
     "kl_estimator",
     "kl_penalty",
     "policy_inputs",
     "policy_loss",
     "selection",
+    "shaping",
 ]

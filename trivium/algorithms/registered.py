@@ -59,6 +59,10 @@ class EstimatorLaw(Law):
     """Whether equal rewards in a group mean advantages of exactly zero."""
     baseline: bool = False
     """Whether it reads the reward of a greedy reply (`greedy_reward`), which the explorer then plays for every task."""
+    judged: bool = True
+    """Whether it reads `token_level_rewards`; else a change to them (shaping, a KL penalty) has no effect."""
+    whitens: bool = False
+    """Whether its advantages have mean 0 and variance 1 over the batch, unless an option `whiten` says no."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,14 @@ def advantage(
     min_group: int = 1,
     centred: bool = False,
     baseline: bool = False,
+    judged: bool = True,
+    whitens: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Makes `f(x: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name."""
-    return with_law(EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline))
+    """Makes `f(x: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name.
+
+    `needs` may name columns of `AdvantageInputs` that no engine scores (`turn`, `uniform`, ...) beside scores.
+    """
+    return with_law(EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline, judged, whitens))
 
 
 def selection(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:

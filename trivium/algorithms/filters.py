@@ -1,0 +1,87 @@
+"""Which groups are worth training on: rules that look at one group at a time, at its rewards as they were given.
+
+Legend: R total reward of a living member of the group, or one component of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from trivium.algorithms.registered import group_filter
+from trivium.errors import DataError
+from trivium.types import Group, StopReason
+
+Component = Annotated[str, Field(description="which component of the reward it looks at; empty for the total")]
+
+
+class Filter(NamedTuple):
+    """A rule of a config."""
+
+    name: str
+    """What it refuses is counted as `rollout/refused/<name>`."""
+    keeps: Callable[[Group], bool]
+
+
+@group_filter(
+    formula="keep if max(R) - min(R) > tolerance{component:, R of component}",
+    source="dynamic sampling: DAPO, Yu et al. 2025, section 3.2",
+    min_group=2,
+)
+def zero_variance(
+    group: Group,
+    *,
+    tolerance: Annotated[float, Field(ge=0, description="rewards this close to each other count as equal")] = 0.0,
+    component: Component = "",
+) -> bool:
+    """Members that all got the same have nothing to tell each other apart by.
+
+    A member that is alone, because the others failed, is no evidence of that: it is kept.
+    """
+    rewards = _rewards(group, component)
+    return len(rewards) == 1 or max(rewards) - min(rewards) > tolerance
+
+
+@group_filter(
+    formula="keep if low < mean(R) < high{component:, R of component}",
+    source="online prompt filtering: PRIME, Cui et al. 2025; with 0 and 1, DAPO, Yu et al. 2025, eq. 11",
+)
+def difficulty(
+    group: Group,
+    *,
+    low: Annotated[float, Field(description="a group that got no more on average is too hard")] = 0.0,
+    high: Annotated[float, Field(description="a group that got no less on average is too easy")] = 1.0,
+    component: Component = "",
+) -> bool:
+    """Tasks that the policy solves neither always nor never, for rewards between `low` and `high`."""
+    return low < fmean(_rewards(group, component)) < high
+
+
+@group_filter(
+    formula="keep if the fraction of members that a length limit cut < below",
+    source="overlong filtering: DAPO, Yu et al. 2025, section 3.4, for whole groups",
+)
+def overlong(
+    group: Group,
+    *,
+    below: Annotated[float, Field(gt=0, le=1, description="the fraction from which on a group is refused")] = 1.0,
+) -> bool:
+    """Where nobody came to an end, rewards say more about the length limit than about the replies."""
+    return fmean(member.stop_reason == StopReason.LENGTH for member in group.alive) < below
+
+
+def _rewards(group: Group, component: str) -> list[float]:
+    """What each living member got; raises DataError for a component that one of them does not have."""
+    if not component:
+        return [member.reward for member in group.alive]
+    for member in group.alive:
+        if component not in member.rewards:
+            raise DataError(
+                f"filter by the reward component {component!r}",
+                f"a trajectory of task {group.task.task_id!r} has {sorted(member.rewards)}",
+                "name one of them in the filter, or leave `component` out",
+            )
+    return [member.rewards[component] for member in group.alive]

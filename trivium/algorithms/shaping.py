@@ -1,0 +1,218 @@
+"""Changes to a trajectory's reward between the judge and the estimator, in the order a config lists them.
+
+Legend: T trajectories. All arithmetic is in float64. Filters have looked at the rewards before they are shaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import fsum, sqrt
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trivium.algorithms.registered import ShapingLaw, shaping
+from trivium.algorithms.stats import distinct, group_statistics
+from trivium.errors import DataError
+
+
+@dataclass
+class Moments:
+    """Mean and spread of every number seen so far: Welford 1962, merged as by Chan, Golub and LeVeque 1983."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of squared distances from the mean."""
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two numbers."""
+        return sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values: Sequence[float]) -> None:
+        """Sees these numbers too; in which order they come makes no difference, to the bit."""
+        if not values:
+            return
+        count, mean = len(values), fsum(values) / len(values)
+        distance, total = mean - self.mean, self.count + count
+        self.squares += fsum((value - mean) ** 2 for value in values) + distance**2 * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingInputs:
+    """What a shaping reads; every tensor (T,)."""
+
+    reward: Tensor
+    """Float64: the total reward as the shapings before this one left it."""
+    length: Tensor
+    """Int64: tokens that the policy sampled."""
+    truncated: Tensor
+    """Bool: whether a length limit cut the last turn."""
+    group: Tensor
+    """Int64: equal for the members of one group."""
+    max_new_tokens: int
+    """The longest reply that sampling allows."""
+    moments: Moments | None = None
+    """Of every reward that came to this shaping, this step's included; given where it is needed."""
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """A shaping of a config."""
+
+    function: Callable[[ShapingInputs], Tensor]
+    law: ShapingLaw
+    moments: Moments | None = None
+    """What it has seen, where it needs that. The one thing here that changes."""
+
+
+def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
+    """The rewards (T,) after one shaping upon the other; what counts rewards counts those of `x`.
+
+    Raises DataError where one of them gives anything but a finite number per trajectory.
+    """
+    for step in shapings:
+        if step.moments is not None:
+            step.moments.update([float(reward) for reward in x.reward])
+        reward = step.function(replace(x, moments=step.moments))
+        if reward.shape != x.reward.shape or not bool(reward.isfinite().all()):
+            name = getattr(step.function, "func", step.function).__name__
+            raise DataError(
+                f"rewards shaped by {name!r}",
+                f"shape {tuple(reward.shape)} for {len(x.reward)} trajectories, or a number that is not finite",
+                "return one finite number for each trajectory",
+            )
+        x = replace(x, reward=reward.double())
+    return x.reward
+
+
+Limit = Annotated[
+    int | None,
+    Field(ge=1, description="L_max: the longest reply, in tokens; unset, `engine.sampling.max_new_tokens`"),
+]
+
+
+@shaping(
+    formula="R - factor * clip(1 - (L_max - length) / (buffer * L_max), 0, 1){limit:, L_max = limit}",
+    source="soft overlong punishment: DAPO, Yu et al. 2025, eq. 13",
+)
+def overlong_penalty(
+    x: ShapingInputs,
+    *,
+    factor: Annotated[float, Field(gt=0, description="what a reply of full length loses; none loses more")] = 1.0,
+    buffer: Annotated[
+        float, Field(gt=0, le=1, description="the last part of the limit, over which the loss grows from nothing")
+    ] = 0.2,
+    limit: Limit = None,
+) -> Tensor:
+    """Replies that come near the length limit lose reward: linearly within the buffer, and never more than `factor`.
+
+    The paper's buffer is 4096 of 20480 tokens. The limit is that of a reply; set it where a trajectory has several.
+    """
+    longest = limit or x.max_new_tokens
+    room = max(1, round(buffer * longest))
+    return x.reward - factor * (1 - (longest - x.length.double()) / room).clamp(0, 1)
+
+
+@shaping(
+    formula="R - coef * length / L_max{limit:, L_max = limit}",
+    source="LCPO, Aggarwal and Welleck 2025, with a target length of 0",
+)
+def length_penalty(
+    x: ShapingInputs,
+    *,
+    coef: Annotated[float, Field(gt=0, description="what a reply of full length loses")] = 0.1,
+    limit: Limit = None,
+) -> Tensor:
+    """Every token costs the same."""
+    return x.reward - coef * x.length.double() / (limit or x.max_new_tokens)
+
+
+@shaping(
+    formula="R + coef * (w if R >= threshold else min(w, 0)); w = 0.5 - (length - shortest) / (longest - shortest)",
+    source="Kimi k1.5, Kimi Team 2025, section 2.3.3",
+)
+def relative_length(
+    x: ShapingInputs,
+    *,
+    coef: Annotated[
+        float, Field(gt=0, description="the most that length can cost; half of it is the most it can earn")
+    ] = 0.2,
+    threshold: Annotated[float, Field(description="a reward of at least this counts as right")] = 1.0,
+) -> Tensor:
+    """Among right replies of a group short ones gain and long ones lose; wrong ones can only lose.
+
+    Nothing changes in a group whose members are all equally long.
+    """
+    ids, inverse, _ = distinct(x.group)
+    length = x.length.double()
+    shortest = length.new_full((len(ids),), torch.inf).scatter_reduce(0, inverse, length, "amin")[inverse]
+    longest = length.new_zeros(len(ids)).scatter_reduce(0, inverse, length, "amax")[inverse]
+    weight = 0.5 - (length - shortest) / (longest - shortest).clamp(min=1)
+    weight = torch.where(longest == shortest, 0.0, weight)
+    return x.reward + coef * torch.where(x.reward >= threshold, weight, weight.clamp(max=0))
+
+
+@shaping(formula="clip(R, low, high)", source="reward clipping: DQN, Mnih et al. 2015")
+def clip(
+    x: ShapingInputs,
+    *,
+    low: Annotated[float, Field(le=0, description="no reward is lower")] = -10.0,
+    high: Annotated[float, Field(ge=0, description="no reward is higher")] = 10.0,
+) -> Tensor:
+    """Rewards within bounds, against a reward model's outliers."""
+    return x.reward.clamp(low, high)
+
+
+@shaping(formula="scale * R + shift", source="an affine change of units")
+def scale_shift(
+    x: ShapingInputs,
+    *,
+    scale: Annotated[float, Field(description="factor")] = 1.0,
+    shift: Annotated[float, Field(description="added after it")] = 0.0,
+) -> Tensor:
+    """Other units: from {0, 1} to {-1, 1} with scale 2 and shift -1."""
+    return scale * x.reward + shift
+
+
+@shaping(
+    formula="(R - mean(R over the group)){norm_by_std: / (std(R over the group) + epsilon)}",
+    source="GRPO, Shao et al. 2024, section 4.1.2, ahead of any other estimator",
+)
+def group_normalise(
+    x: ShapingInputs,
+    *,
+    norm_by_std: Annotated[bool, Field(description="whether to divide by the group's standard deviation")] = True,
+    epsilon: Annotated[float, Field(gt=0, description="added to the standard deviation")] = 1e-6,
+) -> Tensor:
+    """Rewards relative to their group, for estimators that compare no members; a group of one keeps its reward."""
+    stats = group_statistics(x.reward, x.group)
+    normalised = stats.centred / (stats.std + epsilon) if norm_by_std else stats.centred
+    return torch.where(stats.count == 1, x.reward, normalised)
+
+
+@shaping(
+    formula="(R{minus_mean: - mean}) / std; {minus_mean:mean and }std of every reward so far, std >= min_std or else 1",
+    source="reward scaling: Engstrom et al. 2020, with the moments of Welford 1962",
+    needs=("moments",),
+)
+def running_normalise(
+    x: ShapingInputs,
+    *,
+    minus_mean: Annotated[bool, Field(description="whether the mean is taken off as well")] = False,
+    min_std: Annotated[
+        float, Field(gt=0, description="a smaller standard deviation is no spread: it divides nothing")
+    ] = 1e-6,
+) -> Tensor:
+    """Rewards in units of the spread of all that were ever trained on; the moments survive a resume."""
+    moments = x.moments
+    if moments is None:
+        raise DataError("running_normalise", "no moments", "call it through an algorithm's `shaping`")
+    centred = x.reward - moments.mean if minus_mean else x.reward
+    return centred / (moments.std if moments.std >= min_std else 1.0)
