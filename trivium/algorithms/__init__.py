@@ -24,8 +24,8 @@ from trivium.algorithms.registered import (
     group_filter,
     kl_estimator,
     policy_loss,
+    reward_shaping,
     selection,
-    shaping,
 )
 from trivium.algorithms.shaping import ShapingInputs
 from trivium.algorithms.value_loss import compute_value_loss
@@ -68,6 +68,6 @@ __all__ = [
     "kl_penalty",
     "policy_inputs",
     "policy_loss",
+    "reward_shaping",
     "selection",
-    "shaping",
 ]

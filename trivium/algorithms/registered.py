@@ -212,7 +212,7 @@ def group_filter(*, formula: str, source: str, min_group: int = 1) -> Callable[[
     return with_law(FilterLaw(formula, source, frozenset(), min_group))
 
 
-def shaping(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+def reward_shaping(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: ShapingInputs, *, options...) -> (T,) rewards` one that an entry of `shaping` can name.
 
     `needs` may name `moments`: the mean and standard deviation of every reward seen so far, this step's included.
@@ -289,7 +289,7 @@ def _decorator_of(kind: type[Law]) -> str:
     decorators: dict[type[Law], Callable[..., Any]] = {
         PolicyLossLaw: policy_loss, EstimatorLaw: advantage, SelectionLaw: selection, GateLaw: gate,
         KlLaw: kl_estimator, EntropyLaw: entropy_term, AggregationLaw: aggregation, FilterLaw: group_filter,
-        ShapingLaw: shaping, PairLossLaw: pair_loss, ScoreLossLaw: score_loss,
+        ShapingLaw: reward_shaping, PairLossLaw: pair_loss, ScoreLossLaw: score_loss,
     }  # fmt: skip
     return decorators[kind].__name__
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.registered import ShapingLaw, shaping
+from trivium.algorithms.registered import ShapingLaw, reward_shaping
 from trivium.algorithms.stats import distinct, group_statistics
 from trivium.errors import DataError
 
@@ -98,7 +98,7 @@ Limit = Annotated[
 ]
 
 
-@shaping(
+@reward_shaping(
     formula="R - factor * clip(1 - (L_max - length) / (buffer * L_max), 0, 1){limit:, L_max = limit}",
     source="soft overlong punishment: DAPO, Yu et al. 2025, eq. 13",
 )
@@ -120,7 +120,7 @@ def overlong_penalty(
     return x.reward - factor * (1 - (longest - x.length.double()) / room).clamp(0, 1)
 
 
-@shaping(
+@reward_shaping(
     formula="R - coef * length / L_max{limit:, L_max = limit}",
     source="LCPO, Aggarwal and Welleck 2025, with a target length of 0",
 )
@@ -134,7 +134,7 @@ def length_penalty(
     return x.reward - coef * x.length.double() / (limit or x.max_new_tokens)
 
 
-@shaping(
+@reward_shaping(
     formula="R + coef * (w if R >= threshold else min(w, 0)); w = 0.5 - (length - shortest) / (longest - shortest)",
     source="Kimi k1.5, Kimi Team 2025, section 2.3.3",
 )
@@ -159,7 +159,7 @@ def relative_length(
     return x.reward + coef * torch.where(x.reward >= threshold, weight, weight.clamp(max=0))
 
 
-@shaping(formula="clip(R, low, high)", source="reward clipping: DQN, Mnih et al. 2015")
+@reward_shaping(formula="clip(R, low, high)", source="reward clipping: DQN, Mnih et al. 2015")
 def clip(
     x: ShapingInputs,
     *,
@@ -170,7 +170,7 @@ def clip(
     return x.reward.clamp(low, high)
 
 
-@shaping(formula="scale * R + shift", source="an affine change of units")
+@reward_shaping(formula="scale * R + shift", source="an affine change of units")
 def scale_shift(
     x: ShapingInputs,
     *,
@@ -181,7 +181,7 @@ def scale_shift(
     return scale * x.reward + shift
 
 
-@shaping(
+@reward_shaping(
     formula="(R - mean(R over the group)){norm_by_std: / (std(R over the group) + epsilon)}",
     source="GRPO, Shao et al. 2024, section 4.1.2, ahead of any other estimator",
 )
@@ -197,7 +197,7 @@ def group_normalise(
     return torch.where(stats.count == 1, x.reward, normalised)
 
 
-@shaping(
+@reward_shaping(
     formula="(R{minus_mean: - mean}) / std; {minus_mean:mean and }std of every reward so far, std >= min_std or else 1",
     source="reward scaling: Engstrom et al. 2020, with the moments of Welford 1962",
     needs=("moments",),
