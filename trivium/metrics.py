@@ -94,7 +94,12 @@ declare("reward/max", "highest total reward", aggregation="max")
 declare("reward/equal_groups", "fraction of groups whose members all got the same reward", better="down")  # fmt: skip
 declare("reward/component/*", "mean of one reward component, weight applied", better="up")
 declare("rollout/groups", "groups taken from the buffer", aggregation="sum")
-declare("rollout/refused", "groups left out: too few of their members live, or pairs are wanted and none is better", aggregation="sum", better="down")
+declare(
+    "rollout/refused",
+    "groups left out: too few living members, or a pair wanted and none is better",
+    aggregation="sum",
+    better="down",
+)
 declare("rollout/trajectories", "trajectories trained on", aggregation="sum")
 declare("rollout/failed", "trajectories that failed and were left out", aggregation="sum", better="down")
 declare("rollout/failed/*", "failed trajectories by the side that failed", aggregation="sum", better="down")
@@ -116,6 +121,16 @@ declare("train/advantage_mean", "mean advantage over trained tokens")
 declare("train/advantage_abs", "mean absolute advantage over trained tokens")
 declare("train/clip_fraction", "fraction of trained tokens whose ratio was clipped")
 declare("train/clip_fraction_lower", "fraction of trained tokens held by the dual clip")
+declare(
+    "train/clip_fraction_up", "fraction of trained tokens with a positive advantage and a ratio outside the clip range"
+)
+declare(
+    "train/clip_fraction_down",
+    "fraction of trained tokens with a negative advantage and a ratio outside the clip range",
+)
+declare("train/left_out", "fraction of trained tokens that the policy loss itself leaves out")
+declare("train/ratio", "mean ratio of current and old policy over trained tokens")
+declare("train/log_ratio_abs", "mean distance of current and old log-probability over trained tokens", unit="nats")
 declare("train/gate_closed", "fraction of trained tokens that a gate shut out of the policy loss")
 declare("train/kl", "estimate of KL(old, current) over trained tokens", unit="nats")
 declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens", unit="nats", better="down")

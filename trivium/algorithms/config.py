@@ -86,13 +86,9 @@ class CriticConfig(Config):
     """How token losses become one number."""
 
 
-class UpdateConfig(AlgorithmConfig):
-    """What every algorithm has: a policy loss, and how often a step's data are used."""
+class PassesConfig(AlgorithmConfig):
+    """What every algorithm has: how often a step's data are used."""
 
-    policy_loss: PolicyLossPlugin
-    """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
-    aggregate: Aggregation = "token-mean"
-    """How token losses become one number."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a step's data."""
     mini_batches: int = Field(default=1, ge=1)
@@ -107,17 +103,26 @@ class UpdateConfig(AlgorithmConfig):
             )  # fmt: skip
 
 
+class UpdateConfig(PassesConfig):
+    """What algorithms with a loss per token have."""
+
+    policy_loss: PolicyLossPlugin
+    """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
+    aggregate: Aggregation = "token-mean"
+    """How token losses become one number."""
+
+
 class SupervisedConfig(UpdateConfig):
     """Imitation: a policy loss that reads nothing but the policy's own log-probabilities."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        if not _explored(run) and run.schedule.group_size != 1:
+        if not is_explored(run) and run.schedule.group_size != 1:
             yield Problem(
                 "schedule.group_size", f"{run.schedule.group_size} trajectories per task",
                 f"buffer.kind {run.buffer.kind!r} has one reply per task, so it would have no effect", "set it to 1",
             )  # fmt: skip
-        loss = _law(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
+        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
         elif loss.needs:
@@ -144,7 +149,7 @@ class PolicyGradientConfig(UpdateConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        if not _explored(run):
+        if not is_explored(run):
             yield Problem(
                 f"{where}.kind", f"the algorithm {self.kind!r} on buffer.kind {run.buffer.kind!r}",
                 "the policy did not sample these replies and nothing judged them: there is no reward to learn from",
@@ -162,12 +167,12 @@ class PolicyGradientConfig(UpdateConfig):
             (self.entropy.term, "entropies", EntropyLaw, f"{where}.entropy.term"),
             *((gate, "gates", GateLaw, f"{where}.gates[{i}]") for i, gate in enumerate(self.gates)),
         )
-        loss = _law(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
+        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
         else:
             yield from self._loss_problems(loss, run, where)
-        estimator = _law(self.advantage, "advantages", EstimatorLaw, f"{where}.advantage")
+        estimator = law_or_problem(self.advantage, "advantages", EstimatorLaw, f"{where}.advantage")
         if isinstance(estimator, Problem):
             yield estimator
         else:
@@ -283,7 +288,7 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
                 f"{where}.{name}", f"an adaptive controller's {name}", "the controller is fixed",
                 f"set {where}.controller: adaptive",
             )  # fmt: skip
-    law = _law(kl.estimator, "kl_estimators", KlLaw, f"{where}.estimator")
+    law = law_or_problem(kl.estimator, "kl_estimators", KlLaw, f"{where}.estimator")
     if in_reward and isinstance(law, KlLaw) and law.needs > {"ref_log_prob"}:
         yield Problem(
             f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
@@ -300,17 +305,17 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
 def _law_problems(*sections: tuple[Plugin, str, type[Law], str]) -> Iterator[Problem]:
     """The functions that were not made for the place where they are named."""
     for section, room, kind, where in sections:
-        law = _law(section, room, kind, where)
+        law = law_or_problem(section, room, kind, where)
         if isinstance(law, Problem):
             yield law
 
 
-def _explored(run: RunConfig) -> bool:
+def is_explored(run: RunConfig) -> bool:
     """Whether the policy itself plays what it is trained on."""
     return resolve("buffers", run.buffer.kind).explored
 
 
-def _law(section: Plugin, room: str, kind: type[LawT], where: str) -> LawT | Problem:
+def law_or_problem(section: Plugin, room: str, kind: type[LawT], where: str) -> LawT | Problem:
     """The law of the function a section names, or what is wrong with it."""
     try:
         return chosen(room, section, kind)[1]
