@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from algorithms_page import algorithms_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -210,7 +211,7 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+PAGES = {"algorithms.md": algorithms_page, "config.md": config_page, "metrics.md": metrics_page}
 
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)

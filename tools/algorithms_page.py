@@ -1,0 +1,127 @@
+"""docs/algorithms.md, written from the registry: every formula with its paper, its options and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from trivium.algorithms.formulas import general, shown
+from trivium.algorithms.registered import EstimatorLaw, GateLaw, KlLaw, Law, PolicyLossLaw
+from trivium.registry import CATALOGUE, resolve
+
+HEAD = """# Algorithms
+
+Generated from the registry by `make docs`: the formulas below are those of the functions that run. An algorithm is an
+advantage estimator, a policy loss, terms, gates and an aggregation; a preset names them, and a config may say otherwise
+part by part. `trivium explain CONFIG` prints the same with the values of a config.
+
+In the formulas `A` is the advantage of a token, `R` a trajectory's reward, `r = exp(log_prob - old_log_prob)`, `p` and
+`q` the log-probabilities of the token under policy and reference, `H` the entropy, `V` a critic's value. Names of
+options stand for their values; what is in square brackets depends on an option. Losses are minimised.
+"""
+
+ROOMS = {
+    "advantages": ("Advantage estimators", "`algorithm.advantage: {kind: NAME, ...}`: what a token was worth."),
+    "policy_losses": ("Policy losses", "`algorithm.policy_loss: {kind: NAME, ...}`: the loss of one token."),
+    "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
+    "corrections": ("Off-policy corrections", "`algorithm.correction: NAME`, or its keys spelled out."),
+    "kl_estimators": ("KL estimators", "`algorithm.kl.estimator: NAME`: from the sampled tokens, in nats."),
+    "entropies": ("Entropy terms", "`algorithm.entropy.term: NAME`."),
+    "aggregations": ("Aggregations", "`algorithm.aggregate: NAME`: how the losses of tokens become one number."),
+    "filters": ("Filters", "`algorithm.filters: [{kind: NAME, ...}]`: which groups are not trained on."),
+    "shapings": ("Reward shaping", "`algorithm.shaping: [{kind: NAME, ...}]`: what happens to a reward, in order."),
+    "pair_losses": ("Preference losses", "`algorithm.pair_loss: {kind: NAME, ...}`: the loss of a pair of replies."),
+    "score_losses": ("Reward-model losses", "the loss of a pair of scores."),
+}
+
+
+def algorithms_page() -> str:
+    """docs/algorithms.md."""
+    parts = [HEAD, "## Presets\n", "`algorithm: {kind: NAME}`.\n", _presets()]
+    for room, (title, where) in ROOMS.items():
+        parts += [f"## {title}\n", f"{where}\n", *_room(room)]
+    return "\n".join(parts)
+
+
+def _presets() -> str:
+    rows = ["| name | what it says | paper |", "|---|---|---|"]
+    for name in CATALOGUE["algorithms"]:
+        preset = resolve("algorithms", name)
+        says = ", ".join(f"`{key}: {_said(value)}`" for key, value in preset.says.items())
+        rows.append(f"| `{name}` | {says} | {_cell(preset.source)} |")
+    return "\n".join([*rows, ""])
+
+
+def _said(value: Any) -> str:
+    """A value as YAML in one line; a section of nothing but its kind is that kind."""
+    if isinstance(value, dict):
+        said: dict[str, Any] = dict(value)
+        if set(said) == {"kind"}:
+            return str(said["kind"])
+        return "{" + ", ".join(f"{key}: {_said(inner)}" for key, inner in said.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_said(inner) for inner in value) + "]"
+    return shown(value)
+
+
+def _room(room: str) -> Iterator[str]:
+    """Each function once, under all the names it goes by."""
+    names: dict[int, list[str]] = {}
+    things: dict[int, Any] = {}
+    for name in CATALOGUE[room]:
+        thing = resolve(room, name)
+        names.setdefault(id(thing), []).append(name)
+        things[id(thing)] = thing
+    for key, thing in things.items():
+        yield "### " + ", ".join(f"`{name}`" for name in names[key]) + "\n"
+        law = getattr(thing, "law", None)
+        yield from _function(thing, law) if isinstance(law, Law) else _value(thing)
+
+
+def _function(function: Any, law: Law) -> Iterator[str]:
+    yield f"    {general(law.formula)}\n"
+    yield f"{' '.join((function.__doc__ or '').split())} *{law.source}.*\n"
+    facts = [f"Reads {', '.join(f'`{name}`' for name in sorted(law.needs))}." if law.needs else "", *_facts(law)]
+    if any(facts):
+        yield " ".join(filter(None, facts)) + "\n"
+    options = {name: field for name, field in function.Config.model_fields.items() if name != "kind"}
+    if options:
+        yield "\n".join(
+            ["| option | default | meaning |", "|---|---|---|", *map(_option, options, options.values()), ""]
+        )
+
+
+def _facts(law: Law) -> Iterator[str]:
+    match law:
+        case PolicyLossLaw():
+            yield f"On policy its gradient is {law.on_policy}."
+            if law.select is not None:
+                chosen: Law = vars(law.select)["law"]
+                yield f"`selected`: {general(chosen.formula)}, over the whole mini-batch."
+        case EstimatorLaw():
+            yield f"Needs groups of at least {law.min_group}." if law.min_group > 1 else ""
+            yield "Equal rewards mean advantages of exactly zero." if law.centred else ""
+            yield "The explorer plays one more reply, greedily, for each task." if law.baseline else ""
+        case GateLaw():
+            yield f"Sees one {'sequence' if law.scope == 'row' else 'mini-batch'} at a time."
+        case KlLaw():
+            yield f"Gradient on policy: {law.gradient}."
+        case _:
+            return
+
+
+def _option(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{shown(field.default)}`"
+    return f"| `{name}` | {default} | {_cell(field.description or '')} |"
+
+
+def _value(section: Any) -> Iterator[str]:
+    """A named section: what it says."""
+    said = section.model_dump(mode="json", exclude_defaults=True)
+    yield f"    {_said(said)}\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
