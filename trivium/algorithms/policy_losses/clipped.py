@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import torch
@@ -14,6 +15,17 @@ from trivium.algorithms.registered import policy_loss
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError
 
+ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the ratio may fall below one")]
+ClipHigh = Annotated[float, Field(ge=0, description="how far the ratio may rise above one")]
+
+
+def clipped_surrogate(x: PolicyInputs, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """(PPO's loss without a dual clip, whether the clip decided it) of each token, (B, L)."""
+    ratio = x.log_ratio.exp()
+    plain = -x.advantages * ratio
+    clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(plain, clipped), clipped > plain
+
 
 @policy_loss(
     formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}; r = exp(log_prob - old_log_prob)",  # noqa: E501
@@ -24,24 +36,60 @@ from trivium.errors import ConfigError
 def ppo(
     x: PolicyInputs,
     *,
-    clip_low: Annotated[float, Field(ge=0, le=1, description="how far the ratio may fall below one")] = 0.2,
-    clip_high: Annotated[float, Field(ge=0, description="how far the ratio may rise above one")] = 0.2,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
     dual_clip: Annotated[
         float | None, Field(gt=1, description="bound of the ratio where the advantage is negative; null for none")
     ] = 3.0,
 ) -> PerToken:
     """The clipped surrogate of proximal policy optimisation."""
-    ratio = x.log_ratio.exp()
-    plain = -x.advantages * ratio
-    clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {"train/clip_fraction": (clipped > plain).to(loss.dtype)}
+    loss, clipped = clipped_surrogate(x, clip_low, clip_high)
+    metrics = {"train/clip_fraction": clipped.to(loss.dtype)}
     if dual_clip is not None:
         bound = -x.advantages * dual_clip
         held = (x.advantages < 0) & (loss > bound)
         metrics["train/clip_fraction_lower"] = held.to(loss.dtype)
         loss = torch.where(held, bound, loss)
     return PerToken(loss, metrics)
+
+
+@policy_loss(
+    formula="-A f; f = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg",
+    source="SAPO, Gao et al. 2025, arXiv 2511.20347",
+    needs=("advantages", "old_log_prob"),
+    on_policy="plain",
+)
+def sapo(
+    x: PolicyInputs,
+    *,
+    tau_pos: Annotated[float, Field(gt=0, description="steepness of the gate where the advantage is positive")] = 1.0,
+    tau_neg: Annotated[float, Field(gt=0, description="steepness of the gate elsewhere")] = 1.05,
+) -> PerToken:
+    """A soft clip: the gradient fades with the distance of the ratio from one, the faster the larger tau."""
+    tau = torch.where(x.advantages > 0, tau_pos, tau_neg).to(x.log_prob.dtype)
+    return PerToken(-x.advantages * 4 / tau * torch.sigmoid(tau * (x.log_ratio.exp() - 1)))
+
+
+@policy_loss(
+    formula="-A min(log_prob, old_log_prob + log(1 + clip_high)) where A > 0, -A max(log_prob, old_log_prob + log(1 - clip_low)) elsewhere{drift_coef:; + drift_coef (r - 1 - log r)}",  # noqa: E501
+    source="CPGD, Liu et al. 2025, arXiv 2505.12504",
+    needs=("advantages", "old_log_prob"),
+    on_policy="plain",
+)
+def cpgd(
+    x: PolicyInputs,
+    *,
+    clip_low: Annotated[float, Field(ge=0, lt=1, description="how far the ratio may fall below one")] = 0.2,
+    clip_high: ClipHigh = 0.2,
+    drift_coef: Annotated[float, Field(ge=0, description="weight of the KL(old, current); 0 for none")] = 0.0,
+) -> PerToken:
+    """Clipped policy gradient with policy drift: log-probabilities are clipped, so no ratio multiplies the gradient."""
+    highest, lowest = x.old_log_prob + math.log1p(clip_high), x.old_log_prob + math.log1p(-clip_low)
+    positive = x.advantages > 0
+    held = torch.where(positive, x.log_prob > highest, x.log_prob < lowest)
+    log_prob = torch.where(held, torch.where(positive, highest, lowest), x.log_prob)
+    loss = -x.advantages * log_prob + drift_coef * (x.log_ratio.expm1() - x.log_ratio)
+    return PerToken(loss, {"train/clip_fraction": held.to(loss.dtype)})
 
 
 def compute_policy_loss(

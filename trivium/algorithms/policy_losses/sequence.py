@@ -1,0 +1,67 @@
+"""Losses with one ratio for a whole sequence: the geometric mean of the ratios of its tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from trivium.algorithms.inputs import PerToken, PolicyInputs, row_mean
+from trivium.algorithms.registered import policy_loss
+
+
+@policy_loss(
+    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r), its gradient spread as in GSPO-token",  # noqa: E501
+    source="GSPO and GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
+    needs=("advantages", "old_log_prob"),
+    on_policy="plain",
+)
+def gspo(
+    x: PolicyInputs,
+    *,
+    clip_low: Annotated[float, Field(ge=0, le=1, description="how far the sequence's ratio may fall below one")] = 3e-4,
+    clip_high: Annotated[float, Field(ge=0, description="how far the sequence's ratio may rise above one")] = 4e-4,
+) -> PerToken:
+    """PPO's clip on the ratio of sequences; made for `aggregate: seq-mean-token-mean`.
+
+    The gradient of a sequence's ratio is shared out so that each token's part carries its own advantage; where all
+    tokens of a sequence have the same one, that is the gradient of the sequence's ratio itself.
+    """
+    log_ratio = row_mean(x.log_ratio, x.response_mask).detach() + (x.log_prob - x.log_prob.detach())
+    ratio = log_ratio.exp()
+    plain = -x.advantages * ratio
+    clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, clipped)
+    return PerToken(loss, {"train/clip_fraction": (clipped > plain).to(loss.dtype)})
+
+
+@policy_loss(
+    formula="-mean over the sequence of A * exp(mean over the sequence of c); c = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0",  # noqa: E501
+    source="GMPO, Zhao et al. 2025, arXiv 2507.20673",
+    needs=("advantages", "old_log_prob"),
+    on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
+)
+def gmpo(
+    x: PolicyInputs,
+    *,
+    clip_low: Annotated[float, Field(ge=0, description="how far a token's log-ratio may fall below zero")] = 0.4,
+    clip_high: Annotated[float, Field(ge=0, description="how far a token's log-ratio may rise above zero")] = 0.4,
+) -> PerToken:
+    """The geometric mean of clipped token ratios; made for `aggregate: seq-mean-token-mean`.
+
+    Every token of a sequence has the loss of the sequence. A token is held only in the direction in which its advantage
+    pushes it.
+    """
+    within = x.log_ratio.clamp(-clip_low, clip_high)
+    sign = x.advantages.sign()
+    held = sign * torch.minimum(sign * x.log_ratio, sign * within)
+    ratio = row_mean(held, x.response_mask).exp()
+    loss = (-row_mean(x.advantages, x.response_mask) * ratio).expand_as(x.log_prob)
+    outside = within != x.log_ratio
+    metrics = {
+        "train/clip_fraction": held != x.log_ratio,
+        "train/clip_fraction_up": outside & (x.advantages > 0),
+        "train/clip_fraction_down": outside & (x.advantages < 0),
+    }
+    return PerToken(loss, {key: value.to(loss.dtype) for key, value in metrics.items()})
