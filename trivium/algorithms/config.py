@@ -120,7 +120,8 @@ class SupervisedConfig(UpdateConfig):
         if not is_explored(run) and run.schedule.group_size != 1:
             yield Problem(
                 "schedule.group_size", f"{run.schedule.group_size} trajectories per task",
-                f"buffer.kind {run.buffer.kind!r} has one reply per task, so it would have no effect", "set it to 1",
+                f"imitation learns from one reply per task, the expert's in buffer.kind {run.buffer.kind!r}",
+                "set it to 1",
             )  # fmt: skip
         loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):

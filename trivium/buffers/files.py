@@ -1,34 +1,62 @@
-"""A buffer over expert data: the rows of a taskset, as groups that nobody had to play."""
+"""A buffer over data that somebody else wrote: the rows of a taskset, as groups that nobody had to play."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trivium.config import BufferConfig
-from trivium.errors import DataError
+from trivium.config import BufferConfig, RunConfig
+from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
-from trivium.types import EXPERT_VERSION, Group, StopReason, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, Group, StopReason, Task, Trajectory, Turn
+
+_COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
+"""Group size -> the options that name its columns."""
 
 
 class FileBuffer:
-    """Gives the trainer the expert's replies (column `completion`) in schedule order. Nothing is leased or put."""
+    """Gives the trainer replies that are in the rows already, in schedule order. Nothing is leased or put.
+
+    With `schedule.group_size` 1 a row holds an expert's reply. With 2 it holds a pair: the preferred reply is the
+    group's member 0 (reward 1), the other one its member 1 (reward 0).
+    """
 
     explored = False
 
     class Config(BufferConfig):
         kind: str = "files"
         completion: str = "completion"
-        """The column that holds the expert's reply."""
+        """The column that holds the expert's reply (`schedule.group_size` 1)."""
+        chosen: str = "chosen"
+        """The column that holds the preferred reply of a pair (`schedule.group_size` 2): text, or a conversation that
+        goes on from the prompt, or repeats it, and ends with the reply."""
+        rejected: str = "rejected"
+        """The column that holds the other one."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            size = run.schedule.group_size
+            read = _COLUMNS.get(size, ())
+            for name in ("completion", "chosen", "rejected"):
+                if read and name not in read and getattr(self, name) != type(self).model_fields[name].default:
+                    yield Problem(
+                        f"{where}.{name}", f"the column of {name}",
+                        f"schedule.group_size is {size}, so a row is read as {' and '.join(read)}",
+                        "leave the key out, or change schedule.group_size",
+                    )  # fmt: skip
 
     def __init__(
         self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float
     ) -> None:
         del rollouts, deadline_s  # nothing is played and nobody is waited for
+        if schedule.group_size not in _COLUMNS:
+            raise ConfigError(
+                f"groups of {schedule.group_size} from files", "a row holds one expert's reply, or a pair",
+                "set schedule.group_size to 1 or 2",
+            )  # fmt: skip
         self.config, self.schedule, self._renderer = config, schedule, renderer
         self.evicted = 0
 
@@ -37,20 +65,26 @@ class FileBuffer:
         return [self._group(self.schedule.at(slot)) for slot in range(first, first + count)]
 
     def _group(self, assignment: Assignment) -> Group:
-        task = assignment.task
-        reply = task.columns.get(self.config.completion)
-        if not isinstance(reply, str):
+        turns = [self._turn(assignment.task, option) for option in _COLUMNS[self.schedule.group_size]]
+        rewards = [{}] if len(turns) == 1 else [{"preferred": 1.0}, {"preferred": 0.0}]
+        members = tuple(Trajectory(i, (turn,), rewards[i]) for i, turn in enumerate(turns))
+        return Group(assignment.slot, assignment.task, members, assignment.epoch)
+
+    def _turn(self, task: Task, option: str) -> Turn:
+        column = getattr(self.config, option)
+        reply = _reply(task, task.columns.get(column))
+        if reply is None:
             raise DataError(
-                f"an expert reply for task {task.task_id!r}",
-                f"column {self.config.completion!r} is {reply!r}; the columns are {sorted(task.columns)}",
-                "name the column that holds the reply with buffer.completion",
+                f"the {option} reply of task {task.task_id!r}",
+                f"column {column!r} is {task.columns.get(column)!r:.80}; the columns are {sorted(task.columns)}",
+                f"name the column that holds the reply with buffer.{option}: text, or messages that go on from the "
+                "prompt and end with the assistant's",
             )
         prompt_tokens, tokens = self._renderer.expert(task.prompt, reply)
-        turn = Turn(
+        return Turn(
             prompt_tokens, tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), EXPERT_VERSION, np.int32),
             StopReason.EOS, reply,
         )  # fmt: skip
-        return Group(assignment.slot, task, (Trajectory(0, (turn,)),), assignment.epoch)
 
     def state(self) -> dict[str, Any]:
         """Nothing: the rows of a step follow from its number."""
@@ -72,3 +106,15 @@ class FileBuffer:
     async def advance(self, owner: str, version: int) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def _reply(task: Task, value: Any) -> str | None:
+    """The reply in a column: text, or the last message of a conversation; None for anything else."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return value if isinstance(value, str) else None
+    said = [(entry.get("role"), entry.get("content")) for entry in value]
+    before = said[:-1]
+    prompt = [(message.role, message.content) for message in task.prompt]
+    if not said or said[-1][0] != "assistant" or before != prompt[len(prompt) - len(before) :]:
+        return None
+    return said[-1][1] if isinstance(said[-1][1], str) else None
