@@ -128,6 +128,9 @@ declare(
     "train/clip_fraction_down",
     "fraction of trained tokens with a negative advantage and a ratio outside the clip range",
 )
+declare("train/score_weight", "mean weight of the score function over trained tokens, where the loss gives it one")
+declare("train/expert_fraction", "fraction of trained tokens that an expert wrote")
+declare("train/expert_share", "weight of the expert's loss in a mixed one")
 declare("train/left_out", "fraction of trained tokens that the policy loss itself leaves out")
 declare("train/ratio", "mean ratio of current and old policy over trained tokens")
 declare("train/log_ratio_abs", "mean distance of current and old log-probability over trained tokens", unit="nats")

@@ -18,9 +18,10 @@ def exact(x: PolicyInputs) -> Tensor:
 
 
 @entropy_term(
-    formula="H where the policy sampled the token, 0 where an expert wrote it",
+    formula="H, averaged over what the policy sampled; what an expert wrote does not count",
     source="the entropy term of mixed imitation and reinforcement (CHORD, Zhang et al. 2025)",
     needs=("entropy",),
+    sampled=True,
 )
 def sampled(x: PolicyInputs) -> Tensor:
     """As `exact`, but an expert's tokens do not ask for more variety."""

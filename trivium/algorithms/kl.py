@@ -20,30 +20,45 @@ from trivium.registry import CATALOGUE, resolve, suggest
 
 _SCHULMAN = "Schulman 2020, http://joschu.net/blog/kl-approx.html"
 
+Cap = Annotated[
+    float | None, Field(gt=0, description="largest size of one token's estimate, in nats; null for no limit")
+]
 
-@kl_estimator(formula="p - q", source=_SCHULMAN, gradient="zero")
-def k1(x: PolicyInputs) -> Tensor:
+
+@kl_estimator(formula="p - q{cap: , within +-cap}", source=_SCHULMAN, gradient="zero")
+def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Unbiased; its own gradient has mean zero, so in a loss it teaches nothing."""
-    return x.log_prob - x.columns["ref_log_prob"]
+    return _capped(x.log_prob - x.columns["ref_log_prob"], cap)
 
 
-@kl_estimator(formula="abs(p - q)", source=_SCHULMAN, gradient="biased: the sign of p - q instead of p - q")
-def absolute(x: PolicyInputs) -> Tensor:
+@kl_estimator(
+    formula="abs(p - q){cap: , at most cap}", source=_SCHULMAN, gradient="biased: the sign of p - q instead of p - q"
+)
+def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """How far the two are apart, whichever is larger."""
-    return k1(x).abs()
+    return _capped(k1(x).abs(), cap)
 
 
-@kl_estimator(formula="(p - q)^2 / 2", source=_SCHULMAN, gradient="unbiased")
-def k2(x: PolicyInputs) -> Tensor:
+@kl_estimator(formula="(p - q)^2 / 2{cap: , at most cap}", source=_SCHULMAN, gradient="unbiased")
+def k2(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Biased in value; on policy its gradient is that of the KL."""
-    return k1(x).square() / 2
+    return _capped(k1(x).square() / 2, cap)
 
 
-@kl_estimator(formula="exp(q - p) - (q - p) - 1", source=_SCHULMAN, gradient="biased: that of KL(reference, policy)")
-def k3(x: PolicyInputs) -> Tensor:
-    """Unbiased in value and never negative; the exponent is clamped to +-20, the value to 10."""
+@kl_estimator(
+    formula="exp(q - p) - (q - p) - 1{cap: , at most cap}",
+    source=_SCHULMAN,
+    gradient="biased: that of KL(reference, policy)",
+)
+def k3(x: PolicyInputs, *, cap: Cap = 10.0) -> Tensor:
+    """Unbiased in value and never negative; the exponent is clamped to +-20."""
     bounded = bounded_log_ratio(x.columns["ref_log_prob"], x.log_prob)
-    return (bounded.expm1() - bounded).clamp(-10, 10)
+    return _capped(bounded.expm1() - bounded, cap)
+
+
+def _capped(estimate: Tensor, cap: float | None) -> Tensor:
+    """The estimate within +-cap; beyond it the gradient is zero."""
+    return estimate if cap is None else estimate.clamp(-cap, cap)
 
 
 @kl_estimator(

@@ -7,7 +7,7 @@ decided in `select`, before it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
@@ -148,17 +148,16 @@ class PolicyObjective:
                 per_token = per_token * x.columns[name]
         if "gate" in x.columns:
             metrics["train/gate_closed"] = (x.columns["gate"] == 0).to(per_token.dtype)
-        terms: list[Tensor] = []
+        loss = self._mean(per_token, x, totals, split=self.law.split)
         if self.entropy is not None:
-            terms.append(-self.entropy.coef * self.entropy.function(x))
+            loss = loss - self.entropy.coef * self._entropy_mean(self.entropy, x, totals)
         if self.kl is not None:
             metrics["train/ref_kl"] = self.kl.function(x)
-            terms.append(self.kl.coef * metrics["train/ref_kl"])
-        loss = self._aggregated(per_token, terms, x, totals)
+            loss = loss + self.kl.coef * self._mean(metrics["train/ref_kl"], x, totals)
         if "advantages" in self.law.needs:
             metrics |= {"train/advantage_mean": x.advantages, "train/advantage_abs": x.advantages.abs()}
         if "old_log_prob" in self.law.needs:
-            metrics["train/kl"] = -x.log_ratio
+            metrics["train/kl"] = inside(-x.log_ratio, ~x.expert)
         if "advantages" not in self.law.needs:  # an expert's tokens: no engine to compare with
             return LossOutputs(loss, _sums(metrics, x.response_mask))
         mismatch, largest = _mismatch(x)
@@ -168,14 +167,18 @@ class PolicyObjective:
         """Nothing beyond the means."""
         return means
 
-    def _aggregated(self, policy: Tensor, terms: Sequence[Tensor], x: PolicyInputs, totals: Totals) -> Tensor:
-        """The mean of the policy loss and the terms; an expert's part of a split loss has a mean of its own."""
-        if not self.law.split:
-            return aggregated(sum(terms, policy), x.response_mask, self.aggregate, totals)
-        expert, own = totals.expert, totals.sampled
-        loss = aggregated(policy, x.expert, self.aggregate, expert)
-        loss = loss + aggregated(policy, x.response_mask & ~x.expert, self.aggregate, own)
-        return sum((aggregated(term, x.response_mask, self.aggregate, totals) for term in terms), loss)
+    def _mean(self, per_token: Tensor, x: PolicyInputs, totals: Totals, *, split: bool = False) -> Tensor:
+        """The mean over trained tokens; `split` gives an expert's and the policy's own a mean each, and adds them."""
+        if not split:
+            return aggregated(per_token, x.response_mask, self.aggregate, totals)
+        expert = aggregated(per_token, x.expert, self.aggregate, totals.expert)
+        return expert + aggregated(per_token, x.response_mask & ~x.expert, self.aggregate, totals.sampled)
+
+    def _entropy_mean(self, term: Term, x: PolicyInputs, totals: Totals) -> Tensor:
+        """The mean of an entropy term over the tokens that it is about."""
+        if not (isinstance(term.law, EntropyLaw) and term.law.sampled):
+            return self._mean(term.function(x), x, totals)
+        return aggregated(term.function(x), x.response_mask & ~x.expert, self.aggregate, totals.sampled)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,9 @@ class KlLaw(Law):
 class EntropyLaw(Law):
     """The law of an entropy term."""
 
+    sampled: bool = False
+    """Whether it is a mean over what the policy sampled alone, an expert's tokens left out of the count as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class AggregationLaw(Law):
@@ -194,9 +197,11 @@ def kl_estimator(
     return with_law(KlLaw(formula, source, frozenset(needs) | {"ref_log_prob"}, gradient))
 
 
-def entropy_term(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
+def entropy_term(
+    *, formula: str, source: str, needs: Collection[str] = (), sampled: bool = False
+) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `entropy.kind` can name."""
-    return with_law(EntropyLaw(formula, source, frozenset(needs)))
+    return with_law(EntropyLaw(formula, source, frozenset(needs), sampled))
 
 
 def aggregation(*, formula: str, source: str) -> Callable[[FunctionT], FunctionT]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Annotated
+
+from pydantic import Field
+
 from trivium.algorithms.inputs import PerToken, PolicyInputs
 from trivium.algorithms.registered import policy_loss
 
@@ -14,3 +19,30 @@ from trivium.algorithms.registered import policy_loss
 def sft(x: PolicyInputs) -> PerToken:
     """Cross-entropy on the tokens of the mask."""
     return PerToken(-x.log_prob)
+
+
+@policy_loss(
+    formula="-p log_prob, no gradient through p = exp(log_prob)",
+    source="DFT, Wu et al. 2025, On the generalization of SFT",
+    on_policy="none: it imitates, whatever a token earned",
+)
+def sft_is(x: PolicyInputs) -> PerToken:
+    """Cross-entropy weighed with the probability of the token: what the policy finds absurd is not forced on it."""
+    return PerToken(-x.log_prob * x.log_prob.detach().exp())
+
+
+@policy_loss(
+    formula="-p (1 - p) min(log_prob, log cutoff), no gradient through p = exp(log_prob)",
+    source="CHORD, Zhang et al. 2025, On-policy RL meets off-policy experts, eq. 8",
+    on_policy="none: it imitates, whatever a token earned",
+)
+def sft_phi(
+    x: PolicyInputs,
+    *,
+    cutoff: Annotated[
+        float, Field(gt=0, le=1, description="probability from which on a token has nothing more to learn")
+    ] = 1.0,
+) -> PerToken:
+    """Cross-entropy on the tokens that the policy is undecided about: certain and absurd ones count little."""
+    p = x.log_prob.detach().exp()
+    return PerToken(-x.log_prob.clamp(max=math.log(cutoff)) * p * (1 - p))
