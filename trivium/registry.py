@@ -54,6 +54,8 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "rloo": "trivium.algorithms.presets:RLOO",
         "reinforce": "trivium.algorithms.presets:REINFORCE",
         "sft": "trivium.algorithms.presets:SFT",
+        "distill": "trivium.algorithms.presets:DISTILL",
+        "distill_top_k": "trivium.algorithms.presets:DISTILL_TOP_K",
     },
     "advantages": {
         "asymre": "trivium.algorithms.advantages.baselines:asymre",

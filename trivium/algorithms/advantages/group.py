@@ -1,51 +1,222 @@
-"""Estimators that compare the trajectories of a group: one number per trajectory."""
+"""Estimators that compare the trajectories of a group: one number per trajectory.
+
+A group of one has nobody to compare with: unless an estimator says otherwise its reward counts as it is.
+Legend: T trajectories.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, members, spread
+from trivium.algorithms.advantages.finishing import whitened
+from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, spread
 from trivium.algorithms.registered import advantage
-from trivium.algorithms.stats import group_statistics
+from trivium.algorithms.stats import GroupStatistics, distinct, group_statistics
+from trivium.errors import DataError
+
+NormByStd = Annotated[bool, Field(description="whether to divide by the standard deviation")]
+StdLevel = Annotated[
+    Literal["group", "batch"], Field(description="whose standard deviation: the group's, or that of all rewards")
+]
+Epsilon = Annotated[float, Field(gt=0, description="added to the standard deviation")]
 
 
 @advantage(
-    formula="(R - mean(R over the group)){norm_by_std: / (std(R over the group) + epsilon)}",
+    formula="(R - mean(R over the group)){norm_by_std: / (std(R over the std_level) + epsilon)}",
     source="GRPO, Shao et al. 2024, section 4.1.2; without std, Dr. GRPO, Liu et al. 2025",
     min_group=2,
     centred=True,
 )
 def grpo(
-    x: AdvantageInputs,
-    *,
-    norm_by_std: Annotated[bool, Field(description="whether to divide by the group's standard deviation")] = True,
-    epsilon: Annotated[float, Field(gt=0, description="added to the standard deviation")] = 1e-6,
+    x: AdvantageInputs, *, norm_by_std: NormByStd = True, std_level: StdLevel = "group", epsilon: Epsilon = 1e-6
 ) -> Advantages:
-    """Reward relative to the group's mean, in units of its unbiased standard deviation.
-
-    A group of one has no mean to speak of: its reward counts as it is, against a standard deviation of one.
-    """
+    """Reward relative to the group's mean, in units of an unbiased standard deviation."""
     who = members(x)
-    stats = group_statistics(who.score, who.group)
-    alone = stats.count == 1
-    value = torch.where(alone, who.score, stats.centred)
-    if norm_by_std:
-        value = value / (torch.where(alone, 1.0, stats.std) + epsilon)
-    return spread(value, who.of_row, x)
+    scale = std_level if norm_by_std else None
+    return spread(relative(who.score, who.group, scale, epsilon), who.of_row, x)
 
 
 @advantage(
-    formula="R - mean(R over the other members of the group)",
+    formula="GRPO's advantage of R' = R (1 - rank_penalty rank / G), rank of G by mean log-probability, likeliest last",
+    source="rank penalty of Trinity-RFT, after He et al. 2025, section 4 (reward the unlikely)",
+    needs=("rollout_log_prob",),
+    min_group=2,
+)
+def grpo_rank_penalty(
+    x: AdvantageInputs,
+    *,
+    rank_penalty: Annotated[float, Field(ge=0, le=1, description="what the likeliest member nearly loses")] = 0.25,
+    norm_by_std: NormByStd = True,
+    std_level: StdLevel = "group",
+    epsilon: Epsilon = 1e-6,
+) -> Advantages:
+    """A member gets less of its reward the likelier it was among its group, so that rare right replies count more."""
+    who = members(x)
+    likelihood = _mean_log_prob(x, who)
+    below = (who.group[:, None] == who.group) & (likelihood < likelihood[:, None])
+    rank = below.sum(-1) / group_statistics(who.score, who.group).count
+    score = who.score * (1 - rank_penalty * rank)
+    return spread(relative(score, who.group, std_level if norm_by_std else None, epsilon), who.of_row, x)
+
+
+@advantage(
+    formula="R - mean(R over the other members of the group); alone: alone",
     source="RLOO, Kool et al. 2019; Ahmadian et al. 2024",
     min_group=2,
     centred=True,
 )
-def rloo(x: AdvantageInputs) -> Advantages:
-    """Reward against the mean of the others; a group of one keeps its reward."""
+def rloo(
+    x: AdvantageInputs,
+    *,
+    alone: Annotated[Literal["reward", "zero"], Field(description="what a group of one gets")] = "reward",
+) -> Advantages:
+    """Reward against the mean of the others."""
     who = members(x)
     stats = group_statistics(who.score, who.group)
     leave_one_out = stats.centred * stats.count / (stats.count - 1).clamp(min=1)
-    return spread(torch.where(stats.count == 1, who.score, leave_one_out), who.of_row, x)
+    lonely = who.score if alone == "reward" else torch.zeros_like(who.score)
+    return spread(torch.where(stats.count == 1, lonely, leave_one_out), who.of_row, x)
+
+
+@advantage(
+    formula="R - sum(length R over the group) / sum(length over the group)",
+    source="OPO, Hao et al. 2025, section 3",
+    min_group=2,
+    centred=True,
+)
+def opo(x: AdvantageInputs) -> Advantages:
+    """Reward against the mean of the group in which long replies weigh more: the baseline of least variance if a
+    gradient's size grows with its reply's length. Lengths count trained tokens."""
+    who = members(x)
+    length = torch.zeros_like(who.score).index_add(0, who.of_row, x.response_mask.sum(-1).double())
+    stats = group_statistics(who.score, who.group)
+    distance = stats.centred - _of_group(stats.centred, who.group, "amin")
+    total = _of_group(length, who.group, "sum")
+    baseline = _of_group(length * distance, who.group, "sum") / torch.where(total == 0, 1.0, total)
+    return spread(torch.where(stats.count == 1, who.score, distance - baseline), who.of_row, x)
+
+
+@advantage(
+    formula="(T / number of R that are not 0) (R - mean(R over the group)) / f_norm, T trajectories in the batch",
+    source="GPG, Chu et al. 2025, section 3.3",
+    min_group=2,
+    centred=True,
+)
+def gpg(
+    x: AdvantageInputs, *, f_norm: Annotated[float, Field(gt=0, description="a divisor of all advantages")] = 1.0
+) -> Advantages:
+    """Centred rewards, scaled up when few of the batch's rewards say anything."""
+    who = members(x)
+    scale = len(who.score) / max(int(torch.count_nonzero(who.score)), 1)
+    return spread(scale * _centred(who.score, group_statistics(who.score, who.group)) / f_norm, who.of_row, x)
+
+
+@advantage(
+    formula="best of the group: (R - second best R){norm_by_std: / (std(R over the group) + epsilon)}; others: 0",
+    source="pass@k as one update per group, Tang et al. 2025",
+    min_group=2,
+    centred=True,
+)
+def grpo_passk(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
+    """Only the best member learns, by its lead over the second best; a tie at the top, or a group of one, gives 0."""
+    who = members(x)
+    stats = group_statistics(who.score, who.group)
+    best = who.score == _of_group(who.score, who.group, "amax")
+    second = _of_group(torch.where(best, -torch.inf, who.score), who.group, "amax")
+    winner = best & (_of_group(best.double(), who.group, "sum") == 1) & (stats.count > 1)
+    lead = torch.where(winner, who.score - second, 0.0)
+    return spread(lead / (stats.std + epsilon) if norm_by_std else lead, who.of_row, x)
+
+
+@advantage(
+    formula="(R - mean(R over the group)) / mean(R over the group), 0 where that mean is 0",
+    source="MaxRL, Tajwar et al. 2026 (arXiv 2602.02710)",
+    min_group=2,
+    centred=True,
+)
+def max_rl(x: AdvantageInputs) -> Advantages:
+    """Reward relative to the group's success rate: with rewards 0 and 1, the gradient of log(success rate) up to the
+    order of the group's size, so rare successes weigh more.
+
+    Raises DataError for a negative reward, which has no success rate.
+    """
+    who = members(x)
+    if bool((who.score < 0).any()):
+        raise DataError(
+            "rewards that are success rates, for max_rl", f"a reward of {float(who.score.min()):g}",
+            "give rewards of at least 0 and no KL penalty in them, or use another estimator",
+        )  # fmt: skip
+    stats = group_statistics(who.score, who.group)
+    return spread(stats.centred / torch.where(stats.mean == 0, 1.0, stats.mean), who.of_row, x)
+
+
+@advantage(
+    formula="(R - mean(R over the group)){norm_by_std: / (population std(R over the group) + epsilon)}",
+    source="CPGD, Liu et al. 2025, eq. 5",
+    min_group=2,
+    centred=True,
+)
+def cpgd(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
+    """As GRPO, in units of the population standard deviation."""
+    who = members(x)
+    stats = group_statistics(who.score, who.group)
+    value = _centred(who.score, stats)
+    return spread(value / (population_std(stats) + epsilon) if norm_by_std else value, who.of_row, x)
+
+
+@advantage(
+    formula="R - mean(R over the group), whitened over the batch's tokens",
+    source="REINFORCE++-baseline, Hu et al. 2025, section 3",
+    min_group=2,
+    centred=True,
+    whitens=True,
+)
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Advantages:
+    """Centred in the group, scaled by the spread of all tokens of the batch."""
+    who = members(x)
+    centred = spread(_centred(who.score, group_statistics(who.score, who.group)), who.of_row, x).advantages
+    white = whitened(centred, x.response_mask)
+    return Advantages(white, white)
+
+
+def relative(score: Tensor, group: Tensor, scale: Literal["group", "batch"] | None, epsilon: float) -> Tensor:
+    """(T,): scores minus the mean of their group, over the unbiased standard deviation of the group or of all scores.
+
+    A group of one keeps its score; alone in its group (or in the batch) it is measured against a deviation of 1.
+    """
+    stats = group_statistics(score, group)
+    value = _centred(score, stats)
+    if scale is None:
+        return value
+    if scale == "batch":
+        stats = group_statistics(score, torch.zeros_like(group))
+    return value / (torch.where(stats.count == 1, 1.0, stats.std) + epsilon)
+
+
+def population_std(stats: GroupStatistics) -> Tensor:
+    """(T,): the standard deviation that divides by the group's size; 1 for a group of one."""
+    return torch.where(stats.count == 1, 1.0, stats.std * ((stats.count - 1) / stats.count).sqrt())
+
+
+def _centred(score: Tensor, stats: GroupStatistics) -> Tensor:
+    return torch.where(stats.count == 1, score, stats.centred)
+
+
+def _of_group(values: Tensor, group: Tensor, reduce: Literal["sum", "amin", "amax"]) -> Tensor:
+    """(T,): one number for each group, for each of its members."""
+    _, inverse, members = distinct(group)
+    return values.new_zeros(len(members)).scatter_reduce(0, inverse, values, reduce, include_self=False)[inverse]
+
+
+def _mean_log_prob(x: AdvantageInputs, who: Members) -> Tensor:
+    """(T,): the mean log-probability of each trajectory's trained tokens when they were sampled."""
+    sampled = torch.where(x.response_mask, x.columns["rollout_log_prob"].double(), 0.0).sum(-1)
+    total, tokens = (
+        torch.zeros_like(who.score).index_add(0, who.of_row, per_row.double())
+        for per_row in (sampled, x.response_mask.sum(-1))
+    )
+    return total / tokens.clamp(min=1)

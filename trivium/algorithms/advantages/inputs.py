@@ -8,7 +8,7 @@ arithmetic is in float64; results come back in the dtype of the rewards, and zer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -36,10 +36,19 @@ class AdvantageInputs:
     - `turn`: int64, which turn of its trajectory sampled the token, -1 elsewhere;
     - `turn_reward`: what the environment paid for a turn, on the turn's last trained token, 0 elsewhere;
     - `turn_state`: int64, equal for turns of one task that were played in the same state, -1 where no state is known;
-    - `greedy_reward`: the reward of the task's greedy reply, on every trained token.
+    - `greedy_reward`: the reward of the task's greedy reply, on every token;
+    - `rollout_log_prob`: log-probability under the distribution sampled from;
+    - `uniform`: a number in [0, 1) that depends on the run's seed and on which token of which trajectory it is.
     """
     components: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """(B,) each: the components of the reward by name, weights applied, before shaping."""
+    """(B,) each: the components of the reward by name, weights applied, before shaping; NaN where a trajectory has no
+    such component."""
+    token_level_scores: Tensor | None = None
+    """(B, L): the rewards before the KL penalty; None where there is none."""
+
+    def unpenalised(self) -> AdvantageInputs:
+        """The same without the KL penalty in the rewards."""
+        return self if self.token_level_scores is None else replace(self, token_level_rewards=self.token_level_scores)
 
 
 class Advantages(NamedTuple):
@@ -73,6 +82,11 @@ def spread(per_member: Tensor, of_row: Tensor, x: AdvantageInputs) -> Advantages
     """One number per trajectory, written on every trained token of its rows."""
     per_token = torch.where(x.response_mask, per_member[of_row].unsqueeze(-1), 0.0).to(x.token_level_rewards.dtype)
     return Advantages(per_token, per_token)
+
+
+def per_member(values: Tensor, who: Members) -> Tensor:
+    """(T,) from (B,): what a trajectory's rows agree on."""
+    return values.new_zeros(len(who.score)).scatter(0, who.of_row, values)
 
 
 def trained_columns(mask: Tensor) -> list[int]:

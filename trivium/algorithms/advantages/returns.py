@@ -1,40 +1,96 @@
-"""Estimators that add up what follows a token."""
+"""Estimators that add up what follows a token.
+
+Legend: B sequences, L tokens, T trajectories. Tokens outside the mask are skipped: they neither discount nor break.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, trained_columns
+from trivium.algorithms.advantages.finishing import whitened
+from trivium.algorithms.advantages.group import Epsilon, relative
+from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, trained_columns
 from trivium.algorithms.registered import advantage
-from trivium.algorithms.stats import masked_whiten
+from trivium.algorithms.stats import group_statistics
 
 Discount = Annotated[float, Field(ge=0, le=1, description="discount from one trained token to the next")]
+_RETURN = "sum over later trained tokens of gamma^distance * reward"
 
 
-@advantage(
-    formula="sum over later trained tokens of gamma^distance * reward",
-    source="REINFORCE, Williams 1992",
-)
+@advantage(formula=_RETURN, source="REINFORCE, Williams 1992")
 def reinforce(x: AdvantageInputs, *, gamma: Discount = 1.0) -> Advantages:
-    """The return from each token on, without a baseline. Tokens outside the mask pass it on undiscounted."""
-    rewards = x.token_level_rewards.double()
-    result = torch.zeros_like(rewards)
-    running = rewards.new_zeros(len(rewards))
-    for t in trained_columns(x.response_mask):
-        here = x.response_mask[:, t]
-        running = torch.where(here, rewards[:, t] + gamma * running, running)
-        result[:, t] = torch.where(here, running, 0.0)
-    per_token = result.to(x.token_level_rewards.dtype)
-    return Advantages(per_token, per_token)
+    """The return from each token on, without a baseline."""
+    returns = _typed(returns_to_go(x.token_level_rewards, x.response_mask, gamma), x)
+    return Advantages(returns, returns)
 
 
 @advantage(
-    formula="sum over later trained tokens of (gamma lam)^distance * (r + gamma V_next - V), whitened over the batch",
+    formula=f"{_RETURN}, whitened over the batch",
+    source="REINFORCE++, Hu et al. 2025, eq. 4",
+    whitens=True,
+)
+def reinforce_plus_plus(x: AdvantageInputs, *, gamma: Discount = 1.0) -> Advantages:
+    """The return from each token on against all tokens of the batch."""
+    returns = returns_to_go(x.token_level_rewards, x.response_mask, gamma)
+    return Advantages(_typed(whitened(returns, x.response_mask), x), _typed(returns, x))
+
+
+@advantage(
+    formula="sum over later trained tokens of reward - R of the greedy reply",
+    source="ReMax, Li et al. 2024, algorithm 2",
+    needs=("greedy_reward",),
+    baseline=True,
+)
+def remax(x: AdvantageInputs) -> Advantages:
+    """The return from each token on against what the policy earns when it replies greedily."""
+    returns = returns_to_go(x.token_level_rewards, x.response_mask, 1.0)
+    advantages = torch.where(x.response_mask, returns - x.columns["greedy_reward"].double(), 0.0)
+    return Advantages(_typed(advantages, x), _typed(returns, x))
+
+
+@advantage(
+    formula="sum over later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R",  # noqa: E501
+    source="the group baseline of OpenRLHF, Hu et al. 2024; `others`, Ahmadian et al. 2024",
+    min_group=2,
+    centred=True,
+)
+def reinforce_baseline(
+    x: AdvantageInputs,
+    *,
+    baseline: Annotated[
+        Literal["mean", "others"], Field(description="the mean of the whole group, or of the other members")
+    ] = "mean",
+    gamma: Discount = 1.0,
+) -> Advantages:
+    """The return from each token on, its reward centred in the group. A KL penalty stays on the tokens that earned it
+    and is in nobody's baseline. A group of one keeps its reward."""
+    who = members(x.unpenalised())
+    stats = group_statistics(who.score, who.group)
+    factor = stats.count / (stats.count - 1).clamp(min=1) if baseline == "others" else 1.0
+    return _from_outcome(torch.where(stats.count == 1, who.score, stats.centred * factor), who, x, gamma)
+
+
+@advantage(
+    formula="sum over later trained tokens of gamma^distance * reward, with (R - mean(R over the group)) / (std(R over the group) + epsilon) in the place of R",  # noqa: E501
+    source="GRPO, Shao et al. 2024, as a reward: the group normalisation of OpenRLHF, Hu et al. 2024",
+    min_group=2,
+    centred=True,
+)
+def group_norm(x: AdvantageInputs, *, gamma: Discount = 1.0, epsilon: Epsilon = 1e-9) -> Advantages:
+    """As `reinforce_baseline`, in units of the group's unbiased standard deviation."""
+    who = members(x.unpenalised())
+    return _from_outcome(relative(who.score, who.group, "group", epsilon), who, x, gamma)
+
+
+@advantage(
+    formula="sum over later trained tokens of (gamma lam)^distance * (r + gamma V_next - V){whiten:, whitened over the batch}",
     source="GAE, Schulman et al. 2016, eq. 16",
     needs=("values",),
+    whitens=True,
 )
 def gae(
     x: AdvantageInputs,
@@ -47,8 +103,7 @@ def gae(
 ) -> Advantages:
     """Generalised advantage estimation with a critic; returns are the unwhitened advantage plus the value.
 
-    Tokens outside the mask are skipped: the next trained token follows directly. Nothing follows the last one, also
-    where a length limit cut the reply (no bootstrapping from the critic).
+    Nothing follows the last trained token, also where a length limit cut the reply (no bootstrapping from the critic).
     """
     mask = x.response_mask
     rewards, values = x.token_level_rewards.double(), torch.where(mask, x.columns["values"].double(), 0.0)
@@ -60,6 +115,31 @@ def gae(
         running = torch.where(here, error + gamma * lam * running, running)
         next_value = torch.where(here, values[:, t], next_value)
         raw[:, t] = torch.where(here, running, 0.0)
-    advantages = torch.where(mask, masked_whiten(raw, mask), 0.0) if whiten and int(mask.sum()) > 1 else raw
-    dtype = x.token_level_rewards.dtype
-    return Advantages(advantages.to(dtype), torch.where(mask, raw + values, 0.0).to(dtype))
+    returns = torch.where(mask, raw + values, 0.0)
+    return Advantages(_typed(whitened(raw, mask) if whiten else raw, x), _typed(returns, x))
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """(B, L) float64: the discounted sum of the rewards (B, L) from each token of the mask (B, L) on; 0 elsewhere."""
+    rewards = rewards.double()
+    result = torch.zeros_like(rewards)
+    running = rewards.new_zeros(len(rewards))
+    for t in trained_columns(mask):
+        here = mask[:, t]
+        running = torch.where(here, rewards[:, t] + gamma * running, running)
+        result[:, t] = torch.where(here, running, 0.0)
+    return result
+
+
+def _from_outcome(value: Tensor, who: Members, x: AdvantageInputs, gamma: float) -> Advantages:
+    """Returns of what each trajectory (T,) came to, on the last trained token of its rows, and of the KL penalty."""
+    mask = x.response_mask
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    penalty = x.token_level_rewards.double() - x.unpenalised().token_level_rewards.double()
+    rewards = penalty + torch.where(last, value[who.of_row].unsqueeze(-1), 0.0)
+    returns = _typed(returns_to_go(rewards, mask, gamma), x)
+    return Advantages(returns, returns)
+
+
+def _typed(values: Tensor, x: AdvantageInputs) -> Tensor:
+    return values.to(x.token_level_rewards.dtype)

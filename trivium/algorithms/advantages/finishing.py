@@ -1,0 +1,64 @@
+"""What may happen to advantages after their estimator: normalised over the batch, clipped.
+
+Legend: B sequences, L tokens. Float64 inside; zero outside the mask. Numbers that are all equal come out as exactly 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trivium.algorithms.advantages.inputs import Advantages
+
+Normalise = Literal["none", "mean", "std"]
+"""What is taken off a batch's advantages: nothing, their mean, or their mean and their scale."""
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, L) with mean 0 and unbiased variance 1 over the mask (B, L) bool; a lone token stays as it is."""
+    count = int(mask.sum())
+    if count < 2:
+        return torch.where(mask, values, 0.0)
+    centred = _centred(values.double(), mask)
+    variance = centred.square().sum() / (count - 1)
+    return (centred * torch.rsqrt(variance + 1e-8)).to(values.dtype)
+
+
+def normalised(values: Tensor, mask: Tensor, *, by_std: bool = True, axis: int | None = None) -> Tensor:
+    """(B, L) with mean 0 and, with `by_std`, population variance 1 over the mask (B, L) bool, or along `axis` of it.
+
+    Variances below 1e-8 count as 1e-8, so nearly equal numbers are not blown up.
+    """
+    centred = _centred(values.double(), mask, axis)
+    if by_std:
+        variance = _mean(centred.square(), mask, axis)
+        centred = centred * torch.rsqrt(variance.clamp(min=1e-8))
+    return centred.to(values.dtype)
+
+
+def finished(done: Advantages, mask: Tensor, normalise: Normalise, clip: float | None) -> Advantages:
+    """The advantages normalised over the batch, then clamped to +-`clip`; the returns stay as they are."""
+    values = done.advantages
+    if normalise != "none":
+        values = normalised(values, mask, by_std=normalise == "std")
+    if clip is not None:
+        values = values.clamp(-clip, clip)
+    return Advantages(values, done.returns)
+
+
+def _centred(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """Minus the mean over the mask. Taken from distances to the lowest number, so equal ones leave no rounding."""
+    if not values.numel():
+        return values
+    inside = torch.where(mask, values, torch.inf)
+    lowest = inside.amin() if axis is None else inside.amin(axis, keepdim=True)
+    distance = torch.where(mask, values - lowest, 0.0)
+    return torch.where(mask, distance - _mean(distance, mask, axis), 0.0)
+
+
+def _mean(values: Tensor, mask: Tensor, axis: int | None) -> Tensor:
+    if axis is None:
+        return values.sum() / mask.sum().clamp(min=1)
+    return values.sum(axis, keepdim=True) / mask.sum(axis, keepdim=True).clamp(min=1)
