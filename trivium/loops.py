@@ -35,17 +35,18 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
     batch = algorithm.batch(kept)
     batch, learned = algorithm.advantages(scored(engine, batch, algorithm.needs))
     updates = [
-        engine.update(objective.role, selected(engine, mini_batch, objective, epoch), objective)
+        updated(engine, mini_batch, objective, epoch)
         for epoch in range(algorithm.epochs)
         for mini_batch in mini_batches(batch, algorithm.mini_batches)
         for objective in algorithm.objectives
     ]
     engine.version += 1
-    # Engine and trainer are compared at the policy that sampled: before the first update, not after it.
+    # Engine and trainer are compared before the first update, not after it; best over the whole step, where `learned`
+    # holds it.
     before: Metrics = {}
     for row in reversed(updates):
         before |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
-    return {**metrics, **learned, **aggregate(updates), **before, "train/version": engine.version}
+    return {**metrics, **aggregate(updates), **before, **learned, "train/version": engine.version}
 
 
 def scored(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
@@ -53,6 +54,12 @@ def scored(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
     for what in sorted(needs):
         batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
     return batch
+
+
+def updated(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Metrics:
+    """One update of one role, and what was measured before it."""
+    ready = selected(engine, mini_batch, objective, epoch)
+    return {**engine.update(objective.role, ready, objective), **ready.metrics}
 
 
 def selected(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Batch:

@@ -87,7 +87,12 @@ def same(a: float, b: float) -> bool:
 
 
 # What the policy did.
-declare("reward/mean", "mean total reward of the groups trained on, failed members left out", better="up")
+declare(
+    "reward/mean", "mean total reward of all that was played; refused groups count, failed members do not", better="up"
+)
+declare("reward/trained_mean", "mean total reward of the groups trained on, before shaping", better="up")
+declare("reward/shaped_mean", "mean reward of the trajectories trained on, after shaping")
+declare("reward/greedy", "mean total reward of the greedy replies that serve as a baseline", better="up")
 declare("reward/std", "standard deviation of the total reward over trajectories")
 declare("reward/min", "lowest total reward", aggregation="min")
 declare("reward/max", "highest total reward", aggregation="max")
@@ -95,13 +100,21 @@ declare("reward/equal_groups", "fraction of groups whose members all got the sam
 declare("reward/component/*", "mean of one reward component, weight applied", better="up")
 declare("rollout/groups", "groups taken from the buffer", aggregation="sum")
 declare(
-    "rollout/refused",
-    "groups left out: too few living members, or a pair wanted and none is better",
+    "rollout/refused", "groups left out: nobody could judge them, or a filter said no", aggregation="sum", better="down"
+)
+declare(
+    "rollout/refused/*",
+    "refused groups by the rule that refused them: a filter's name, too_few_alive, no_pair, greedy_failed",
     aggregation="sum",
     better="down",
 )
 declare("rollout/trajectories", "trajectories trained on", aggregation="sum")
-declare("rollout/failed", "trajectories that failed and were left out", aggregation="sum", better="down")
+declare(
+    "rollout/failed",
+    "trajectories that failed and were left out, greedy ones included",
+    aggregation="sum",
+    better="down",
+)
 declare("rollout/failed/*", "failed trajectories by the side that failed", aggregation="sum", better="down")
 declare("rollout/response_tokens", "mean tokens the policy sampled per trajectory", unit="tokens")
 declare("rollout/response_tokens_max", "longest response", unit="tokens", aggregation="max")
@@ -112,7 +125,7 @@ declare("rollout/staleness_max", "largest staleness trained on", unit="versions"
 declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
 declare("workflow/*", "a number that the workflow reported, averaged over trajectories")
 
-# What the update did. `*` is the objective: policy or value.
+# What the update did. `*` is the objective: policy, value or reward.
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")
@@ -153,6 +166,72 @@ declare(
     unit="nats", aggregation="max", better="down",
 )  # fmt: skip
 declare("mismatch/kl", "k3 estimate of KL(engine, trainer) before the update", unit="nats", better="down")
+declare("mismatch/kl_k1", "k1 estimate of KL(engine, trainer): unbiased, may be negative", unit="nats")
+declare("mismatch/ess", "effective sample size of the tokens as a fraction: mean(r)^2 / mean(r^2)", better="up")
+declare("mismatch/ratio", "mean ratio r of trainer and engine probability of a token; 1 where they agree")
+declare("mismatch/chi2", "mean of r^2 - 1 over tokens: estimate of the chi-square divergence", better="down")
+declare("mismatch/sequence_ess", "effective sample size of whole sequences, by the product of their ratios", better="up")
+declare("mismatch/sequence_ratio", "mean product of the ratios over a sequence")
+declare("mismatch/sequence_chi2", "mean of its square, minus 1", better="down")
+declare("mismatch/log_perplexity", "mean over sequences of the trainer's mean surprise at a token", unit="nats")
+declare("mismatch/log_perplexity_engine", "the same for the engine", unit="nats")
+declare("mismatch/perplexity", "mean over sequences of the trainer's perplexity")
+declare("mismatch/perplexity_engine", "the same for the engine")
+declare("mismatch/perplexity_ratio", "mean over sequences of the trainer's perplexity divided by the engine's")
+declare("mismatch/log_perplexity_gap", "mean over sequences of trainer minus engine log-perplexity", unit="nats")
+declare("mismatch/log_perplexity_gap_abs", "mean over sequences of its absolute value", unit="nats", better="down")
+declare(
+    "mismatch/log_perplexity_gap_above", "how far the trainer's is above the engine's at most",
+    unit="nats", aggregation="max", better="down",
+)  # fmt: skip
+declare(
+    "mismatch/log_perplexity_gap_below", "how far the trainer's is below the engine's at most",
+    unit="nats", aggregation="max", better="down",
+)  # fmt: skip
+
+# Off-policy correction. `sequence_` is about the means of sequences; `below` and `above` about the interval that is
+# asked for, of which one number u stands for [1/u, u].
+declare("mismatch/weight/mean", "mean importance weight before normalisation, over tokens")
+declare("mismatch/weight/std", "standard deviation of the weights over tokens", better="down")
+declare("mismatch/weight/max", "largest weight", aggregation="max")
+declare("mismatch/weight/min", "smallest weight", aggregation="min")
+declare("mismatch/weight/ess", "effective sample size of the weights over tokens, as a fraction", better="up")
+declare("mismatch/weight/outside", "fraction of tokens whose weight was truncated or set to zero", better="down")
+declare("mismatch/weight/above", "fraction of tokens (of sequences, for sequence weights) with a ratio above", better="down")  # fmt: skip
+declare("mismatch/weight/below", "fraction of tokens (of sequences, for sequence weights) with a ratio below", better="down")  # fmt: skip
+declare("mismatch/weight/ratio_max", "largest ratio that a weight was made of", aggregation="max", better="down")
+declare("mismatch/weight/ratio_min", "smallest ratio that a weight was made of", aggregation="min", better="up")
+declare("mismatch/weight/sequence_mean", "mean over sequences of the mean weight of a sequence")
+declare("mismatch/weight/sequence_std", "standard deviation over sequences of the mean weight of a sequence")
+declare("mismatch/weight/sequence_max", "largest mean weight of a sequence", aggregation="max")
+declare("mismatch/weight/sequence_min", "smallest mean weight of a sequence", aggregation="min")
+declare(
+    "mismatch/weight/sequence_deviation", "largest distance of the mean weight of a sequence from 1",
+    aggregation="max", better="down",
+)  # fmt: skip
+declare("mismatch/weight/sequence_above", "fraction of sequences with a mean ratio above", better="down")
+declare("mismatch/weight/sequence_below", "fraction of sequences with a mean ratio below", better="down")
+declare("mismatch/rejected_tokens", "fraction of tokens that were rejected", better="down")
+declare("mismatch/rejected_sequences", "fraction of sequences that lost a token or all of them", better="down")
+declare("mismatch/rejected_length", "mean length of sequences rejected whole, relative to all; 1 is no length bias")
+declare("mismatch/rejection/*/tokens", "fraction of tokens that one option rejected", better="down")
+declare("mismatch/rejection/*/sequences", "fraction of sequences that lost a token to one option", better="down")
+declare("mismatch/rejection/*/mean", "mean of the option's statistic over tokens", unit="nats")
+declare("mismatch/rejection/*/std", "standard deviation of the statistic, cut to its bounds, over tokens", unit="nats")
+declare("mismatch/rejection/*/max", "largest value of the statistic", unit="nats", aggregation="max")
+declare("mismatch/rejection/*/min", "smallest value of the statistic", unit="nats", aggregation="min")
+declare("mismatch/rejection/*/above", "fraction of tokens (sequences, for a seq_ option) above the bounds", better="down")
+declare("mismatch/rejection/*/below", "fraction of tokens (sequences, for a seq_ option) below the bounds", better="down")
+declare("mismatch/rejection/*/sequence_mean", "mean over sequences of the statistic's mean", unit="nats")
+declare("mismatch/rejection/*/sequence_std", "standard deviation over sequences of the statistic's mean", unit="nats")
+declare("mismatch/rejection/*/sequence_max", "largest mean of a sequence", unit="nats", aggregation="max")
+declare("mismatch/rejection/*/sequence_min", "smallest mean of a sequence", unit="nats", aggregation="min")
+declare(
+    "mismatch/rejection/*/sequence_deviation", "largest distance of a sequence's mean from 0",
+    unit="nats", aggregation="max", better="down",
+)  # fmt: skip
+declare("mismatch/rejection/*/sequence_above", "fraction of sequences whose mean is above the bounds", better="down")
+declare("mismatch/rejection/*/sequence_below", "fraction of sequences whose mean is below the bounds", better="down")
 
 # Evaluation: `*` is the taskset.
 declare("eval/*/accuracy", "mean over tasks of the fraction of samples that got the full reward", better="up")

@@ -355,6 +355,8 @@ class Batch:
     experiences: tuple[Experience, ...]
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
     """Name -> one array per experience, with leading axis L: `advantages`, `returns`, `old_log_prob`, ..."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What was measured while these experiences were prepared for an update; logged with it."""
 
     def __post_init__(self) -> None:
         frozen = {

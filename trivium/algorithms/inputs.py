@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from trivium.types import EXPERT_VERSION
+
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to this many nats before they are exponentiated."""
 
@@ -80,6 +82,11 @@ def inside(values: Tensor, mask: Tensor) -> Tensor:
 def bounded_log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """log(current / old) of each token, clamped to +-20 nats; beyond that its gradient is zero."""
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def expert_rows(policy_version: Tensor, mask: Tensor) -> Tensor:
+    """(B, L) bool: the trained tokens of rows in which an expert wrote any of them."""
+    return ((policy_version == EXPERT_VERSION) & mask).any(-1, keepdim=True) & mask
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:

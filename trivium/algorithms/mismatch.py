@@ -1,0 +1,174 @@
+"""How far the engine that sampled and the trainer that learns are apart, and what a correction makes of it.
+
+Legend: B sequences, L tokens. The ratio of a token is trainer / engine, that of a sequence the product over its tokens;
+log-ratios are clamped to +-20 nats before they are exponentiated. What `compared` gives are means over tokens, means
+over sequences and maxima that are never negative, so micro-batches add up to the whole and empty ones change nothing.
+Sequences without a token are no sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trivium.algorithms.inputs import LOG_RATIO_BOUND, inside, row_mean
+from trivium.types import Metrics
+
+
+class Compared(NamedTuple):
+    """Metric key -> values; zero where nothing is compared."""
+
+    tokens: dict[str, Tensor]
+    """(B, L), to be averaged over the tokens."""
+    sequences: dict[str, Tensor]
+    """(B,), to be averaged over the sequences with at least one token."""
+    maxima: dict[str, Tensor]
+    """Scalars."""
+
+
+def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
+    """Log-probabilities of the same tokens, (B, L) each, where `mask` (B, L) is true."""
+    log_ratio = inside(trainer - engine, mask)
+    token = bounded(log_ratio)
+    sequence = bounded(log_ratio.sum(-1))
+    any_token = mask.any(-1)
+    surprise, engine_surprise = (-row_mean(log_prob, mask).squeeze(-1) for log_prob in (trainer, engine))
+    gap = surprise - engine_surprise
+    return Compared(
+        tokens={
+            "mismatch/kl": token.expm1() - token,
+            "mismatch/kl_k1": -log_ratio,
+            "mismatch/ratio": inside(token.exp(), mask),
+            "mismatch/chi2": (2 * token).expm1(),
+        },
+        sequences={
+            "mismatch/sequence_ratio": inside(sequence.exp(), any_token),
+            "mismatch/sequence_chi2": (2 * sequence).expm1(),
+            "mismatch/log_perplexity": surprise,
+            "mismatch/log_perplexity_engine": engine_surprise,
+            "mismatch/perplexity": inside(bounded(surprise).exp(), any_token),
+            "mismatch/perplexity_engine": inside(bounded(engine_surprise).exp(), any_token),
+            "mismatch/perplexity_ratio": inside(bounded(gap).exp(), any_token),
+            "mismatch/log_perplexity_gap": gap,
+            "mismatch/log_perplexity_gap_abs": gap.abs(),
+        },
+        maxima={
+            "mismatch/log_prob_max": _largest(log_ratio.abs()),
+            "mismatch/log_perplexity_gap_above": _largest(gap),
+            "mismatch/log_perplexity_gap_below": _largest(-gap),
+        },
+    )
+
+
+def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Metrics:
+    """The metrics of a whole batch, (B, L) each; nothing where no token is compared."""
+    tokens, sequences = int(mask.sum()), int(mask.any(-1).sum())
+    if not tokens:
+        return {}
+    said = compared(trainer.double(), engine.double(), mask)
+    return with_sample_sizes({
+        **{key: float(values.sum()) / tokens for key, values in said.tokens.items()},
+        **{key: float(values.sum()) / sequences for key, values in said.sequences.items()},
+        **{key: float(value) for key, value in said.maxima.items()},
+    })  # fmt: skip
+
+
+def with_sample_sizes(means: Metrics) -> Metrics:
+    """The metrics with the effective sample sizes, as fractions: mean(r)^2 / mean(r^2) of the ratios' means."""
+    sizes = {
+        f"mismatch/{name}ess": means[f"mismatch/{name}ratio"] ** 2 / (1 + means[f"mismatch/{name}chi2"])
+        for name in ("", "sequence_")
+        if f"mismatch/{name}ratio" in means
+    }
+    return {**means, **sizes}
+
+
+def about_weights(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, high: float, by_token: bool) -> Metrics:
+    """Of importance weights before normalisation and the ratios behind them, (B, L) each; the mask holds a token.
+
+    `by_token` counts the tokens whose ratio is above `high` or below `low`, else the sequences.
+    """
+    said = _spread("mismatch/weight", weights, mask, centre=1.0)
+    square = _mean(weights[mask].square())
+    per_sequence = _row_means(ratios, mask)
+    return {
+        **said,
+        "mismatch/weight/ess": said["mismatch/weight/mean"] ** 2 / square if square else 0.0,
+        "mismatch/weight/outside": _mean(weights[mask] != ratios[mask]),
+        **_beyond("mismatch/weight/", ratios[mask] if by_token else per_sequence, low, high),
+        **_beyond("mismatch/weight/sequence_", per_sequence, low, high),
+        "mismatch/weight/ratio_max": float(ratios[mask].max()),
+        "mismatch/weight/ratio_min": float(ratios[mask].min()),
+    }
+
+
+def about_rejection(option: str, statistic: Tensor, refused: Tensor, mask: Tensor, low: float, high: float) -> Metrics:
+    """Of one option's statistic and of what it refuses, (B, L) each. `std` is that of the values cut to the bounds."""
+    where = f"mismatch/rejection/{option}"
+    per_sequence = _row_means(statistic, mask)
+    return {
+        **_spread(where, statistic, mask, centre=0.0),
+        f"{where}/std": _std(statistic[mask].clamp(low, high)),
+        **_beyond(f"{where}/", statistic[mask] if option.startswith("token") else per_sequence, low, high),
+        **_beyond(f"{where}/sequence_", per_sequence, low, high),
+        f"{where}/tokens": _mean(refused[mask]),
+        f"{where}/sequences": _mean(refused.any(-1)[mask.any(-1)]),
+    }
+
+
+def about_rejected(kept: Tensor, mask: Tensor) -> Metrics:
+    """Of all that is refused. A bound on a sum refuses long sequences first: their relative length shows it."""
+    refused, rows = mask & ~kept, mask.any(-1)
+    gone = rows & ~kept.any(-1)
+    length = mask.sum(-1)
+    return {
+        "mismatch/rejected_tokens": _mean(refused[mask]),
+        "mismatch/rejected_sequences": _mean(refused.any(-1)[rows]),
+        "mismatch/rejected_length": _mean(length[gone]) / _mean(length[rows]) if gone.any() else 1.0,
+    }
+
+
+def _spread(where: str, values: Tensor, mask: Tensor, centre: float) -> Metrics:
+    """Mean, standard deviation and extremes over tokens, and of the means of sequences."""
+    tokens, rows = values[mask], _row_means(values, mask)
+    return {
+        f"{where}/mean": _mean(tokens),
+        f"{where}/std": _std(tokens),
+        f"{where}/max": float(tokens.max()),
+        f"{where}/min": float(tokens.min()),
+        f"{where}/sequence_mean": _mean(rows),
+        f"{where}/sequence_std": float(rows.std()) if len(rows) > 1 else 0.0,
+        f"{where}/sequence_max": float(rows.max()),
+        f"{where}/sequence_min": float(rows.min()),
+        f"{where}/sequence_deviation": float((rows - centre).abs().max()),
+    }
+
+
+def _beyond(prefix: str, values: Tensor, low: float, high: float) -> Metrics:
+    """The fractions above and below the bounds."""
+    return {f"{prefix}above": _mean(values > high), f"{prefix}below": _mean(values < low)}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())
+
+
+def _std(values: Tensor) -> float:
+    return float(values.std(correction=0))
+
+
+def _row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each row that has a token."""
+    return row_mean(values, mask)[mask.any(-1)].squeeze(-1)
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Clamped to +-20 nats."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest value, at least 0: what a micro-batch without a row reports."""
+    return torch.cat([values.flatten(), values.new_zeros(1)]).amax()
