@@ -187,6 +187,7 @@ def _build_explorer(stage: Stage, renderer: ChatRenderer) -> Explorer:
         judge=judge, sampling=config.engine.sampling.sampling(),
         max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
         max_concurrent=config.workflow.max_concurrent,
+        must_judge=config.algorithm.reads_rewards or stage.evaluated,
     )  # fmt: skip
 
 
@@ -203,8 +204,11 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
 
 def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
     config = stage.config
+    algorithm = build_algorithm(config.algorithm, config.run.seed)
+    if algorithm.teacher is not None:
+        _check_vocabulary(algorithm.teacher.path, stage.model_dir)
     engine = build(
-        "train", config.train, model_dir=stage.model_dir, algorithm=build_algorithm(config.algorithm, config.run.seed),
+        "train", config.train, model_dir=stage.model_dir, algorithm=algorithm,
         # Expert data was not sampled at any temperature.
         temperature=config.engine.sampling.temperature if explored else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
@@ -212,6 +216,15 @@ def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
     )  # fmt: skip
     engine.channel, engine.checkpoint_dir = channel, stage.run_dir / "weights"
     return engine
+
+
+def _check_vocabulary(teacher: Path, policy: Path) -> None:
+    """Raises ConfigError where a token id means one thing to the teacher and another to the policy."""
+    if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
+        raise ConfigError(
+            f"learn from the teacher {teacher}", f"its tokenizer is not the one of {policy}",
+            "use a teacher with the policy's tokenizer",
+        )  # fmt: skip
 
 
 def _build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:

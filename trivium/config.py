@@ -77,6 +77,11 @@ class Plugin(Config):
     kind: str
     """Short name, `package.module:Name`, or `file.py:Name` relative to the config file."""
 
+    @property
+    def short_name(self) -> str:
+        """The kind's last part: what its things are called in metrics."""
+        return self.kind.rpartition(":")[2].rpartition(".")[2]
+
 
 class _Nested(ValueError):
     """Carries an error of ours, or a section's own errors, through pydantic's collection of errors."""
@@ -206,7 +211,7 @@ class RewardConfig(Plugin):
 
     @property
     def label(self) -> str:
-        return self.name or self.kind.rpartition(":")[2].rpartition(".")[2]
+        return self.name or self.short_name
 
 
 class TrainConfig(Plugin):
@@ -219,6 +224,11 @@ class AlgorithmConfig(Plugin):
     """Base of algorithm sections; presets own the rest."""
 
     kind: str = "grpo"
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether what is played must be judged."""
+        return True
 
 
 class ScheduleSection(Config):
@@ -604,11 +614,18 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """A workflow class may say that playing earns nothing (`earns = False`): then somebody else must judge."""
+    """A workflow class may say that playing earns nothing (`earns = False`): then somebody else must judge.
+
+    An algorithm may not ask what a reply was worth; an evaluation always does.
+    """
+    if config.rewards or getattr(resolve("workflows", config.workflow.kind), "earns", True):
+        return
     explored = getattr(resolve("buffers", config.buffer.kind), "explored", False)
-    if explored and not config.rewards and not getattr(resolve("workflows", config.workflow.kind), "earns", True):
+    played = explored and config.algorithm.reads_rewards
+    if played or config.evaluation.taskset is not None:
         yield Problem(
-            "rewards", "a reward for what is played", f"none, and the workflow {config.workflow.kind!r} earns nothing",
+            "rewards", f"a reward for what is {'played' if played else 'evaluated'}",
+            f"none, and the workflow {config.workflow.kind!r} earns nothing",
             "name a reward, for example rewards: [exact]",
         )  # fmt: skip
 

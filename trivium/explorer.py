@@ -44,6 +44,8 @@ class Explorer:
     deadline_s: float
     max_concurrent: int
     name: str = "explorer-0"
+    must_judge: bool = True
+    """Whether a trajectory that nobody rewarded failed."""
     _room: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Explorer:
                 "rewards of different names", f"both the workflow and a reward gave {sorted(score)}", "rename one"
             )
             return replace(trajectory, failure=self._failure(error))
-        if not rewards:
+        if not rewards and self.must_judge:
             error = RewardError(
                 "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
             )

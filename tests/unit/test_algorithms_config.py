@@ -33,9 +33,21 @@ def built(algorithm: object) -> GroupAlgorithm:
     return build_algorithm(configured(algorithm).algorithm)
 
 
+@pytest.fixture
+def teacher(tmp_path: Path) -> str:
+    """A directory that a check takes for a model."""
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def least(kind: str, teacher: str) -> dict[str, object]:
+    """The least that a user must say about a preset."""
+    return {"kind": kind, "teacher": {"path": teacher}} if kind.startswith("distill") else {"kind": kind}
+
+
 @pytest.mark.parametrize("kind", PRESETS)
-def test_a_preset_is_complete_and_survives_being_saved(kind: str) -> None:
-    config = configured(kind)
+def test_a_preset_is_complete_and_survives_being_saved(kind: str, teacher: str) -> None:
+    config = configured(least(kind, teacher))
     assert isinstance(PRESETS[kind], Preset)
     assert PRESETS[kind].source
     assert build_algorithm(config.algorithm).name == kind
@@ -43,14 +55,15 @@ def test_a_preset_is_complete_and_survives_being_saved(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_an_algorithm_crosses_a_process_boundary(kind: str) -> None:
-    algorithm = built(kind)
+def test_an_algorithm_crosses_a_process_boundary(kind: str, teacher: str) -> None:
+    algorithm = built(least(kind, teacher))
     assert pickle.loads(pickle.dumps(algorithm)).objectives[0].needs == algorithm.objectives[0].needs
 
 
-def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked() -> None:
-    assert {kind: set(built(kind).needs) for kind in PRESETS} == {
+def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher: str) -> None:
+    assert {kind: set(built(least(kind, teacher)).needs) for kind in PRESETS} == {
         "grpo": set(), "ppo": {"values"}, "rloo": set(), "reinforce": set(), "sft": set(),
+        "distill": {"teacher"}, "distill_top_k": {"teacher_top"},
     }  # fmt: skip
 
 
@@ -186,3 +199,46 @@ def test_losses_estimators_and_presets_from_a_file_of_the_user(tmp_path: Path) -
     ):
         with pytest.raises(ConfigError, match=hint):
             configured({"kind": "grpo", "policy_loss": wrong}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "where"),
+    [
+        ({"kind": "distill"}, "algorithm.teacher"),
+        ({"kind": "distill", "teacher": {"path": "nowhere"}}, "algorithm.teacher.path"),
+        ({"kind": "distill", "teacher": {"path": "TEACHER", "top_k": 8}}, "algorithm.teacher.top_k"),
+        ({"kind": "distill", "teacher": {"path": "TEACHER"}, "policy_loss": "sft"}, "algorithm.teacher"),
+        ({"kind": "distill", "teacher": {"path": "TEACHER"}, "epochs": 2}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "teacher": {"path": "TEACHER"}}, "algorithm.teacher"),
+        ({"kind": "sft", "teacher": {"path": "TEACHER"}}, "algorithm.teacher"),
+        ({"kind": "grpo", "policy_loss": "distill", "teacher": {"path": "TEACHER"}}, "algorithm.policy_loss"),
+    ],
+)
+def test_a_teacher_is_there_and_somebody_asks_it(algorithm: dict, where: str, teacher: str) -> None:
+    said = dict(algorithm)
+    if said.get("teacher", {}).get("path") == "TEACHER":
+        said["teacher"] = {**said["teacher"], "path": teacher}
+    assert list(refused(said)) == [where]
+
+
+def test_sampled_tokens_of_a_distillation_are_the_policys_own(teacher: str) -> None:
+    expert = {"buffer": {"kind": "files"}, "group_size": 1}
+    with pytest.raises(ConfigError, match="an expert wrote these"):
+        configured(least("distill", teacher), **expert)
+    configured(least("distill_top_k", teacher), **expert)
+    with pytest.raises(ConfigError, match="no ratio"):
+        configured(least("distill", teacher), max_staleness=1)
+    configured(least("distill_top_k", teacher), max_staleness=1)
+    assert configured(least("distill_top_k", teacher)).algorithm.epochs == 1
+
+
+def test_a_distillation_asks_for_no_reward_unless_it_is_evaluated(teacher: str) -> None:
+    said = {
+        "model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "engine": {"kind": "scripted"},
+        "algorithm": least("distill", teacher),
+    }  # fmt: skip
+    assert not RunConfig.from_mapping(said).algorithm.reads_rewards
+    for change in ({"algorithm": "grpo"}, {"evaluation": {"taskset": "train"}}):
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.from_mapping(said | change)
+        assert [problem[0] for problem in caught.value.problems] == ["rewards"]

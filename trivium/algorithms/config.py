@@ -8,22 +8,27 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from trivium.algorithms.algorithm import Estimator, GroupAlgorithm
+from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
 from trivium.algorithms.objective import Gate, PolicyObjective, Term, ValueObjective
 from trivium.algorithms.registered import (
     AggregationLaw,
     EntropyLaw,
     EstimatorLaw,
+    FilterLaw,
     GateLaw,
     GateSection,
     KlLaw,
     Law,
     LawT,
     PolicyLossLaw,
+    ShapingLaw,
     bound,
     chosen,
     law_of,
 )
+from trivium.algorithms.shaping import Moments, Shaping
+from trivium.algorithms.teacher import TeacherConfig, teacher_problems
 from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
@@ -31,6 +36,8 @@ from trivium.registry import resolve
 AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]
 PolicyLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("policy_losses"))]
 KlPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("kl_estimators"))]
+FilterPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("filters"))]
+ShapingPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("shapings"))]
 EntropyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("entropies"))]
 
 
@@ -80,8 +87,8 @@ class KlConfig(Config):
 class CriticConfig(Config):
     """The critic's objective; read where the advantage estimator needs values."""
 
-    clip: float = Field(default=0.5, gt=0)
-    """How far a value may move from the old one before its error stops improving."""
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from the old one before its error stops improving; null for any distance."""
     aggregate: Aggregation = "token-mean"
     """How token losses become one number."""
 
@@ -147,6 +154,24 @@ class PolicyGradientConfig(UpdateConfig):
     old_log_prob: Literal["rollout", "recompute"] = "rollout"
     """Where the ratio's denominator comes from: the engine that sampled the token, or a pass of the trainer before the
     step. The first costs nothing and stays exact for stale groups."""
+    filters: tuple[FilterPlugin, ...] = ()
+    """Which groups are not worth a train step, asked in this order: names, or functions of yours. They see the rewards
+    as they were given."""
+    refill: int = Field(default=0, ge=0)
+    """How many times the refused groups of a step are replaced by freshly played ones before it goes on with fewer."""
+    shaping: tuple[ShapingPlugin, ...] = ()
+    """What happens to a trajectory's reward before any KL penalty and the estimator, in this order: names, or functions
+    of yours."""
+    mask_truncated: bool = False
+    """Whether replies that a length limit cut are left out of the loss. Their group is judged with them all the
+    same."""
+    teacher: TeacherConfig | None = None
+    """Whom the estimator or the loss asks, where one of them asks a teacher."""
+
+    @property
+    def reads_rewards(self) -> bool:
+        law = law_or_problem(self.advantage, "advantages", EstimatorLaw, "advantage")
+        return isinstance(law, Problem) or law.judged
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
@@ -167,7 +192,9 @@ class PolicyGradientConfig(UpdateConfig):
             (self.kl.estimator, "kl_estimators", KlLaw, f"{where}.kl.estimator"),
             (self.entropy.term, "entropies", EntropyLaw, f"{where}.entropy.term"),
             *((gate, "gates", GateLaw, f"{where}.gates[{i}]") for i, gate in enumerate(self.gates)),
+            *((step, "shapings", ShapingLaw, f"{where}.shaping[{i}]") for i, step in enumerate(self.shaping)),
         )
+        yield from self._filter_problems(run, where)
         loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
@@ -178,6 +205,26 @@ class PolicyGradientConfig(UpdateConfig):
             yield estimator
         else:
             yield from self._estimator_problems(estimator, run, where)
+        if isinstance(loss, PolicyLossLaw) and isinstance(estimator, EstimatorLaw):
+            yield from teacher_problems(self.teacher, loss.needs | estimator.needs, f"{where}.teacher")
+
+    def _filter_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        for number, rule in enumerate(self.filters):
+            law = law_or_problem(rule, "filters", FilterLaw, f"{where}.filters[{number}]")
+            if isinstance(law, Problem):
+                yield law
+            elif run.schedule.group_size < law.min_group:
+                yield Problem(
+                    f"{where}.filters[{number}]", f"the filter {rule.kind!r}",
+                    f"it refuses no group of {run.schedule.group_size} (schedule.group_size)",
+                    f"use groups of at least {law.min_group}, or leave the filter out",
+                )  # fmt: skip
+        if self.refill and run.schedule.deterministic and run.max_staleness > 0:
+            yield Problem(
+                f"{where}.refill", "refused groups replaced in a deterministic run that is ahead of its trainer",
+                "which version plays a slot would depend on what is refused later",
+                "set refill, schedule.max_staleness or schedule.deterministic back",
+            )  # fmt: skip
 
     def _loss_problems(self, loss: PolicyLossLaw, run: RunConfig, where: str) -> Iterator[Problem]:
         if "advantages" not in loss.needs:
@@ -185,20 +232,8 @@ class PolicyGradientConfig(UpdateConfig):
                 f"{where}.policy_loss", f"the loss {self.policy_loss.kind!r} with an advantage estimator",
                 "it reads no advantages, so rewards would have no effect", "use algorithm.kind sft, or another loss",
             )  # fmt: skip
-        elif "old_log_prob" not in loss.needs and run.max_staleness > 0:
-            yield Problem(
-                f"{where}.policy_loss",
-                f"the loss {self.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
-                "it has no ratio, so samples of older weights would bias its gradient",
-                "use algorithm.kind rloo or grpo, or set schedule.max_staleness to 0",
-            )  # fmt: skip
-        elif "old_log_prob" not in loss.needs and self.epochs * self.mini_batches > 1:
-            yield Problem(
-                f"{where}.policy_loss",
-                f"the loss {self.policy_loss.kind!r} with {self.epochs * self.mini_batches} updates per step",
-                "it has no ratio, so the later ones would take samples of older weights for their own",
-                "use algorithm.kind rloo or grpo, or leave epochs and mini_batches at 1",
-            )  # fmt: skip
+        else:
+            yield from ratio_problems(self, loss, run, where, "algorithm.kind rloo or grpo")
         penalty = self.kl.coef and self.kl.place == "reward"
         if self.old_log_prob == "recompute" and "old_log_prob" not in loss.needs and not penalty:
             yield Problem(
@@ -212,6 +247,11 @@ class PolicyGradientConfig(UpdateConfig):
                 "schedule.group_size", f"{run.schedule.group_size} trajectory per task",
                 f"the estimator {self.advantage.kind!r} compares the members of a group",
                 f"use at least {estimator.min_group}, or an estimator without a group",
+            )  # fmt: skip
+        if self.shaping and not estimator.judged:
+            yield Problem(
+                f"{where}.shaping", "shaped rewards", f"the estimator {self.advantage.kind!r} reads no total reward",
+                "leave the key out, or use another estimator",
             )  # fmt: skip
         for name in _changed(self.critic) if "values" not in estimator.needs else ():
             yield Problem(
@@ -238,14 +278,19 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         objectives=(critic, policy) if "values" in estimator_law.needs else (policy,),
         estimator=Estimator(estimator, estimator_law, chosen("kl_estimators", kl.estimator, KlLaw)[0], _controller(kl)),
         recompute_old=config.old_log_prob == "recompute",
+        filters=tuple(Filter(rule.short_name, chosen("filters", rule, FilterLaw)[0]) for rule in config.filters),
+        refill=config.refill,
+        shapings=tuple(_shaping(section) for section in config.shaping),
+        mask_truncated=config.mask_truncated,
         kl_coef=policy.kl.coef if policy.kl else 0.0,
         epochs=config.epochs,
         mini_batches=config.mini_batches,
+        teacher=config.teacher.teacher() if config.teacher is not None else None,
     )
 
 
-def supervised(config: SupervisedConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a supervised section describes."""
+def supervised(config: UpdateConfig, seed: int) -> GroupAlgorithm:
+    """The algorithm of a section that has a policy loss and judges nothing."""
     objective = PolicyObjective(**_loss_of(config), seed=seed)
     return GroupAlgorithm(config.kind, (objective,), epochs=config.epochs, mini_batches=config.mini_batches)
 
@@ -259,6 +304,11 @@ def _loss_of(config: UpdateConfig) -> dict[str, Any]:
 
 def _term(coef: float, room: str, section: Plugin, kind: type[EntropyLaw] | type[KlLaw]) -> Term | None:
     return Term(coef, *chosen(room, section, kind)) if coef else None
+
+
+def _shaping(section: Plugin) -> Shaping:
+    function, law = chosen("shapings", section, ShapingLaw)
+    return Shaping(function, law, Moments() if "moments" in law.needs else None)
 
 
 def _controller(kl: KlConfig) -> KlController | None:
@@ -300,6 +350,28 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
         yield Problem(
             f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
             "the + changes the gradient, and a reward has none", f"use {kl.estimator.kind[:-1]!r}",
+        )  # fmt: skip
+
+
+def ratio_problems(
+    config: UpdateConfig, loss: PolicyLossLaw, run: RunConfig, where: str, instead: str
+) -> Iterator[Problem]:
+    """A loss over samples that has no ratio is right for samples of the current weights alone."""
+    updates = config.epochs * config.mini_batches
+    if "old_log_prob" in loss.needs:
+        return
+    if run.max_staleness > 0:
+        yield Problem(
+            f"{where}.policy_loss",
+            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
+            "it has no ratio, so samples of older weights would bias its gradient",
+            f"use {instead}, or set schedule.max_staleness to 0",
+        )  # fmt: skip
+    elif updates > 1:
+        yield Problem(
+            f"{where}.policy_loss", f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
+            "it has no ratio, so the later ones would take samples of older weights for their own",
+            f"use {instead}, or leave epochs and mini_batches at 1",
         )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.config import PolicyGradientConfig, SupervisedConfig, policy_gradient, supervised
+from trivium.algorithms.distill_config import DistillConfig, distillation
+from trivium.algorithms.preference_config import PreferenceConfig, RewardModelConfig, preference, reward_model
 from trivium.config import AlgorithmConfig, merged
 
 
@@ -51,3 +53,29 @@ REINFORCE = GRPO.replace(
 )  # fmt: skip
 
 SFT = Preset(SupervisedConfig, supervised, {"policy_loss": {"kind": "sft"}}, source="maximum likelihood")
+
+DISTILL = Preset(
+    DistillConfig,
+    distillation,
+    {"policy_loss": {"kind": "distill"}},
+    source="Agarwal et al. 2024 on the policy's own samples, with the reverse KL of Gu et al. 2024",
+)
+
+DISTILL_TOP_K = DISTILL.replace(
+    "Agarwal et al. 2024, over the teacher's likeliest tokens", policy_loss={"kind": "distill_top_k"}
+)  # fmt: skip
+
+DPO = Preset(
+    PreferenceConfig,
+    preference,
+    {"pair_loss": {"kind": "dpo"}},
+    source="Rafailov et al. 2023; on pairs that the policy itself played, Guo et al. 2024",
+)
+
+IPO = DPO.replace("Azar et al. 2024", pair_loss={"kind": "ipo"})
+
+KTO = DPO.replace("Ethayarajh et al. 2024, on pairs", pair_loss={"kind": "kto"})
+
+REWARD_MODEL = Preset(
+    RewardModelConfig, reward_model, {"score_loss": {"kind": "sigmoid"}}, source="Ouyang et al. 2022, section 3.5"
+)

@@ -1,6 +1,8 @@
-"""A backbone with a head: what a policy says about tokens (log-probability, entropy, ...), what a critic says (value).
+"""A backbone with a head: what a policy says about tokens (log-probability, entropy, ...), what a critic says (value),
+what a reward model says (score).
 
-Both speak about token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere else.
+Policy and critic speak about token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere
+else. A reward model judges what is there, token t included.
 """
 
 from __future__ import annotations
@@ -156,9 +158,22 @@ class ValueModel(nn.Module):
         """(N,) values of the states before the tokens at `rows` of the pack."""
         with torch.autocast(self.value_head.weight.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self.backbone(batch)
-        return self.value_head(_before(hidden, rows).to(self.value_head.weight.dtype)).squeeze(1)
+        return self.value_head(self._judged(hidden, rows).to(self.value_head.weight.dtype)).squeeze(1)
+
+    def _judged(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return _before(hidden, rows)
 
     def save(self, directory: Path) -> None:
         """A plain Hugging Face directory of the backbone, with the head in a file beside it."""
         self.module.save_pretrained(directory)
         safetensors.torch.save_file(self.value_head.state_dict(), directory / _VALUE_HEAD_FILE)
+
+
+class ScoreModel(ValueModel):
+    """A backbone with one number per token for all that was said up to and including it: a reward model.
+
+    Saved as a value model is, so that a critic can start from it.
+    """
+
+    def _judged(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return hidden.index_select(0, rows)

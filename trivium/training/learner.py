@@ -43,35 +43,37 @@ class Learner:
         max_tokens: int,
         max_response_length: int,
         optimizer: Optimizer | None = None,
+        top_k: int = 0,
     ) -> None:
-        self.model, self.name, self.optimizer = model, name, optimizer
+        """`top_k` is how many tokens the score `top` names."""
+        self.model, self.name, self.optimizer, self.top_k = model, name, optimizer, top_k
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
-    def score(self, batch: Batch, what: str, *, top_k: int = 0) -> list[AnyArray]:
+    def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """`log_prob`, `entropy`, `sum_pi_squared` or `top` of a language model, `values` of a value model.
 
-        Leading axis L, 0 outside the mask. `top` is (L, top_k, 2): the likeliest token ids, and their log-probability.
+        Leading axis L, 0 outside the mask. `top` is (L, K, 2): the K likeliest token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
         """
         check_lengths(batch, max_positions(self.model.module))
-        trailing = (top_k, 2) if what == "top" else ()
+        trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad():
             for rows in self._cut(batch, "sequence"):
                 micro = self._collate(batch, rows, ())
-                numbers = self._numbers(micro, what, top_k)
+                numbers = self._numbers(micro, what)
                 for row, scored in zip(rows, micro.grid(numbers).cpu().numpy(), strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
         return scores
 
-    def _numbers(self, micro: MicroBatch, what: str, top_k: int) -> torch.Tensor:
+    def _numbers(self, micro: MicroBatch, what: str) -> torch.Tensor:
         """(N, ...): one score of the trained tokens."""
         if isinstance(self.model, ValueModel):
             return self.model(micro.pack, micro.rows)
         if what == "sum_pi_squared":
             return self.model.sum_pi_squared(micro.pack, micro.rows)
         if what == "top":
-            ids, top = self.model.likeliest(micro.pack, micro.rows, top_k)
+            ids, top = self.model.likeliest(micro.pack, micro.rows, self.top_k)
             return torch.stack([ids.to(top.dtype), top], -1)
         log_prob, entropy = self.model(micro.pack, micro.rows)
         return entropy if what == "entropy" else log_prob
@@ -81,14 +83,14 @@ class Learner:
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
-        A mini-batch without a trained token takes no step and reports no loss. `train/tokens` is the policy's to
-        report, so that a critic does not count them twice. `step` counts the stage's train steps so far. `who` is named
+        A mini-batch without a trained token takes no step and reports no loss. A critic does not report
+        `train/tokens`: the policy counts the same ones. `step` counts the stage's train steps so far. `who` is named
         when the gradient is not finite. Raises DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
         check_lengths(batch, max_positions(self.model.module))
         totals = count(batch, self.max_response_length)
-        tokens = {"train/tokens": float(totals.tokens)} if self.name == "policy" else {}
+        tokens = {"train/tokens": float(totals.tokens)} if self.name != "value" else {}
         if totals.tokens == 0:
             return tokens
         tally = _Tally(totals)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from trivium.config import TrainConfig, free
 from trivium.errors import ConfigError, RunDirError, TriviumError
-from trivium.models.heads import LanguageModel, ValueModel
+from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
@@ -34,7 +34,9 @@ _SCORES = {
     "teacher_top": ("teacher", "top"),
     "values": ("critic", "values"),
 }
-_METRIC_NAME = {"policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "value"}
+_METRIC_NAME = {
+    "policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "value", "reward": "reward",
+}  # fmt: skip
 _EXACT_IDS = 2**24
 """Token ids below this are exact as float32, which is what columns hold."""
 _WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
@@ -42,7 +44,8 @@ _OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpa
 
 
 class TorchTrainEngine(TrainEngine):
-    """Policy, and where the algorithm asks for them critic, frozen reference and frozen teacher, in this process."""
+    """Policy, and where the algorithm asks for them critic, reward model, frozen reference and frozen teacher, in this
+    process."""
 
     class Config(TrainConfig):
         """How the models are trained."""
@@ -60,7 +63,7 @@ class TorchTrainEngine(TrainEngine):
         max_grad_norm: float = Field(default=1.0, gt=0)
         """The gradient of a whole mini-batch is scaled down to this norm."""
         optimizer: OptimizerConfig = OptimizerConfig()
-        """The policy's optimizer."""
+        """The policy's optimizer, or the reward model's where that is what is trained."""
         critic_optimizer: OptimizerConfig | None = None
         """The critic's; nothing means the same as the policy's."""
 
@@ -81,7 +84,7 @@ class TorchTrainEngine(TrainEngine):
         `seq-mean-token-sum-norm` divides by. The schedule of the learning rate begins at `first_version`
         (where earlier stages left off) and has `total_steps` train steps.
 
-        `seed` draws the critic's head; `threads` is set by every verb for the thread that calls it.
+        `seed` draws the head of a critic or reward model; `threads` is set by every verb for the thread that calls it.
         """
         self.config, self.algorithm = config, algorithm
         self._model_dir, self._temperature = model_dir, temperature
@@ -94,7 +97,7 @@ class TorchTrainEngine(TrainEngine):
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
-        self._open(self._model_dir, self._model_dir)
+        self._open(self._model_dir, self._model_dir, self._model_dir)
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
@@ -105,8 +108,7 @@ class TorchTrainEngine(TrainEngine):
         if what not in _SCORES:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(_SCORES)}")
         role, kind = _SCORES[what]
-        teacher = self.algorithm.teacher
-        return self._learner(role).score(batch, kind, top_k=teacher.top_k if teacher is not None else 0)
+        return self._learner(role).score(batch, kind)
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step.
@@ -132,11 +134,11 @@ class TorchTrainEngine(TrainEngine):
                 yield name, tensor.detach()
 
     def save(self, directory: Path) -> None:
-        """`policy/` and `critic/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`."""
+        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`."""
         directory.mkdir(parents=True, exist_ok=True)
         self.save_weights(directory / "policy")
         for role, learner in self._learners.items():
-            if role == "critic":
+            if isinstance(learner.model, ValueModel):
                 learner.model.save(directory / role)
             if learner.optimizer is not None:
                 state = {key: value.contiguous() for key, value in learner.optimizer.state().items()}
@@ -144,11 +146,11 @@ class TorchTrainEngine(TrainEngine):
         (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Opens what `save` wrote; the reference still comes from the initial model directory, the teacher from its own."""
+        """Opens what `save` wrote; the reference still comes from the initial model directory."""
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
-        self._open(directory / "policy", directory / "critic")
+        self._open(directory / "policy", directory / "critic", directory / "reward")
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
                 learner.optimizer.restore(safetensors.torch.load_file(directory / f"{role}-optimizer.safetensors"))
@@ -184,7 +186,7 @@ class TorchTrainEngine(TrainEngine):
         critic = self.config.critic_optimizer if role == "critic" else None
         return critic or self.config.optimizer
 
-    def _open(self, policy: Path, critic: Path) -> None:
+    def _open(self, policy: Path, critic: Path, reward: Path) -> None:
         """Only the roles that the algorithm has a use for."""
         how: dict[str, Any] = {
             "dtype": self._dtype, "device": self._device, "autocast": self.config.dtype == "bfloat16",
@@ -196,6 +198,8 @@ class TorchTrainEngine(TrainEngine):
         self._add("policy", LanguageModel(policy, temperature=self._temperature, **how), trained="policy" in roles)
         if "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
+        if "reward" in roles:
+            self._add("reward", ScoreModel(reward, seed=self._seed, **how), trained=True)
         if "reference" in roles:
             reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
             self._add("reference", reference, trained=False)
@@ -217,15 +221,14 @@ class TorchTrainEngine(TrainEngine):
                 f"the teacher tells {model.vocabulary} tokens apart, the policy {self._policy.vocabulary}",
                 "use a teacher with the policy's tokenizer and an output layer of the same size",
             )
-        if "teacher_top" in self.algorithm.needs and not teacher.top_k <= model.vocabulary <= _EXACT_IDS:
+        if "teacher_top" in self.algorithm.needs and model.vocabulary > _EXACT_IDS:
             raise TriviumError(
-                f"the teacher's {teacher.top_k} likeliest tokens",
-                f"its vocabulary has {model.vocabulary}",
-                f"lower algorithm.teacher.top_k; vocabularies beyond {_EXACT_IDS} tokens are not supported",
-            )
-        self._add("teacher", model, trained=False)
+                f"the likeliest tokens of the teacher {teacher.path}", f"its vocabulary has {model.vocabulary} tokens",
+                f"use a loss that reads the teacher's log-probabilities alone: columns hold ids below {_EXACT_IDS}",
+            )  # fmt: skip
+        self._add("teacher", model, trained=False, top_k=min(teacher.top_k, model.vocabulary))
 
-    def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool) -> None:
+    def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> None:
         optimizer = None
         if trained:
             network = model if isinstance(model, ValueModel) else model.module
@@ -236,7 +239,7 @@ class TorchTrainEngine(TrainEngine):
             model.module.requires_grad_(False)
         self._learners[role] = Learner(
             model, _METRIC_NAME[role], max_tokens=self.config.max_tokens_per_micro_batch,
-            max_response_length=self._max_response_length, optimizer=optimizer,
+            max_response_length=self._max_response_length, optimizer=optimizer, top_k=top_k,
         )  # fmt: skip
 
 
