@@ -60,6 +60,7 @@ class Case:
         elif expected is None or (isinstance(expected, bool | str) and expected not in _SPECIAL):
             assert found == expected, key
         else:
+            assert found is not None, f"nothing found for {key!r}"
             double = "float64" in self.dtypes.values()
             default = 1e-9 if double else 1e-6
             want = _tensor(expected, "float64")

@@ -185,7 +185,7 @@ class PolicyObjective:
 class ValueObjective(CutAnywhere):
     """The critic's clipped squared error against the returns."""
 
-    clip: float = 0.5
+    clip: float | None = 0.5
     aggregate: str = "token-mean"
 
     role: str = "critic"

@@ -9,12 +9,16 @@ from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.stats import masked_mean
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
     """(half squared error, whether clipping decided it) for each token, (B, L).
 
     The larger error of the value and of the value held within `clip` of the old one (Schulman et al. 2017; the clipping
-    is that of OpenAI's baselines).
+    is that of OpenAI's baselines); None for no clip.
     """
+    if clip is None:
+        return (values - returns) ** 2 / 2, torch.zeros_like(values, dtype=torch.bool)
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     error, held_error = (values - returns) ** 2, (held - returns) ** 2
     return torch.maximum(error, held_error) / 2, held_error > error
@@ -25,7 +29,7 @@ def compute_value_loss(
     returns: Tensor,
     values: Tensor,
     response_mask: Tensor,
-    cliprange_value: float,
+    cliprange_value: float | None,
     loss_agg_mode: str = "token-mean",
     *,
     dp_size: int = 1,
@@ -35,8 +39,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, fraction of tokens whose value was clipped), both scalars.
 
-    `vpreds` are the current values, `values` those of before the step; all inputs (B, L); modes and counts as in
-    `agg_loss`.
+    `vpreds` are the current values, `values` those of before the step; all inputs (B, L); `cliprange_value` None for no
+    clip; modes and counts as in `agg_loss`.
     """
     loss, clipped = clipped_value_loss(vpreds, values, returns, cliprange_value)
     total = agg_loss(

@@ -6,29 +6,46 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from trivium.algorithms.inputs import PerToken, PolicyInputs, row_mean
 from trivium.algorithms.registered import policy_loss
 
 
+ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the sequence's ratio may fall below one")]
+ClipHigh = Annotated[float, Field(ge=0, description="how far the sequence's ratio may rise above one")]
+
+
 @policy_loss(
-    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r), its gradient spread as in GSPO-token",  # noqa: E501
-    source="GSPO and GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
+    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r), the gradient of token t that of s p_t",  # noqa: E501
+    source="GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
 )
-def gspo(
-    x: PolicyInputs,
-    *,
-    clip_low: Annotated[float, Field(ge=0, le=1, description="how far the sequence's ratio may fall below one")] = 3e-4,
-    clip_high: Annotated[float, Field(ge=0, description="how far the sequence's ratio may rise above one")] = 4e-4,
-) -> PerToken:
+def gspo(x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> PerToken:
     """PPO's clip on the ratio of sequences; made for `aggregate: seq-mean-token-mean`.
 
     The gradient of a sequence's ratio is shared out so that each token's part carries its own advantage; where all
-    tokens of a sequence have the same one, that is the gradient of the sequence's ratio itself.
+    tokens of a sequence have the same one, it is that of `gspo_sequence`.
     """
-    log_ratio = row_mean(x.log_ratio, x.response_mask).detach() + (x.log_prob - x.log_prob.detach())
+    mean = row_mean(x.log_ratio, x.response_mask)
+    return _clipped(x, mean.detach() + (x.log_prob - x.log_prob.detach()), clip_low, clip_high)
+
+
+@policy_loss(
+    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r)",
+    source="GSPO, Zheng et al. 2025, arXiv 2507.18071",
+    needs=("advantages", "old_log_prob"),
+    on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
+)
+def gspo_sequence(x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> PerToken:
+    """As `gspo`, with the gradient of the sequence's ratio itself; made for `aggregate: seq-mean-token-mean`."""
+    mean = row_mean(x.log_ratio, x.response_mask)
+    return _clipped(x, mean.expand_as(x.log_prob), clip_low, clip_high)
+
+
+def _clipped(x: PolicyInputs, log_ratio: Tensor, clip_low: float, clip_high: float) -> PerToken:
+    """PPO's loss with this log-ratio, (B, L)."""
     ratio = log_ratio.exp()
     plain = -x.advantages * ratio
     clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

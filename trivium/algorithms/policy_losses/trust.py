@@ -68,10 +68,7 @@ def _within(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
     """The score function weighted with the truncated ratio; 0 for the tokens that left the trust region."""
     ratio = x.log_ratio.detach().exp()
     loss = torch.where(left, 0.0, -x.advantages * ratio.clamp(max=max_ratio) * x.log_prob)
-    metrics = {
-        "train/left_out": left,
-        "train/clip_fraction_lower": (ratio > max_ratio) & (x.advantages < 0),
-    }
+    metrics = {"train/left_out": left, "train/clip_fraction": (ratio > max_ratio) & ~left}
     return PerToken(loss, {key: value.to(loss.dtype) for key, value in metrics.items()})
 
 
