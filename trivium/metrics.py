@@ -170,7 +170,7 @@ declare("mismatch/kl_k1", "k1 estimate of KL(engine, trainer): unbiased, may be 
 declare("mismatch/ess", "effective sample size of the tokens as a fraction: mean(r)^2 / mean(r^2)", better="up")
 declare("mismatch/ratio", "mean ratio r of trainer and engine probability of a token; 1 where they agree")
 declare("mismatch/chi2", "mean of r^2 - 1 over tokens: estimate of the chi-square divergence", better="down")
-declare("mismatch/sequence_ess", "effective sample size of whole sequences, by the product of their ratios", better="up")
+declare("mismatch/sequence_ess", "effective sample size of sequences, by the product of their ratios", better="up")
 declare("mismatch/sequence_ratio", "mean product of the ratios over a sequence")
 declare("mismatch/sequence_chi2", "mean of its square, minus 1", better="down")
 declare("mismatch/log_perplexity", "mean over sequences of the trainer's mean surprise at a token", unit="nats")
@@ -197,8 +197,12 @@ declare("mismatch/weight/max", "largest weight", aggregation="max")
 declare("mismatch/weight/min", "smallest weight", aggregation="min")
 declare("mismatch/weight/ess", "effective sample size of the weights over tokens, as a fraction", better="up")
 declare("mismatch/weight/outside", "fraction of tokens whose weight was truncated or set to zero", better="down")
-declare("mismatch/weight/above", "fraction of tokens (of sequences, for sequence weights) with a ratio above", better="down")  # fmt: skip
-declare("mismatch/weight/below", "fraction of tokens (of sequences, for sequence weights) with a ratio below", better="down")  # fmt: skip
+declare(
+    "mismatch/weight/above", "fraction of tokens (sequences, for sequence weights) with a ratio above", better="down"
+)
+declare(
+    "mismatch/weight/below", "fraction of tokens (sequences, for sequence weights) with a ratio below", better="down"
+)
 declare("mismatch/weight/ratio_max", "largest ratio that a weight was made of", aggregation="max", better="down")
 declare("mismatch/weight/ratio_min", "smallest ratio that a weight was made of", aggregation="min", better="up")
 declare("mismatch/weight/sequence_mean", "mean over sequences of the mean weight of a sequence")
@@ -220,8 +224,12 @@ declare("mismatch/rejection/*/mean", "mean of the option's statistic over tokens
 declare("mismatch/rejection/*/std", "standard deviation of the statistic, cut to its bounds, over tokens", unit="nats")
 declare("mismatch/rejection/*/max", "largest value of the statistic", unit="nats", aggregation="max")
 declare("mismatch/rejection/*/min", "smallest value of the statistic", unit="nats", aggregation="min")
-declare("mismatch/rejection/*/above", "fraction of tokens (sequences, for a seq_ option) above the bounds", better="down")
-declare("mismatch/rejection/*/below", "fraction of tokens (sequences, for a seq_ option) below the bounds", better="down")
+declare(
+    "mismatch/rejection/*/above", "fraction of tokens (sequences, for seq_ options) above the bounds", better="down"
+)
+declare(
+    "mismatch/rejection/*/below", "fraction of tokens (sequences, for seq_ options) below the bounds", better="down"
+)
 declare("mismatch/rejection/*/sequence_mean", "mean over sequences of the statistic's mean", unit="nats")
 declare("mismatch/rejection/*/sequence_std", "standard deviation over sequences of the statistic's mean", unit="nats")
 declare("mismatch/rejection/*/sequence_max", "largest mean of a sequence", unit="nats", aggregation="max")

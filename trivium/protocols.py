@@ -128,7 +128,7 @@ class Objective(Protocol):
 
     @property
     def role(self) -> str:
-        """Which model it updates: `policy` or `critic`."""
+        """Which model it updates: `policy`, `critic` or `reward`."""
         ...
 
     @property
