@@ -1,7 +1,7 @@
 """From groups to columns: who is trained on, what is counted, where the reward lands, what the KL penalty does."""
 
 import json
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,12 +50,13 @@ def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
     ]
     kept, metrics = algorithm(GRPO).filter(groups)
     assert [g.slot for g in kept] == [0, 2]
+    rewards = [1.0, 0.0, 1.0, 0.7, 0.7]
     assert checked(metrics) == pytest.approx({
-        "rollout/groups": 4, "rollout/refused": 2, "rollout/trajectories": 4,
+        "rollout/groups": 4, "rollout/refused": 2, "rollout/refused/too_few_alive": 2, "rollout/trajectories": 4,
         "rollout/failed": 3, "rollout/failed/reward": 2, "rollout/failed/deadline": 1,
-        "rollout/response_tokens": 3.5, "rollout/response_tokens_max": 5, "rollout/truncated": 0.25, "rollout/turns": 1,
-        "reward/mean": 0.6, "reward/std": math.sqrt((0.16 + 0.36 + 0.01 + 0.01) / 4), "reward/min": 0, "reward/max": 1,
-        "reward/equal_groups": 0.5, "reward/component/exact": 0.6,
+        "rollout/response_tokens": 3.4, "rollout/response_tokens_max": 5, "rollout/truncated": 0.2, "rollout/turns": 1,
+        "reward/mean": 0.68, "reward/trained_mean": 0.6, "reward/std": statistics.pstdev(rewards), "reward/min": 0,
+        "reward/max": 1, "reward/equal_groups": 0.5, "reward/component/exact": 0.68,
     })  # fmt: skip
     assert [g.slot for g in algorithm(REINFORCE).filter(groups)[0]] == [0, 1, 2]
     assert len(algorithm(GRPO).batch(kept)) == 4

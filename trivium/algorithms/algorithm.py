@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from trivium.algorithms.groups import advantage_inputs, batch_of, batch_of_pairs, column, describe, pair_of, ragged
+from trivium.algorithms.filters import Filter
+from trivium.algorithms.groups import (
+    advantage_inputs,
+    batch_of,
+    batch_of_pairs,
+    column,
+    describe,
+    pair_of,
+    ragged,
+    rewarded,
+    shaping_inputs,
+    truncated_rows,
+)
 from trivium.algorithms.inputs import PolicyInputs
 from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
 from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.registered import EstimatorLaw
+from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
+from trivium.errors import DataError
 from trivium.types import SCORES, Batch, Group, Metrics, Teacher
 
 _SCORE_OF = {column: what for what, column in SCORES.items()}
@@ -51,6 +67,16 @@ class GroupAlgorithm:
     mini_batches: int = 1
     pairs: bool = False
     """Whether a group is trained on as a pair: its best member and its worst one."""
+    filters: tuple[Filter, ...] = ()
+    """Which groups to refuse beyond those that nobody could judge, in this order."""
+    refill: int = 0
+    """How often a step has its refused groups replaced by freshly played ones before it goes on with fewer."""
+    shapings: tuple[Shaping, ...] = ()
+    """What happens to a trajectory's reward before any KL penalty and the estimator, in this order."""
+    mask_truncated: bool = False
+    """Whether trajectories that a length limit cut are judged with their group, but not trained on."""
+    max_new_tokens: int = 0
+    """The longest reply that sampling allows, which shapings measure lengths by; 0 where nobody said."""
     teacher: Teacher | None = None
     """Whom the policy learns from, where one of the functions asks for a teacher."""
 
@@ -72,14 +98,35 @@ class GroupAlgorithm:
         return wanted | self.estimator.law.needs | penalty
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups with enough living members to be judged (or a better and a worse one, where pairs are wanted),
-        and what was played."""
-        if self.pairs:
-            kept = [group for group in groups if pair_of(group)]
-            return kept, describe(groups, kept) | {"rollout/trajectories": 2 * len(kept)}
-        fewest = self.estimator.law.min_group if self.estimator else 1
-        kept = [group for group in groups if len(group.alive) >= fewest]
-        return kept, describe(groups, kept)
+        """The groups worth training on, and what was played. It asks each group by itself, and always says the same.
+
+        Raises DataError for a group without the greedy reply that the estimator compares with.
+        """
+        refused_by = [self._refused_by(group) for group in groups]
+        kept = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]
+        metrics = describe(groups, kept, Counter(rule for rule in refused_by if rule is not None))
+        return kept, metrics | ({"rollout/trajectories": 2 * len(kept)} if self.pairs else {})
+
+    def _refused_by(self, group: Group) -> str | None:
+        """The rule that refuses a group: it cannot be judged, or a filter says no; None for a group to train on."""
+        if self.pairs and pair_of(group) is None:
+            return "no_pair"
+        if len(group.alive) < (self.estimator.law.min_group if self.estimator else 1):
+            return "too_few_alive"
+        if self.greedy_baseline:
+            if group.greedy is None:
+                raise DataError(
+                    f"a greedy reply for task {group.task.task_id!r}", "the group was played without one",
+                    "start another run.dir: its rollouts were not played for this algorithm",
+                )  # fmt: skip
+            if group.greedy.failure is not None:
+                return "greedy_failed"
+        return next((rule.name for rule in self.filters if not rule.keeps(group)), None)
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each task is played once more without randomness, for the estimator to compare with."""
+        return self.estimator is not None and self.estimator.law.baseline
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The experiences of the groups' living members, in order; of a pair, the better member's first."""
@@ -88,7 +135,8 @@ class GroupAlgorithm:
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with every column its objectives need; scores named in `needs` must be there already.
 
-        A trajectory's reward lands on the last trained token of each of its experiences.
+        A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
+        not to be trained on leave the mask when the advantages are known.
         """
         if "old_log_prob" in self._columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
@@ -97,24 +145,44 @@ class GroupAlgorithm:
             return batch, metrics
         x = advantage_inputs(batch)
         x = replace(x, columns={name: column(batch, name) for name in self.estimator.law.needs})
+        if self.shapings and len(batch):
+            rewards = shaped(self.shapings, shaping_inputs(batch, x, self.max_new_tokens))
+            x = rewarded(x, rewards[x.trajectory])
+            metrics["reward/shaped_mean"] = float(rewards.mean())
         if self.estimator.kl_controller is not None:
-            x, metrics = _penalised(x, batch, self.estimator.kl, self.estimator.kl_controller)
+            x, penalty = _penalised(x, batch, self.estimator.kl, self.estimator.kl_controller)
+            metrics |= penalty
         done = self.estimator.function(x)
         if "values" in self.estimator.law.needs:
             metrics |= _value_metrics(x, done)
-        return batch.with_columns(
-            advantages=ragged(done.advantages, batch), returns=ragged(done.returns, batch)
-        ), metrics
+        batch = batch.with_columns(advantages=ragged(done.advantages, batch), returns=ragged(done.returns, batch))
+        return self._trained(batch), metrics
+
+    def _trained(self, batch: Batch) -> Batch:
+        """The batch without what its trajectories were only judged for."""
+        if not self.mask_truncated:
+            return batch
+        rows = zip(batch.experiences, truncated_rows(batch), strict=True)
+        return batch.masked([np.full(len(e), not truncated) for e, truncated in rows])
 
     def state(self) -> dict[str, Any]:
-        """The KL coefficient, where it may have moved."""
+        """The KL coefficient, where it may have moved, and the moments that shapings have seen."""
         controller = self.estimator.kl_controller if self.estimator else None
-        return {"kl_coef": controller.value} if controller else {}
+        moments = [asdict(moments) for moments in self._moments]
+        return ({"kl_coef": controller.value} if controller else {}) | ({"moments": moments} if moments else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; the state of a stage without a moving coefficient changes nothing."""
+        """The inverse of `state`; what the state does not mention stays as it is."""
         if self.estimator and self.estimator.kl_controller:
             self.estimator.kl_controller.value = float(state.get("kl_coef", self.estimator.kl_controller.value))
+        if "moments" in state:
+            for moments, saved in zip(self._moments, state["moments"], strict=True):
+                vars(moments).update(saved)
+
+    @property
+    def _moments(self) -> list[Moments]:
+        """What the shapings have seen, one entry for each that looks back."""
+        return [step.moments for step in self.shapings if step.moments is not None]
 
 
 def _penalised(

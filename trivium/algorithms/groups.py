@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms.advantages.inputs import AdvantageInputs
+from trivium.algorithms.shaping import ShapingInputs
 from trivium.errors import DataError
 from trivium.randomness import stream, uniforms
 from trivium.types import AnyArray, Batch, Experience, Group, Metrics, StopReason, Trajectory, experiences_of
@@ -53,18 +55,22 @@ def _single(group: Group, member: Trajectory) -> Experience:
     return experiences[0]
 
 
-def describe(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
-    """What was played: failures over all groups, everything else over those kept."""
-    failures = Counter(member.failure.side for group in groups for member in group.trajectories if member.failure)
-    members = [member for group in kept for member in group.alive]
+def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
+    """What was played, refused groups included: what is trained on alone would look better than the policy is.
+
+    `refused_by` says how many groups each rule refused.
+    """
+    failures = Counter(member.failure.side for group in groups for member in group.played if member.failure)
+    members = [member for group in groups for member in group.alive]
     return {
         "rollout/groups": len(groups),
         "rollout/refused": len(groups) - len(kept),
+        **{f"rollout/refused/{rule}": count for rule, count in refused_by.items()},
         "rollout/failed": failures.total(),
         **{f"rollout/failed/{side}": count for side, count in failures.items()},
-        "rollout/trajectories": len(members),
+        "rollout/trajectories": sum(len(group.alive) for group in kept),
         **_about(members),
-        **_about_rewards(kept),
+        **_about_rewards(groups, kept),
     }
 
 
@@ -81,13 +87,15 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
     }
 
 
-def _about_rewards(kept: Sequence[Group]) -> Metrics:
+def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
     """Nothing where nobody was rewarded, as with supervised data."""
-    judged = [[member.reward for member in group.alive if member.rewards] for group in kept]
+    judged = [[member.reward for member in group.alive if member.rewards] for group in groups]
     rewards = [reward for group in judged for reward in group]
     if not rewards:
         return {}
     comparable = [group for group in judged if len(group) > 1]
+    trained = [member.reward for group in kept for member in group.alive]
+    greedy = [group.greedy.reward for group in groups if group.greedy is not None and group.greedy.failure is None]
     equal = {"reward/equal_groups": fmean(len(set(group)) == 1 for group in comparable)} if comparable else {}
     return {
         "reward/mean": fmean(rewards),
@@ -95,7 +103,9 @@ def _about_rewards(kept: Sequence[Group]) -> Metrics:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         **equal,
-        **_means("reward/component/", [member.rewards for group in kept for member in group.alive]),
+        **({"reward/trained_mean": fmean(trained)} if trained else {}),
+        **({"reward/greedy": fmean(greedy)} if greedy else {}),
+        **_means("reward/component/", [member.rewards for group in groups for member in group.alive]),
     }
 
 
@@ -157,6 +167,34 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
         torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
         mask, torch.from_numpy(group), torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
     )  # fmt: skip
+
+
+def rewarded(x: AdvantageInputs, rewards: Tensor) -> AdvantageInputs:
+    """The inputs with these rewards (B,) in the place of those on the last trained token of each row."""
+    place = torch.arange(x.response_mask.shape[1])
+    last = torch.where(x.response_mask, place, -1).amax(-1, keepdim=True)
+    placed = torch.where(place == last, rewards.unsqueeze(-1), 0.0)
+    return replace(x, token_level_rewards=placed.to(x.token_level_rewards.dtype))
+
+
+def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> ShapingInputs:
+    """What is said about the trajectories (T,) of a batch with at least one, numbered as in `x.trajectory`."""
+    of_row, total = x.trajectory, int(x.trajectory.max()) + 1
+    rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
+    lengths = torch.tensor([e.num_response_tokens for e in batch.experiences])
+    return ShapingInputs(
+        reward=rewards.new_zeros(total).scatter(0, of_row, rewards),
+        length=lengths.new_zeros(total).index_add(0, of_row, lengths),
+        truncated=torch.zeros(total, dtype=torch.bool).scatter(0, of_row, torch.tensor(truncated_rows(batch))),
+        group=x.group.new_zeros(total).scatter(0, of_row, x.group),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def truncated_rows(batch: Batch) -> list[bool]:
+    """Whether a length limit cut the last turn of the trajectory that a row belongs to."""
+    how = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # of several rows the last one says it
+    return [how[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
 
 
 def _numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
