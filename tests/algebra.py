@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from trivium.algorithms import PolicyObjective, ValueObjective, catalogue
 from trivium.algorithms.objective import Gate, Term
-from trivium.algorithms.registered import EntropyLaw, GateLaw, GateSection, KlLaw, PolicyLossLaw, bound, chosen
+from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, bound, chosen
 from trivium.config import Plugin, plugin
 from trivium.models.loss import LossInputs, Totals
 from trivium.types import EXPERT_VERSION, Batch, Experience
@@ -33,7 +33,7 @@ K = 3
 
 def section(room: str, kind: str, **options: Any) -> Plugin:
     """What a config with these words would hold."""
-    return plugin(room, GateSection if room == "gates" else Plugin)({"kind": kind, **options})
+    return plugin(room)({"kind": kind, **options})
 
 
 def shut(gates: Sequence[Mapping[str, Any]]) -> tuple[Gate, ...]:
@@ -102,7 +102,9 @@ def _other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[
         return []
     nothing = [None] if type(None) in get_args(annotation) and default is not None else []
     step = 1 if int in parts else 0.25
-    near = [] if default is None or isinstance(default, str) else [default * 2, default / 2 if step != 1 else default - 1]
+    near = (
+        [] if default is None or isinstance(default, str) else [default * 2, default / 2 if step != 1 else default - 1]
+    )
     edges = [bound.ge if isinstance(bound, Ge) else bound.le for bound in bounds if isinstance(bound, Ge | Le)]
     inner = [bound.gt + step for bound in bounds if isinstance(bound, Gt)]
     inner += [bound.lt - step for bound in bounds if isinstance(bound, Lt)]
@@ -119,7 +121,9 @@ def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
     for v in variants("policy_losses"):
         made[f"loss:{v}"] = lambda v=v: policy_objective(v.kind, mode, **v.options)
     for v in variants("kl_estimators"):
-        made[f"kl:{v}"] = lambda v=v: policy_objective("reinforce", mode, terms={"kl": _term("kl_estimators", v, KlLaw)})
+        made[f"kl:{v}"] = lambda v=v: policy_objective(
+            "reinforce", mode, terms={"kl": _term("kl_estimators", v, KlLaw)}
+        )
     for v in variants("entropies"):
         made[f"entropy:{v}"] = lambda v=v: policy_objective(
             "reinforce", mode, terms={"entropy": _term("entropies", v, EntropyLaw)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from golden_cases import DATA
 
-_passed: Counter[str] = Counter()
+_OUTCOMES: dict[str, Counter[str]] = {"passed": Counter(), "failed": Counter()}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,12 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed and "test_golden_case[" in report.nodeid:
-        _passed[report.nodeid.partition("[")[2].rpartition("/")[0]] += 1
+    if report.when == "call" and "test_golden_case[" in report.nodeid and report.outcome in _OUTCOMES:
+        _OUTCOMES[report.outcome][report.nodeid.partition("[")[2].rpartition("/")[0]] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _passed:
+    passed, failed = _OUTCOMES["passed"], _OUTCOMES["failed"]
+    if passed or failed:
         terminalreporter.section("golden cases passed per function")
-        for function, count in sorted(_passed.items()):
-            terminalreporter.write_line(f"{count:4d}  {function}")
+        for function in sorted(passed | failed):
+            wrong = f", {failed[function]} FAILED" if failed[function] else ""
+            terminalreporter.write_line(f"{passed[function]:4d}  {function}{wrong}")
+        terminalreporter.write_line(f"{passed.total():4d}  in all")

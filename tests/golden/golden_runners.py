@@ -1,19 +1,31 @@
-"""What this version answers to a golden case: (file, function) -> a call of what a config would call.
+"""What this version answers to a golden case: (family, function) -> a call of what a config would call.
 
-The answers live in `golden_<part>.py`, one file for each part of the algebra. A function that is not listed is not
-built yet; the suite says so and counts its cases. A listed one passes all of them.
+The answers live in `golden_<part>.py`, one file for each part of the algebra.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from algebra import policy_objective, section
+from deviations import LATER
+from golden_cases import DATA, Case
 
-from trivium.algorithms.objective import Gate, PolicyObjective
-from trivium.algorithms.registered import GateLaw, PolicyLossLaw, bound, chosen
-from trivium.config import Plugin, plugin
+from trivium.algorithms.objective import PolicyObjective
 from trivium.models.loss import LossInputs, Totals
 from trivium.types import EXPERT_VERSION, Batch, Experience
+
+__all__ = [
+    "RUNNERS",
+    "Arguments",
+    "Runner",
+    "answer_to",
+    "answers",
+    "family",
+    "minimised",
+    "policy_objective",
+    "section",
+]
 
 Arguments = dict[str, Any]
 Runner = Callable[[Arguments, Arguments], Arguments]
@@ -28,23 +40,22 @@ def answers(file: str, *functions: str) -> Callable[[Runner], Runner]:
     return register
 
 
-def section(room: str, kind: str, **options: Any) -> Plugin:
-    """What a config with these words would hold."""
-    return plugin(room)({"kind": kind, **options})
+def family(file: str, function: str) -> str:
+    """The family that a fixture file belongs to: its own name, the longest family in its name, or the only family that
+    knows the function; else its own name."""
+    families = {family for family, _ in RUNNERS} | {path.stem for path in DATA.glob("*.json")} | set(LATER)
+    if file in families:
+        return file
+    named = [family for family in families if family in file]
+    if named:
+        return max(named, key=len)
+    knowing = [family for family in families if (family, function) in RUNNERS]
+    return knowing[0] if len(knowing) == 1 else file
 
 
-def policy_objective(
-    kind: str, aggregate: str, *, gates: tuple[dict, ...] = (), weighted: bool = False, **options: Any
-):
-    """The objective of a config with this policy loss."""
-    said = section("policy_losses", kind, **options)
-    loss, law = chosen("policy_losses", said, PolicyLossLaw)
-    shut = [section("gates", **gate) for gate in gates]
-    return PolicyObjective(
-        loss, law, aggregate, weighted=weighted,
-        gates=tuple(Gate(*chosen("gates", gate, GateLaw), narrow=gate.narrow) for gate in shut),
-        select_tokens=bound(law.select, said) if law.select is not None else None,
-    )  # fmt: skip
+def answer_to(case: Case) -> Runner | None:
+    """What answers the case; None where nothing does."""
+    return RUNNERS.get((family(case.file, case.function), case.function))
 
 
 def minimised(

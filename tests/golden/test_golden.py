@@ -1,21 +1,21 @@
-"""Values of reference implementations, and whether a wrong formula would be noticed."""
+"""Values of reference implementations, and whether a wrong expectation would be noticed."""
 
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from deviations import DEVIATIONS, LATER
 from golden_cases import DATA, Case, read
-from golden_runners import RUNNERS
-
-import trivium.algorithms.advantages.group as group
-import trivium.algorithms.advantages.returns as returns
-from trivium.algorithms import Advantages, PerToken
-from trivium.algorithms.policy_losses import clipped, supervised, weighted
+from golden_runners import RUNNERS, answer_to, family
 
 for part in sorted(Path(__file__).parent.glob("golden_*.py")):
     import_module(part.stem)
+
+EVERYTHING_IS_BUILT = False
+"""Whether a case without an answer fails the run."""
 
 
 def cases_in(folder: Path) -> list[Case]:
@@ -26,74 +26,85 @@ def golden_dir(config: pytest.Config) -> Path:
     return config.getoption("golden_dir", DATA)
 
 
+def deviation(case: Case) -> str | None:
+    """Why the case is not met, where that is on purpose."""
+    home = family(case.file, case.function)
+    return DEVIATIONS.get((home, case.function), DEVIATIONS.get((home, case.name)))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        built = [case for case in cases_in(golden_dir(metafunc.config)) if (case.file, case.function) in RUNNERS]
-        metafunc.parametrize("case", built, ids=[f"{case.file}/{case.name}" for case in built])
+        built = [case for case in cases_in(golden_dir(metafunc.config)) if answer_to(case) and not deviation(case)]
+        ids = [f"{case.file}/{case.function}/{case.name.rpartition('/')[2]}" for case in built]
+        metafunc.parametrize("case", built, ids=ids)
 
 
 def run(case: Case) -> None:
     inputs = case.tensors()
-    case.check(RUNNERS[case.file, case.function](inputs, case.kwargs), inputs)
+    answer = answer_to(case)
+    assert answer is not None, f"{case.file}/{case.function} is not answered"
+    case.check(answer(inputs, case.kwargs), inputs)
 
 
 def test_golden_case(case: Case) -> None:
     run(case)
 
 
-def test_every_function_is_built(pytestconfig: pytest.Config) -> None:
-    cases = cases_in(golden_dir(pytestconfig))
-    absent = Counter(f"{case.file}/{case.function}" for case in cases if (case.file, case.function) not in RUNNERS)
+def test_every_case_is_answered(pytestconfig: pytest.Config) -> None:
+    folder = golden_dir(pytestconfig)
+    cases = cases_in(folder)
+    assert cases, f"no fixture files in {folder}"
+    absent = Counter(
+        f"{case.file}/{case.function}" for case in cases
+        if answer_to(case) is None and family(case.file, case.function) not in LATER
+    )  # fmt: skip
     if absent:
         listed = ", ".join(f"{function} ({count})" for function, count in sorted(absent.items()))
-        pytest.skip(f"{absent.total()} cases of {len(absent)} functions that are not built yet: {listed}")
+        found = f"{absent.total()} cases of {len(absent)} functions that are not built yet: {listed}"
+        (pytest.fail if EVERYTHING_IS_BUILT else pytest.skip)(found)
 
 
 OWN = cases_in(DATA)
 
 
+def test_deviations_have_a_reason_and_differ() -> None:
+    for which, reason in DEVIATIONS.items():
+        cases = [case for case in OWN if which in ((case.file, case.function), (case.file, case.name))]
+        assert cases, which
+        assert reason, which
+        for case in cases:
+            with pytest.raises(AssertionError):
+                run(case)
+
+
+def test_a_file_of_another_name_is_answered_by_its_family() -> None:
+    case = next(case for case in OWN if case.file == "policy_loss")
+    for name in ("policy_loss_more", "hidden_policy_loss", "policy_loss"):
+        assert answer_to(replace(case, file=name)) is RUNNERS["policy_loss", case.function]
+    unique = next(case for case in OWN if case.function == "compute_policy_loss")
+    assert answer_to(replace(unique, file="extra")) is answer_to(unique)
+    assert answer_to(replace(case, function="no_such_function")) is None
+
+
 @pytest.mark.parametrize("function", sorted({f"{file}/{function}" for file, function in RUNNERS}))
 def test_a_wrong_expectation_is_noticed(function: str) -> None:
-    case = next(case for case in OWN if f"{case.file}/{case.function}" == function)
+    case = next(case for case in OWN if f"{case.file}/{case.function}" == function and not deviation(case))
     run(case)
     for key in case.expect:
         with pytest.raises(AssertionError):
-            run(replace(case, expect=_shifted(case.expect, key)))
+            run(replace(case, expect={**case.expect, key: shifted(case.expect[key])}))
 
 
-def _shifted(expect: dict, key: str) -> dict:
-    def shift(value):
-        if isinstance(value, list):
-            return [shift(item) for item in value]
-        if isinstance(value, dict):
-            return {name: shift(item) for name, item in value.items()} or {"unexpected": 0.0}
-        return value * (1 + 1e-4) + 1e-4
-
-    return {**expect, key: shift(expect[key])}
-
-
-GOLDEN_OF = {
-    (clipped, "ppo"): ("policy_loss", "vanilla"),
-    (weighted, "reinforce"): ("policy_loss", "gpg"),
-    (supervised, "sft"): ("trinity", "sft"),
-    (returns, "gae"): ("advantages", "gae"),
-    (group, "grpo"): ("advantages", "grpo"),
-    (group, "rloo"): ("advantages", "rloo"),
-}
-
-
-@pytest.mark.parametrize(("module", "name"), GOLDEN_OF, ids=lambda x: getattr(x, "__name__", x).rpartition(".")[2])
-def test_a_perturbed_formula_is_noticed(module, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = getattr(module, name)
-
-    def perturbed(x, **options):
-        done = original(x, **options)
-        if isinstance(done, PerToken):
-            return replace(done, loss=done.loss * 1.0001)
-        return Advantages(done.advantages * 1.0001, done.returns)
-
-    vars(perturbed).update(law=original.law, Config=original.Config)
-    monkeypatch.setattr(module, name, perturbed)
-    for case in (case for case in OWN if (case.file, case.function) == GOLDEN_OF[module, name]):
-        with pytest.raises(AssertionError):
-            run(case)
+def shifted(expected: Any) -> Any:
+    """Something slightly different."""
+    if isinstance(expected, list):
+        return [shifted(item) for item in expected] or [0.0]
+    if isinstance(expected, dict):
+        return {name: shifted(item) for name, item in expected.items()} or {"unexpected": 0.0}
+    if isinstance(expected, bool):
+        return not expected
+    if expected is None:
+        return 0.0
+    if isinstance(expected, str):
+        return 0.0 if expected in ("nan", "inf", "-inf") else expected + "?"
+    return expected * (1 + 1e-4) + 1e-4

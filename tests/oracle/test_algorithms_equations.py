@@ -123,7 +123,9 @@ def test_value_loss_is_the_equation_and_its_gradient() -> None:
         clipped += (held - target) ** 2 > (v - target) ** 2
     assert float(loss(values)) == pytest.approx(expected, rel=1e-12)
     leaf = values.clone().requires_grad_(True)
-    torch.testing.assert_close(torch.autograd.grad(loss(leaf), leaf)[0], finite_differences(loss, values), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss(leaf), leaf)[0], finite_differences(loss, values), rtol=1e-6, atol=1e-8
+    )
     done = which.loss(LossInputs(MASK, torch.zeros(MASK.shape), given, values=values), TOTALS)
     assert int(done.sums["train/value_clip_fraction"]) == clipped > 0
 

@@ -1,0 +1,89 @@
+"""A registered function that is slightly wrong is noticed: by a golden value, or else by an oracle of its own."""
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from golden_cases import DATA
+from golden_runners import answer_to
+from tampering import Check, checks_in, noting, passes, unnoticed
+from test_golden import cases_in, deviation, run
+
+import trivium.algorithms
+from trivium.algorithms import catalogue
+
+ORACLES = Path(__file__).parent.parent / "oracle"
+LAWS = {"test_algorithms_losses", "test_algorithms_advantages", "test_algorithms_kl"}
+"""What holds for everything registered says too little about a single formula."""
+ROOMS = (
+    "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses", "score_losses",
+    "corrections", "filters", "shapings",
+)  # fmt: skip
+
+
+def everything() -> dict[str, Any]:
+    """Name -> each registered function once, the selections of losses, and the public functions that give numbers."""
+    found: dict[int, tuple[str, Any]] = {}
+    for room in ROOMS:
+        for kind, function in catalogue(room).items():
+            found.setdefault(id(function), (f"{room}/{kind}", function))
+            select = getattr(function.law, "select", None)
+            if select is not None:
+                found.setdefault(id(select), (f"{room}/{kind}/{select.__name__}", select))
+    for name in trivium.algorithms.__all__:
+        function = getattr(trivium.algorithms, name)
+        if inspect.isfunction(function) and "Tensor" in str(get_type_hints(function).get("return")):
+            found.setdefault(id(function), (name, function))
+    return dict(found.values())
+
+
+EVERYTHING = everything()
+
+
+@cache
+def golden_checks() -> dict[str, list[Check]]:
+    """Function -> the golden cases that call it."""
+    cases = [case for case in cases_in(DATA) if answer_to(case) and not deviation(case)]
+    return called_by([partial(run, case) for case in cases], EVERYTHING)
+
+
+def called_by(checks: Iterable[Check], functions: Mapping[str, Any]) -> dict[str, list[Check]]:
+    """Function -> those of the checks that call it; checks that fail by themselves say nothing."""
+    found: dict[str, list[Check]] = {name: [] for name in functions}
+    with noting(functions) as called:
+        for check in checks:
+            called.clear()
+            if passes(check):
+                for name in called:
+                    found[name].append(check)
+    return found
+
+
+def oracle_checks(name: str, function: Any) -> list[Check]:
+    """The oracle tests that call a function, of the modules that mention it."""
+    modules = [
+        import_module(file.stem) for file in sorted(ORACLES.glob("test_*.py"))
+        if file.stem not in LAWS and mentions(file.read_text(encoding="utf-8"), name, function.__name__)
+    ]  # fmt: skip
+    return called_by((test for module in modules for test in checks_in(module)), {name: function})[name]
+
+
+def mentions(text: str, name: str, identifier: str) -> bool:
+    return any(
+        re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) for word in (name.rpartition("/")[2], identifier)
+    )
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_perturbed_function_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = EVERYTHING[name]
+    missed = unnoticed(function, golden_checks()[name])
+    if missed:
+        monkeypatch.syspath_prepend(ORACLES)
+        missed = unnoticed(function, [*golden_checks()[name], *oracle_checks(name, function)])
+    assert not missed, f"{name} may be wrong in {', '.join(missed)} without any golden value or oracle noticing"
