@@ -3,6 +3,7 @@
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
+from trivium.algorithms.distillation import gpt_lm_loss, kd_loss
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.kl import (
@@ -12,6 +13,7 @@ from trivium.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
+from trivium.algorithms.logits import logprobs_from_logits, sum_pi_squared_from_logits
 from trivium.algorithms.objective import PolicyObjective, ValueObjective
 from trivium.algorithms.policy_losses.clipped import compute_policy_loss
 from trivium.algorithms.presets import Preset
@@ -63,11 +65,15 @@ __all__ = [
     "entropy_term",
     "gate",
     "get_kl_controller",
+    "gpt_lm_loss",
     "group_filter",
+    "kd_loss",
     "kl_estimator",
     "kl_penalty",
+    "logprobs_from_logits",
     "policy_inputs",
     "policy_loss",
     "reward_shaping",
     "selection",
+    "sum_pi_squared_from_logits",
 ]
