@@ -66,21 +66,22 @@ def unnoticed(function: FunctionType, checks: Iterable[Check]) -> list[str]:
     checks, missed = list(checks), []
     for place in itertools.count():
         seen: list[str] = []
-
-        def wrong(original: Callable[..., Any], *arguments: Any, place: int = place, **options: Any) -> Any:
-            result = original(*arguments, **options)
-            for name, changed in itertools.islice(parts(result), place, place + 1):
-                seen.append(name)
-                return changed
-            return result
-
-        with replaced(function, wrong):
+        with replaced(function, partial(_wrong, place, seen)):
             noticed = any(fails(check) for check in checks)
         if not seen:
-            return missed if place else ["nothing calls it"]
+            return missed if place else ["everything: nothing calls it"]
         if not noticed:
             missed.append(seen[0] or "its result")
     return missed
+
+
+def _wrong(place: int, seen: list[str], original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result with the part at `place` wrong, whose name is noted; as it is where it has no such part."""
+    result = original(*arguments, **options)
+    for name, changed in itertools.islice(parts(result), place, place + 1):
+        seen.append(name)
+        return changed
+    return result
 
 
 def fails(check: Check) -> bool:

@@ -47,6 +47,8 @@ class PolicyLossLaw(Law):
     """A selection over the whole mini-batch, made before it is cut; its result is the column `selected`."""
     split: bool = False
     """Whether tokens of an expert and tokens that were sampled are averaged separately, each over its own count."""
+    anchored: bool = False
+    """Whether a term of it holds the policy to the old one: off policy it has a gradient where no advantage is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +144,13 @@ def policy_loss(
     needs: Collection[str] = (),
     select: Callable[..., Any] | None = None,
     split: bool = False,
+    anchored: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> PerToken` a policy loss that `policy_loss.kind` can name.
 
     The options of `select` (a function decorated with `selection`) join those of the loss in one section.
     """
-    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split))
+    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split, anchored))
 
 
 def advantage(

@@ -19,7 +19,7 @@ from trivium.algorithms.stats import masked_mean
 
 _SOURCE = "Cui et al. 2025, The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617"
 
-Ratio = Annotated[float, Field(ge=0, le=1, description="fraction of the mini-batch's tokens to choose; at least one")]
+Ratio = Annotated[float, Field(gt=0, le=1, description="fraction of the mini-batch's tokens to choose; at least one")]
 
 
 def covariances(x: PolicyInputs) -> Tensor:
@@ -34,7 +34,7 @@ def _number(ratio: float, x: PolicyInputs) -> int:
 
 
 @selection(
-    formula="a random fraction ratio of all tokens, among those with cov_low < cov < cov_high that the clip does not hold already (clip_low, clip_high)",  # noqa: E501
+    formula="a random fraction ratio of all tokens, among those with cov_low < cov < cov_high that a clip at 1 - clip_low and 1 + clip_high does not hold already",  # noqa: E501
     source=_SOURCE,
     needs=("log_prob", "advantages", "old_log_prob", "uniform"),
 )
@@ -84,6 +84,7 @@ def highest_covariance(x: PolicyInputs, *, ratio: Ratio = 2e-4) -> Tensor:
     source=f"KL-Cov, {_SOURCE}",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    anchored=True,
     select=highest_covariance,
 )
 def kl_cov(

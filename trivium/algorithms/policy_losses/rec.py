@@ -65,6 +65,7 @@ def rec(
     source=f"regularised REC, {_PAPER}: with k2 the objective of Kimi k1.5, with forward_kl that of AsymRE",
     needs=("advantages", "old_log_prob"),
     on_policy="none: the regularizer pulls as well",
+    anchored=True,
 )
 def rec_regularized(
     x: PolicyInputs,

@@ -77,6 +77,7 @@ def _within(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
     source="the default loss of prime-rl, Prime Intellect 2025-2026",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    anchored=True,
 )
 def prime(
     x: PolicyInputs,
@@ -99,6 +100,7 @@ def prime(
     source="DRO, Richemond et al. 2024, arXiv 2405.19107, with the advantage in the place of reward minus value",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    anchored=True,
 )
 def dro(
     x: PolicyInputs,
@@ -110,7 +112,7 @@ def dro(
 
 
 @selection(
-    formula="among tokens with A log r > 0, those with the largest (log r)^2, as few as bring the mean of the rest to at most m2",  # noqa: E501
+    formula="among tokens with A log r > 0, those with the largest (log r)^2, as few as bring the mean over all other tokens of the mini-batch to at most m2",  # noqa: E501
     source="M2PO, Zheng et al. 2025, arXiv 2510.01161",
     needs=("log_prob", "advantages", "old_log_prob", "uniform"),
 )
@@ -134,7 +136,7 @@ def heaviest(
 
 
 @policy_loss(
-    formula="-A r, 0 for the tokens selected: those with A log r > 0 and the largest (log r)^2, as few as bring the mini-batch's mean of (log r)^2 to at most m2",  # noqa: E501
+    formula="-A r, 0 for the tokens selected: those with A log r > 0 and the largest (log r)^2, as few as bring the mean over all other tokens of the mini-batch to at most m2",  # noqa: E501
     source="M2PO, Zheng et al. 2025, Prosperity before Collapse, arXiv 2510.01161",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
