@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trivium.models import log_prob_head
-from trivium.models.log_prob_head import log_prob_and_entropy
+from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, sum_pi_squared
 
 N, H, V = 13, 5, 11
 
@@ -102,3 +102,72 @@ def test_large_logits_do_not_overflow():
     hidden, weight, bias, targets = tensors()
     found = log_prob_and_entropy(hidden * 1e4, weight, bias, targets)
     torch.testing.assert_close(found, plain(hidden * 1e4, weight, bias, targets, 1.0))
+
+
+# --------------------------------------------------------------------------- further candidates, further scores
+
+
+def candidates(k=3):
+    """(N, 1 + K): each token's own target first; the second row repeats it among its candidates."""
+    *_, targets = tensors()
+    several = torch.randint(0, V, (N, 1 + k), generator=torch.Generator().manual_seed(1))
+    several[:, 0] = targets
+    several[1] = targets[1]
+    return several
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_candidates_have_the_values_and_gradients_of_a_dense_softmax(temperature, bias, entropy_grad):
+    hidden, weight, b, _ = tensors(bias)
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    several = candidates()
+    scale = torch.randn(several.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def dense():
+        log_p = ((hidden @ weight.T + (0 if b is None else b)) / temperature).log_softmax(-1)
+        return log_p.gather(1, several), -(log_p.exp() * log_p).sum(-1)
+
+    def gradients(log_prob, entropy):
+        loss = (log_prob * scale).sum() + (entropy.square().sum() if entropy_grad else 0)
+        return log_prob, entropy, torch.autograd.grad(loss, inputs)
+
+    found = log_prob_and_entropy(hidden, weight, b, several, temperature=temperature, entropy_grad=entropy_grad)
+    torch.testing.assert_close(gradients(*found), gradients(*dense()), rtol=1e-12, atol=1e-12)
+
+
+def test_candidates_agree_with_finite_differences():
+    hidden, weight, bias, _ = tensors()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: log_prob_and_entropy(h, w, b, candidates(), temperature=0.7, entropy_grad=True),
+        (hidden, weight, bias),
+    )
+
+
+def test_one_target_in_a_column_has_the_bits_of_one_target():
+    hidden, weight, bias, targets = (t.detach() for t in tensors())
+    hidden, weight, bias = (t.float().requires_grad_() for t in (hidden, weight, bias))
+    scale = torch.linspace(-2, 3, N)
+
+    def bits(shape):
+        log_prob, entropy = log_prob_and_entropy(hidden, weight, bias, targets.view(shape), temperature=0.9)
+        return log_prob.flatten(), entropy, *torch.autograd.grad((log_prob.flatten() * scale).sum(), (hidden, weight))
+
+    assert all(torch.equal(a, b) for a, b in zip(bits((N,)), bits((N, 1)), strict=True))
+
+
+def test_sum_pi_squared_and_the_likeliest_tokens():
+    hidden, weight, bias, _ = tensors()
+    log_p = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1).detach()
+    found = sum_pi_squared(hidden, weight, bias, temperature=0.6)
+    torch.testing.assert_close(found, log_p.exp().square().sum(-1), rtol=1e-12, atol=1e-12)
+    for k in (1, 4, V):
+        ids, values = likeliest(hidden, weight, bias, k, temperature=0.6)
+        torch.testing.assert_close(values, log_p.topk(k).values, rtol=1e-12, atol=1e-12)
+        assert torch.equal(ids, log_p.topk(k).indices)
+        assert not values.requires_grad
+    assert not found.requires_grad
+    nothing = likeliest(hidden[:0], weight, bias, 4)
+    assert [t.shape for t in nothing] == [(0, 4), (0, 4)]
+    assert sum_pi_squared(hidden[:0], weight, bias).shape == (0,)
