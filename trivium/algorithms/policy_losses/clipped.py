@@ -17,6 +17,9 @@ from trivium.errors import ConfigError
 
 ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the ratio may fall below one")]
 ClipHigh = Annotated[float, Field(ge=0, description="how far the ratio may rise above one")]
+DualClip = Annotated[
+    float | None, Field(gt=1, description="bound of the ratio where the advantage is negative; null for none")
+]
 
 
 def clipped_surrogate(x: PolicyInputs, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
@@ -25,6 +28,13 @@ def clipped_surrogate(x: PolicyInputs, clip_low: float, clip_high: float) -> tup
     plain = -x.advantages * ratio
     clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain, clipped), clipped > plain
+
+
+def held_below(loss: Tensor, advantages: Tensor, dual_clip: float) -> tuple[Tensor, Tensor]:
+    """(the loss, at most -A dual_clip where A < 0; 1 where that held it), (B, L) each."""
+    bound = -advantages * dual_clip
+    held = (advantages < 0) & (loss > bound)
+    return torch.where(held, bound, loss), held.to(loss.dtype)
 
 
 @policy_loss(
@@ -38,18 +48,13 @@ def ppo(
     *,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
-    dual_clip: Annotated[
-        float | None, Field(gt=1, description="bound of the ratio where the advantage is negative; null for none")
-    ] = 3.0,
+    dual_clip: DualClip = 3.0,
 ) -> PerToken:
     """The clipped surrogate of proximal policy optimisation."""
     loss, clipped = clipped_surrogate(x, clip_low, clip_high)
     metrics = {"train/clip_fraction": clipped.to(loss.dtype)}
     if dual_clip is not None:
-        bound = -x.advantages * dual_clip
-        held = (x.advantages < 0) & (loss > bound)
-        metrics["train/clip_fraction_lower"] = held.to(loss.dtype)
-        loss = torch.where(held, bound, loss)
+        loss, metrics["train/clip_fraction_lower"] = held_below(loss, x.advantages, dual_clip)
     return PerToken(loss, metrics)
 
 
@@ -66,12 +71,12 @@ def sapo(
     tau_neg: Annotated[float, Field(gt=0, description="steepness of the gate elsewhere")] = 1.05,
 ) -> PerToken:
     """A soft clip: the gradient fades with the distance of the ratio from one, the faster the larger tau."""
-    tau = torch.where(x.advantages > 0, tau_pos, tau_neg).to(x.log_prob.dtype)
+    tau = torch.full_like(x.log_prob, tau_neg).masked_fill(x.advantages > 0, tau_pos)
     return PerToken(-x.advantages * 4 / tau * torch.sigmoid(tau * (x.log_ratio.exp() - 1)))
 
 
 @policy_loss(
-    formula="-A min(log_prob, old_log_prob + log(1 + clip_high)) where A > 0, -A max(log_prob, old_log_prob + log(1 - clip_low)) elsewhere{drift_coef:; + drift_coef (r - 1 - log r)}",  # noqa: E501
+    formula="-A min(log_prob, old_log_prob + log(1 + clip_high)) where A > 0, -A max(log_prob, old_log_prob + log(1 - clip_low)) elsewhere{drift_coef:, plus drift_coef (r - 1 - log r)}",  # noqa: E501
     source="CPGD, Liu et al. 2025, arXiv 2505.12504",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",

@@ -12,16 +12,13 @@ import torch
 from pydantic import Field
 
 from trivium.algorithms.inputs import PerToken, PolicyInputs
-from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, ppo
+from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, DualClip, ppo
 from trivium.algorithms.policy_losses.supervised import sft, sft_phi
 from trivium.algorithms.registered import policy_loss
 
 _PPO = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 _CHORD = "CHORD, Zhang et al. 2025, On-policy RL meets off-policy experts"
 
-DualClip = Annotated[
-    float | None, Field(gt=1, description="bound of the ratio where the advantage is negative; null for none")
-]
 Share = Annotated[float, Field(ge=0, le=1, description="share of the expert's loss")]
 
 

@@ -9,48 +9,60 @@ from pydantic import Field
 from torch import Tensor
 
 from trivium.algorithms.inputs import PerToken, PolicyInputs, row_mean
+from trivium.algorithms.policy_losses.clipped import DualClip, held_below
 from trivium.algorithms.registered import policy_loss
 
+_CLIPPED = "max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 
 ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the sequence's ratio may fall below one")]
 ClipHigh = Annotated[float, Field(ge=0, description="how far the sequence's ratio may rise above one")]
 
 
 @policy_loss(
-    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r), the gradient of token t that of s p_t",  # noqa: E501
+    formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r), the gradient of token t that of s p_t",
     source="GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
 )
-def gspo(x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> PerToken:
-    """PPO's clip on the ratio of sequences; made for `aggregate: seq-mean-token-mean`.
+def gspo(
+    x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, dual_clip: DualClip = None
+) -> PerToken:
+    """PPO's clip on the ratio of sequences; made for `aggregate: seq-mean-token-mean`. With `seq-mean-token-sum` it is
+    LUSPO (Liu et al. 2026, arXiv 2602.05261).
 
     The gradient of a sequence's ratio is shared out so that each token's part carries its own advantage; where all
     tokens of a sequence have the same one, it is that of `gspo_sequence`.
     """
     mean = row_mean(x.log_ratio, x.response_mask)
-    return _clipped(x, mean.detach() + (x.log_prob - x.log_prob.detach()), clip_low, clip_high)
+    return _clipped(x, mean.detach() + (x.log_prob - x.log_prob.detach()), clip_low, clip_high, dual_clip)
 
 
 @policy_loss(
-    formula="max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)); s = exp(mean over the sequence of log r)",
+    formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r)",
     source="GSPO, Zheng et al. 2025, arXiv 2507.18071",
     needs=("advantages", "old_log_prob"),
     on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
 )
-def gspo_sequence(x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> PerToken:
+def gspo_sequence(
+    x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, dual_clip: DualClip = None
+) -> PerToken:
     """As `gspo`, with the gradient of the sequence's ratio itself; made for `aggregate: seq-mean-token-mean`."""
     mean = row_mean(x.log_ratio, x.response_mask)
-    return _clipped(x, mean.expand_as(x.log_prob), clip_low, clip_high)
+    return _clipped(x, mean.expand_as(x.log_prob), clip_low, clip_high, dual_clip)
 
 
-def _clipped(x: PolicyInputs, log_ratio: Tensor, clip_low: float, clip_high: float) -> PerToken:
+def _clipped(
+    x: PolicyInputs, log_ratio: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PerToken:
     """PPO's loss with this log-ratio, (B, L)."""
     ratio = log_ratio.exp()
     plain = -x.advantages * ratio
     clipped = -x.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, clipped)
-    return PerToken(loss, {"train/clip_fraction": (clipped > plain).to(loss.dtype)})
+    metrics = {"train/clip_fraction": (clipped > plain).to(loss.dtype)}
+    if dual_clip is not None:
+        loss, metrics["train/clip_fraction_lower"] = held_below(loss, x.advantages, dual_clip)
+    return PerToken(loss, metrics)
 
 
 @policy_loss(
