@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
-from trivium.algorithms import build_algorithm
+from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
 from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
@@ -147,9 +147,11 @@ def _build_parts(
     # Explorers of a resumed run may need every version published since the oldest one a pending slot is played with.
     channel = resolve("channels", config.sync.method)(keep=config.max_staleness // config.sync.interval + 2)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=config.sync.deadline_s)
-    explorer = _build_explorer(stage, renderer) if buffer.explored or stage.evaluated else None
+    algorithm = build_algorithm(config.algorithm, config.run.seed, config.engine.sampling.max_new_tokens)
+    explored = buffer.explored or stage.evaluated
+    explorer = _build_explorer(stage, renderer, algorithm.greedy_baseline) if explored else None
     trainer = Trainer(
-        engine=_build_train_engine(stage, channel, explored=buffer.explored),
+        engine=_build_train_engine(stage, algorithm, channel, explored=buffer.explored),
         buffer=buffer, channel=channel, synchronizer=synchronizer, schedule=schedule, monitor=monitor,
         checkpoints=store,
         cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
@@ -174,7 +176,7 @@ def _build_tasks(config: RunConfig, name: str) -> TaskSource:
     return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
 
 
-def _build_explorer(stage: Stage, renderer: ChatRenderer) -> Explorer:
+def _build_explorer(stage: Stage, renderer: ChatRenderer, greedy_baseline: bool = False) -> Explorer:
     config, judge = stage.config, make_judge(stage.config.rewards)
     for name in {"train", stage.config.evaluation.taskset or "train"}:
         judge.check_columns(_build_tasks(config, name)[0].columns)
@@ -186,7 +188,7 @@ def _build_explorer(stage: Stage, renderer: ChatRenderer) -> Explorer:
         engine=engine, renderer=renderer, workflow=build("workflows", config.workflow),
         judge=judge, sampling=config.engine.sampling.sampling(),
         max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
-        max_concurrent=config.workflow.max_concurrent,
+        max_concurrent=config.workflow.max_concurrent, greedy_baseline=greedy_baseline,
         must_judge=config.algorithm.reads_rewards or stage.evaluated,
     )  # fmt: skip
 
@@ -202,9 +204,8 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     )  # fmt: skip
 
 
-def _build_train_engine(stage: Stage, channel: Any, *, explored: bool) -> Any:
+def _build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: Any, *, explored: bool) -> Any:
     config = stage.config
-    algorithm = build_algorithm(config.algorithm, config.run.seed)
     if algorithm.teacher is not None:
         _check_vocabulary(algorithm.teacher.path, stage.model_dir)
     engine = build(

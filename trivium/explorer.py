@@ -44,6 +44,8 @@ class Explorer:
     deadline_s: float
     max_concurrent: int
     name: str = "explorer-0"
+    greedy_baseline: bool = False
+    """Whether training rollouts want each task played once more without randomness."""
     must_judge: bool = True
     """Whether a trajectory that nobody rewarded failed."""
     _room: asyncio.Semaphore = field(init=False)
@@ -62,18 +64,27 @@ class Explorer:
 
     async def play(
         self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,
-        sampling: Sampling | None = None,
+        sampling: Sampling | None = None, greedy: SampleKey | None = None,
     ) -> Group:  # fmt: skip
         """Plays a task once per key and judges the results; members that failed say why.
 
-        Raises EngineFailure when the engine itself breaks; everything that is the task's or a user's fault is data.
+        With a key for `greedy` it is played once more at temperature 0, and judged by itself: whoever judges members
+        against each other must not see it. Raises EngineFailure when the engine itself breaks; everything that is the
+        task's or a user's fault is data.
         """
         version = self.version
-        played = await asyncio.gather(*(self._play_one(task, key, sampling or self.sampling) for key in keys))
+        sampling = sampling or self.sampling
+        plays = [(key, sampling) for key in keys]
+        if greedy is not None:
+            plays.append((greedy, replace(sampling, temperature=0.0)))
+        played = await asyncio.gather(*(self._play_one(task, key, how) for key, how in plays))
         # The deadline covers a rollout whole: rewards get what the longest playing left of it.
-        longest = max(seconds for _, seconds in played)
-        judged = await self._judge(task, [t for t, _ in played], max(0.0, self.deadline_s - longest))
-        return Group(slot, task, tuple(judged), epoch, attempt, version)
+        left_s = max(0.0, self.deadline_s - max(seconds for _, seconds in played))
+        trajectories = [trajectory for trajectory, _ in played]
+        members, baseline = await asyncio.gather(
+            self._judge(task, trajectories[: len(keys)], left_s), self._judge(task, trajectories[len(keys) :], left_s)
+        )
+        return Group(slot, task, tuple(members), epoch, attempt, version, *baseline)
 
     async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """The trajectory, and the seconds it took once there was room for it."""
@@ -148,8 +159,8 @@ class Explorer:
 
 def refuse_failing(groups: Sequence[Group], max_fraction: float, what: str) -> None:
     """Raises RolloutsFailing when more than this part of the groups' trajectories failed."""
-    failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
-    total = sum(len(group.trajectories) for group in groups)
+    failures = [t.failure for group in groups for t in group.played if t.failure is not None]
+    total = sum(len(group.played) for group in groups)
     if len(failures) <= max_fraction * total:
         return
     (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]

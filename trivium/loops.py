@@ -84,8 +84,9 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule) -
     async def play(slot: int) -> None:
         assignment = schedule.at(slot)
         keys = [schedule.key(assignment, index) for index in range(schedule.group_size)]
+        greedy = schedule.key(assignment, schedule.group_size) if explorer.greedy_baseline else None
         group = await explorer.play(
-            assignment.task, keys, slot=slot, epoch=assignment.epoch, attempt=buffer.attempt(slot)
+            assignment.task, keys, slot=slot, epoch=assignment.epoch, attempt=buffer.attempt(slot), greedy=greedy
         )
         await buffer.put(explorer.name, group)
 

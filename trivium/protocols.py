@@ -208,8 +208,14 @@ class Algorithm(Protocol):
     @property
     def mini_batches(self) -> int: ...
 
+    @property
+    def refill(self) -> int:
+        """How often a step has its refused groups replaced by freshly played ones before it goes on with fewer."""
+        ...
+
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups worth training on, and what was refused."""
+        """The groups worth training on, and what was refused. Each is asked by itself, and the answer is always the
+        same: the trainer asks before a step whether to refill, and the step asks again."""
         ...
 
     def batch(self, groups: Sequence[Group]) -> Batch:
@@ -328,6 +334,10 @@ class Buffer(Protocol):
 
         Raises StopAsyncIteration once the buffer is closed.
         """
+        ...
+
+    async def refuse(self, count: int) -> None:
+        """So many of the groups taken last will not be trained on: that many more slots are issued in their place."""
         ...
 
     def attempt(self, slot: int) -> int:

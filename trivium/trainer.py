@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
 from trivium.metrics import declared
 from trivium.synchronizer import RunningStatus
+from trivium.types import Group
 
 if TYPE_CHECKING:
     from trivium.checkpoint import Checkpoint, CheckpointStore
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from trivium.protocols import Buffer, Monitor, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
-    from trivium.types import Group, Metrics
+    from trivium.types import Metrics
+
+_log = logging.getLogger("trivium")
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,7 @@ class Trainer:
         version = self.train_step_num
         self.score = None  # of this step nothing has been measured yet
         with self._timed("wait"):
-            groups = await self.buffer.take(self.schedule.groups_per_step, version)
-        refuse_failing(groups, self.max_failed_fraction, f"step {version + 1}")
+            groups = await self._groups(version)
         with self._timed("train"):
             going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
         metrics |= self._staleness(groups, version)
@@ -121,6 +124,21 @@ class Trainer:
         self.monitor.log(self.train_step_num, metrics)
         self.train_continue = going_on and self.train_step_num < self.last_step
         return self.train_continue
+
+    async def _groups(self, version: int) -> list[Group]:
+        """A step's groups, the refused ones among them: the step leaves them out again, and counts them."""
+        wanted = missing = self.schedule.groups_per_step
+        algorithm, groups = self.engine.algorithm, list[Group]()
+        for refills in reversed(range(algorithm.refill + 1)):
+            groups += await self.buffer.take(missing, version)
+            refuse_failing(groups, self.max_failed_fraction, f"step {version + 1}")
+            missing = wanted - len(algorithm.filter(groups)[0])
+            if not (missing and refills):
+                break
+            await self.buffer.refuse(missing)
+        if missing == wanted:
+            _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
+        return groups
 
     def need_sync(self) -> bool:
         """Whether the current version is one that explorers are to have, and have not been offered."""
@@ -233,4 +251,4 @@ class Trainer:
 
 
 def _rollout_tokens(groups: Sequence[Group]) -> int:
-    return sum(trajectory.num_tokens for group in groups for trajectory in group.trajectories)
+    return sum(trajectory.num_tokens for group in groups for trajectory in group.played)

@@ -1,5 +1,7 @@
 """Policy optimisation as pure functions on tensors, and the algorithms that are put together from them."""
 
+from dataclasses import replace
+
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
@@ -16,6 +18,8 @@ from trivium.algorithms.kl import (
 from trivium.algorithms.logits import logprobs_from_logits, sum_pi_squared_from_logits
 from trivium.algorithms.objective import PolicyObjective, ValueObjective
 from trivium.algorithms.policy_losses.clipped import compute_policy_loss
+from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, pair_inputs
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.presets import Preset
 from trivium.algorithms.registered import (
     advantage,
@@ -25,8 +29,10 @@ from trivium.algorithms.registered import (
     gate,
     group_filter,
     kl_estimator,
+    pair_loss,
     policy_loss,
     reward_shaping,
+    score_loss,
     selection,
 )
 from trivium.algorithms.shaping import ShapingInputs
@@ -35,9 +41,12 @@ from trivium.config import AlgorithmConfig
 from trivium.registry import resolve
 
 
-def build_algorithm(config: AlgorithmConfig, seed: int = 0) -> GroupAlgorithm:
-    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config, seed)`."""
-    return resolve("algorithms", config.kind).build(config, seed)
+def build_algorithm(config: AlgorithmConfig, seed: int = 0, max_new_tokens: int = 0) -> GroupAlgorithm:
+    """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config, seed)`.
+
+    `max_new_tokens` is the longest reply that sampling allows: what shapings measure lengths by.
+    """
+    return replace(resolve("algorithms", config.kind).build(config, seed), max_new_tokens=max_new_tokens)
 
 
 __all__ = [
@@ -46,10 +55,15 @@ __all__ = [
     "Advantages",
     "FixedKLController",
     "GroupAlgorithm",
+    "PairInputs",
+    "PerPair",
     "PerToken",
     "PolicyInputs",
     "PolicyObjective",
+    "PreferenceObjective",
     "Preset",
+    "ScoreInputs",
+    "ScoreObjective",
     "ShapingInputs",
     "ValueObjective",
     "advantage",
@@ -71,9 +85,12 @@ __all__ = [
     "kl_estimator",
     "kl_penalty",
     "logprobs_from_logits",
+    "pair_inputs",
+    "pair_loss",
     "policy_inputs",
     "policy_loss",
     "reward_shaping",
+    "score_loss",
     "selection",
     "sum_pi_squared_from_logits",
 ]

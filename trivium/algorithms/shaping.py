@@ -98,6 +98,13 @@ Limit = Annotated[
 ]
 
 
+def _longest(x: ShapingInputs, limit: int | None) -> int:
+    """L_max; raises DataError where nobody said it."""
+    if limit is None and x.max_new_tokens < 1:
+        raise DataError("the longest reply, in tokens", "nobody said it", "give `limit`, or max_new_tokens")
+    return limit or x.max_new_tokens
+
+
 @reward_shaping(
     formula="R - factor * clip(1 - (L_max - length) / (buffer * L_max), 0, 1){limit:, L_max = limit}",
     source="soft overlong punishment: DAPO, Yu et al. 2025, eq. 13",
@@ -115,7 +122,7 @@ def overlong_penalty(
 
     The paper's buffer is 4096 of 20480 tokens. The limit is that of a reply; set it where a trajectory has several.
     """
-    longest = limit or x.max_new_tokens
+    longest = _longest(x, limit)
     room = max(1, round(buffer * longest))
     return x.reward - factor * (1 - (longest - x.length.double()) / room).clamp(0, 1)
 
@@ -131,7 +138,7 @@ def length_penalty(
     limit: Limit = None,
 ) -> Tensor:
     """Every token costs the same."""
-    return x.reward - coef * x.length.double() / (limit or x.max_new_tokens)
+    return x.reward - coef * x.length.double() / _longest(x, limit)
 
 
 @reward_shaping(

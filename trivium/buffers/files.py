@@ -101,6 +101,11 @@ class FileBuffer:
     async def put(self, owner: str, group: Group) -> None:
         raise DataError("put a group", "this buffer is filled from files", "use buffer.kind: memory to explore")
 
+    async def refuse(self, count: int) -> None:
+        raise DataError(
+            f"{count} refused group(s) replaced", "this buffer is filled from files", "set algorithm.refill to 0"
+        )
+
     async def drained(self, version: int) -> None: ...
 
     async def advance(self, owner: str, version: int) -> None: ...

@@ -19,8 +19,8 @@ class MemoryBuffer:
     """Slots and groups in memory, every group in the journal first.
 
     A slot is issued only if it lies below the schedule's admission bound for the version the explorer has loaded (plus
-    the slots that were given up, so that the trainer never starves). `take` evicts what became too stale meanwhile: the
-    slot is issued again, at most `max_attempts` times.
+    the slots that were given up, or whose groups the trainer refused and wants replaced, so that it never starves).
+    `take` evicts what became too stale meanwhile: the slot is issued again, at most `max_attempts` times.
     """
 
     explored = True
@@ -43,9 +43,13 @@ class MemoryBuffer:
         self._consumed: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._given_up = 0
+        self._refused = 0
+        """Groups that were taken and are to be replaced."""
         self._evicted = 0
         self._cursor = 0
         """Every slot below it is leased, finished or consumed."""
+        self._floor = 0
+        """Every slot below it is consumed."""
         self._changed = asyncio.Condition()
         self._closed = False
 
@@ -94,6 +98,11 @@ class MemoryBuffer:
             self._changed.notify_all()
             return groups
 
+    async def refuse(self, count: int) -> None:
+        async with self._changed:
+            self._refused += count
+            self._changed.notify_all()
+
     async def drained(self, version: int) -> None:
         """Waits until every slot that `version` admits has been played."""
         async with self._changed:
@@ -121,12 +130,13 @@ class MemoryBuffer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must know: which slots training has consumed."""
-        floor = next(slot for slot in range(len(self._consumed) + 1) if slot not in self._consumed)
+        floor = self._lowest_unconsumed()
         return {
             "consumed_below": floor,
             "consumed": sorted(slot for slot in self._consumed if slot > floor),
             "attempts": {str(slot): attempt for slot, attempt in sorted(self._attempts.items())},
             "given_up": self._given_up,
+            "refused": self._refused,
             "evicted": self._evicted,
         }
 
@@ -137,11 +147,12 @@ class MemoryBuffer:
             return
         self._consumed = set(range(state["consumed_below"])) | set(state["consumed"])
         self._attempts = {int(slot): attempt for slot, attempt in state["attempts"].items()}
-        self._given_up, self._evicted = state["given_up"], state["evicted"]
+        self._given_up, self._refused, self._evicted = state["given_up"], state["refused"], state["evicted"]
         self._reload(version)
 
     def _reload(self, version: int) -> None:
-        # In slot order everything up to the checkpoint is consumed; otherwise a straggler of any step may be waiting.
+        # In slot order everything meant for the steps up to the checkpoint is consumed (refused groups only made steps
+        # reach further); otherwise a straggler of any step may be waiting.
         done = version if self.schedule.ordered else self.schedule.first_version
         for group in self._journal.read(after_step=done):
             stale = group.attempt < self.attempt(group.slot)
@@ -159,19 +170,24 @@ class MemoryBuffer:
             self._groups[group.slot] = group
 
     def _bound(self, version: int | None) -> int:
-        return 0 if version is None else self.schedule.admitted(version) + self._given_up
+        return 0 if version is None else self.schedule.admitted(version) + self._given_up + self._refused
 
     def _free_slot(self) -> int:
         while self._cursor in self._leases or self._cursor in self._groups or self._cursor in self._consumed:
             self._cursor += 1
         return self._cursor
 
+    def _lowest_unconsumed(self) -> int:
+        while self._floor in self._consumed:
+            self._floor += 1
+        return self._floor
+
     def _ready(self, count: int, version: int) -> list[int]:
-        """The slots the next train step consumes, as far as they have arrived and are fresh enough."""
+        """The slots that training consumes next, as far as they have arrived and are fresh enough."""
         if not self.schedule.ordered:
             self._evict(version)
             return list(self._groups)[:count]
-        first = (version - self.schedule.first_version) * self.schedule.groups_per_step
+        first = self._lowest_unconsumed()
         return [slot for slot in range(first, first + count) if slot in self._groups]
 
     def _evict(self, version: int) -> None:
