@@ -19,7 +19,7 @@ ClipHigh = Annotated[float, Field(ge=0, description="how far the sequence's rati
 
 
 @policy_loss(
-    formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r), the gradient of token t that of s p_t",
+    formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r), its gradient at each token that of s log_prob",
     source="GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
