@@ -35,8 +35,7 @@ class PairInputs:
     has_rejected: Tensor
     """Bool: whether the other reply has."""
     kl: Tensor | None = None
-    """A scalar estimate of KL(current, reference), in nats per reply, where the caller knows a better one than the
-    pairs give."""
+    """A scalar, the `reference_point` of other replies, where the caller has them (KTO)."""
 
     @property
     def chosen_log_ratio(self) -> Tensor:
@@ -123,12 +122,12 @@ def kto(
 
     z0 stands for KL(current, reference). The paper (section 4.1) estimates it from mismatched pairs, each prompt with
     the reply to another one, which takes forward passes over sequences that nobody trains on. Here the replies of the
-    mini-batch stand for them, each to its own prompt: unbiased where the policy itself sampled them and none was
-    preferred, otherwise off by however much training has moved the policy on these very replies. Give `x.kl` for
-    another estimate.
+    mini-batch stand for them, each to its own prompt. That is the KL on average only where the policy itself sampled
+    them; on a file's replies it is off by however far training has moved the policy on those. Give `x.kl` for another
+    estimate.
     """
-    z0 = _mean_log_ratio(x) if x.kl is None else x.kl
-    z0 = z0.detach().clamp(min=0)
+    both = torch.cat([x.chosen_log_ratio[x.has_chosen], x.rejected_log_ratio[x.has_rejected]])
+    z0 = reference_point(both) if x.kl is None else x.kl
     gain = desirable_weight * torch.sigmoid(-beta * (x.chosen_log_ratio - z0))
     loss = undesirable_weight * torch.sigmoid(-beta * (z0 - x.rejected_log_ratio))
     return _per_pair(torch.where(x.has_chosen, gain, 0.0) + torch.where(x.has_rejected, loss, 0.0), x, beta)
@@ -146,6 +145,14 @@ def kto_pair(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
     mean_c, mean_d = _mean(c, x.has_chosen).clamp(min=0), _mean(d, x.has_rejected).clamp(min=0)
     chosen, rejected = torch.sigmoid(-beta * (c - mean_d)), torch.sigmoid(-beta * (mean_c - d))
     return _per_pair(torch.where(x.has_chosen, chosen, 0.0) + torch.where(x.has_rejected, rejected, 0.0), x, beta)
+
+
+def reference_point(log_ratios: Tensor) -> Tensor:
+    """KTO's z0 from log(current / reference) of some replies, (N,): max(0, their mean), a scalar without gradient.
+
+    Source: Ethayarajh et al. 2024, section 4.1. 0 for no replies.
+    """
+    return (log_ratios.detach().sum() / max(len(log_ratios), 1)).clamp(min=0)
 
 
 @score_loss(
@@ -177,10 +184,6 @@ def hps(x: ScoreInputs, *, scale: Annotated[float, Field(gt=0, description="fact
 def _per_pair(loss: Tensor, x: PairInputs, beta: float) -> PerPair:
     """With the implied rewards, beta times each reply's log-ratio (Rafailov et al. 2023, eq. 5, up to a constant)."""
     return PerPair(loss, beta * x.chosen_log_ratio.detach(), beta * x.rejected_log_ratio.detach())
-
-
-def _mean_log_ratio(x: PairInputs) -> Tensor:
-    return _mean(torch.cat([x.chosen_log_ratio, x.rejected_log_ratio]), torch.cat([x.has_chosen, x.has_rejected]))
 
 
 def _mean(values: Tensor, there: Tensor) -> Tensor:
