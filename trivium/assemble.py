@@ -28,7 +28,7 @@ from trivium.monitors.fanout import FanOut
 from trivium.protocols import Monitor, TaskSource
 from trivium.registry import resolve
 from trivium.rewards.calling import make_judge
-from trivium.schedule import Schedule
+from trivium.schedule import Curriculum, Schedule
 from trivium.synchronizer import MemoryBoard, Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
@@ -147,7 +147,9 @@ def _build_parts(
     # Explorers of a resumed run may need every version published since the oldest one a pending slot is played with.
     channel = resolve("channels", config.sync.method)(keep=config.max_staleness // config.sync.interval + 2)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=config.sync.deadline_s)
-    algorithm = build_algorithm(config.algorithm, config.run.seed, config.engine.sampling.max_new_tokens)
+    algorithm = build_algorithm(
+        config.algorithm.settled(config), config.run.seed, config.engine.sampling.max_new_tokens
+    )
     explored = buffer.explored or stage.evaluated
     explorer = _build_explorer(stage, renderer, algorithm.greedy_baseline) if explored else None
     trainer = Trainer(
@@ -163,11 +165,14 @@ def _build_parts(
 
 def _build_schedule(stage: Stage) -> Schedule:
     config, schedule = stage.config, stage.config.schedule
+    tasks, said = _build_tasks(config, "train"), schedule.curriculum
     return Schedule(
-        tasks=_build_tasks(config, "train"), seed=config.run.seed, stage=stage.number,
+        tasks=tasks, seed=config.run.seed, stage=stage.number,
         first_version=stage.first_version, groups_per_step=schedule.groups_per_step,
         group_size=schedule.group_size, max_staleness=config.max_staleness, sync_interval=config.sync.interval,
-        deterministic=schedule.deterministic, shuffle=schedule.shuffle, max_attempts=schedule.max_attempts,
+        deterministic=schedule.deterministic, shuffle=schedule.shuffle,
+        curriculum=None if said is None else Curriculum.of(tasks, said.column, said.easy_first, said.spread),
+        max_attempts=schedule.max_attempts,
         steps=schedule.steps,
     )  # fmt: skip
 

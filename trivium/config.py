@@ -230,6 +230,28 @@ class AlgorithmConfig(Plugin):
         """Whether what is played must be judged."""
         return True
 
+    def settled(self, run: RunConfig) -> AlgorithmConfig:
+        """The section with what it leaves to the rest of the config filled in: what an algorithm is built from."""
+        del run
+        return self
+
+    def describe(self, run: RunConfig) -> dict[str, str]:
+        """What of it follows from the rest of the config, for the plan."""
+        del run
+        return {}
+
+
+class CurriculumConfig(Config):
+    """Tasks by difficulty instead of at random. Every epoch still visits every task once."""
+
+    column: str
+    """The column that says how difficult a task is: a number, more being harder."""
+    easy_first: bool = True
+    """Whether an epoch begins with the easy ones; else with the hard ones."""
+    spread: float = Field(default=0.2, ge=0)
+    """How far the order is blurred, as a part of the taskset: 0 is strictly by difficulty (equals at random), 10 is
+    nearly a shuffle."""
+
 
 class ScheduleSection(Config):
     """How much is played and trained, in which order, how far apart."""
@@ -247,6 +269,8 @@ class ScheduleSection(Config):
     """Makes an asynchronous run a function of its seeds: which version plays a group no longer depends on timing."""
     shuffle: bool = True
     """Whether each epoch visits the tasks in its own order."""
+    curriculum: CurriculumConfig | None = None
+    """Orders each epoch by difficulty."""
     max_attempts: int = Field(default=3, ge=1)
     """How often a slot is played before its group is given up as too stale."""
 
@@ -556,6 +580,10 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
             "the explorer would wait for weights that are only published after groups it may not play",
             f"set schedule.max_staleness to at least {sync.interval - 1}",
         )  # fmt: skip
+    if schedule.curriculum is not None and not schedule.shuffle:
+        yield Problem(
+            "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
+        )
     if "train" not in config.tasks:
         yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
     if sync.method not in CATALOGUE["channels"] and ":" not in sync.method:
@@ -647,6 +675,8 @@ class StagePlan(Config):
     max_staleness: int
     weights: str
     slots: int
+    algorithm: dict[str, str]
+    """What the algorithm takes from the rest of the config."""
 
 
 class Plan(Config):
@@ -657,7 +687,7 @@ class Plan(Config):
     threads: int
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=1000)
 
 
 def usable_cores() -> int:
@@ -683,6 +713,7 @@ def plan_run(config: RunConfig, cores: int) -> Plan:
                 max_staleness=stage.max_staleness,
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * schedule.groups_per_step,
+                algorithm=stage.algorithm.describe(stage),
             )
         )
         step += schedule.steps

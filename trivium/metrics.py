@@ -132,6 +132,7 @@ declare("train/lr/*", "learning rate", aggregation="last")
 declare("train/entropy", "mean entropy per trained token", unit="nats")
 declare("train/advantage_mean", "mean advantage over trained tokens")
 declare("train/advantage_abs", "mean absolute advantage over trained tokens")
+declare("train/advantage_clipped", "fraction of trained tokens whose advantage was clipped")
 declare("train/clip_fraction", "fraction of trained tokens whose ratio was clipped")
 declare("train/clip_fraction_lower", "fraction of trained tokens held by the dual clip")
 declare(

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trivium.algorithms.advantages.finishing import Normalise, normalised
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from trivium.algorithms.correction import Correction
+from trivium.algorithms.corrections import corrected, measured
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.groups import (
     advantage_inputs,
@@ -29,11 +32,12 @@ from trivium.algorithms.inputs import PolicyInputs
 from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
 from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.recorded import estimator_column
 from trivium.algorithms.registered import EstimatorLaw
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
 from trivium.errors import DataError
-from trivium.types import SCORES, Batch, Group, Metrics, Teacher
+from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 
 _SCORE_OF = {column: what for what, column in SCORES.items()}
 
@@ -48,6 +52,27 @@ class Estimator:
     """How a KL penalty in the reward is estimated."""
     kl_controller: KlController | None = None
     """Holds the coefficient of that penalty; None for no penalty. The one thing here that changes."""
+    normalise: Normalise = "none"
+    """What is taken off the batch's advantages."""
+    clip: float | None = None
+    """The largest advantage, of either sign, after that."""
+    seed: int = 0
+    """The run's seed: of trajectories left out at random."""
+
+    def columns(self, batch: Batch) -> dict[str, Tensor]:
+        """What the function asks for, (B, L) each; the weights of an off-policy correction where there are any."""
+        weights = {"rollout_is_weights"} & batch.columns.keys()
+        return {name: estimator_column(batch, name, self.seed) for name in self.law.needs | weights}
+
+    def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
+        """The function's answer, normalised and clipped."""
+        values, returns = self.function(x)
+        if self.normalise != "none":
+            values = normalised(values, x.response_mask, by_std=self.normalise == "std")
+        if self.clip is None:
+            return Advantages(values, returns), {}
+        beyond = (values.abs() > self.clip).sum() / x.response_mask.sum().clamp(min=1)
+        return Advantages(values.clamp(-self.clip, self.clip), returns), {"train/advantage_clipped": float(beyond)}
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,8 @@ class GroupAlgorithm:
     """None where nothing is judged, as in supervised learning."""
     recompute_old: bool = False
     """Whether the trainer recomputes the old log-probabilities; else the engine's stand for them."""
+    correction: Correction | None = None
+    """An off-policy correction against the recomputed old log-probabilities, made before the step."""
     kl_coef: float = 0.0
     """The KL coefficient in the loss, for the log."""
     epochs: int = 1
@@ -95,7 +122,8 @@ class GroupAlgorithm:
         if self.estimator is None:
             return wanted
         penalty = {"old_log_prob", "ref_log_prob"} if self.estimator.kl_controller else set[str]()
-        return wanted | self.estimator.law.needs | penalty
+        compared = {"old_log_prob"} if self.correction is not None else set[str]()
+        return wanted | self.estimator.law.needs | penalty | compared
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
         """The groups worth training on, and what was played. It asks each group by itself, and always says the same.
@@ -136,15 +164,18 @@ class GroupAlgorithm:
         """The batch with every column its objectives need; scores named in `needs` must be there already.
 
         A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
-        not to be trained on leave the mask when the advantages are known.
+        not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
+        were played, so they count as what others are compared with.
         """
         if "old_log_prob" in self._columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
         metrics: Metrics = {"train/kl_coef": self.kl_coef} if self.kl_coef else {}
+        batch, kept = self._compared(batch)
+        metrics |= batch.metrics
         if self.estimator is None:
             return batch, metrics
         x = advantage_inputs(batch)
-        x = replace(x, columns={name: column(batch, name) for name in self.estimator.law.needs})
+        x = replace(x, columns=self.estimator.columns(batch))
         if self.shapings and len(batch):
             rewards = shaped(self.shapings, shaping_inputs(batch, x, self.max_new_tokens))
             x = rewarded(x, rewards[x.trajectory])
@@ -152,11 +183,23 @@ class GroupAlgorithm:
         if self.estimator.kl_controller is not None:
             x, penalty = _penalised(x, batch, self.estimator.kl, self.estimator.kl_controller)
             metrics |= penalty
-        done = self.estimator.function(x)
+        done, clipped = self.estimator.advantages(x)
+        metrics |= clipped
         if "values" in self.estimator.law.needs:
             metrics |= _value_metrics(x, done)
         batch = batch.with_columns(advantages=ragged(done.advantages, batch), returns=ragged(done.returns, batch))
-        return self._trained(batch), metrics
+        return self._trained(batch if kept is None else batch.masked(kept)), metrics
+
+    def _compared(self, batch: Batch) -> tuple[Batch, list[AnyArray] | None]:
+        """(the batch with importance weights and what was measured, the masks of tokens that are not rejected).
+
+        There is something to compare with the engine where the trainer recomputed the old log-probabilities.
+        """
+        if not self.recompute_old or "old_log_prob" not in self._columns:
+            return batch, None
+        old = column(batch, "old_log_prob")
+        batch = replace(batch, metrics=measured(batch, old))
+        return (batch, None) if self.correction is None else corrected(batch, old, self.correction)
 
     def _trained(self, batch: Batch) -> Batch:
         """The batch without what its trajectories were only judged for."""
@@ -195,7 +238,8 @@ def _penalised(
         coef=coef, estimator=kl,
     )  # fmt: skip
     controller.update(current, len(batch))
-    return replace(x, token_level_rewards=rewards), {"train/kl_coef": coef, "train/ref_kl": current}
+    penalised = replace(x, token_level_rewards=rewards, token_level_scores=x.token_level_rewards)
+    return penalised, {"train/kl_coef": coef, "train/ref_kl": current}
 
 
 def _value_metrics(x: AdvantageInputs, done: Advantages) -> Metrics:

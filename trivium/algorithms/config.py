@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
+from trivium.algorithms.advantages.finishing import Normalise
 from trivium.algorithms.algorithm import Estimator, GroupAlgorithm
+from trivium.algorithms.correction import Correction
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
 from trivium.algorithms.objective import Gate, PolicyObjective, Term, ValueObjective
@@ -54,6 +56,7 @@ def _aggregation(name: str) -> str:
 Aggregation = Annotated[str, AfterValidator(_aggregation)]
 
 
+CorrectionPlugin = Annotated[SerializeAsAny[Correction], BeforeValidator(plugin("corrections", Correction, "custom"))]
 GatePlugin = Annotated[SerializeAsAny[GateSection], BeforeValidator(plugin("gates"))]
 
 
@@ -146,14 +149,22 @@ class PolicyGradientConfig(UpdateConfig):
 
     advantage: AdvantagePlugin
     """What a token was worth: `{kind: grpo, ...}`, or a function of yours."""
+    normalise_advantages: Normalise = "none"
+    """What is taken off all advantages of a step: `mean` their mean over its tokens, `std` also their scale."""
+    clip_advantages: float | None = Field(default=None, gt=0)
+    """The largest advantage of either sign, after that; null for any."""
     entropy: EntropyConfig = EntropyConfig()
     gates: tuple[GatePlugin, ...] = ()
     """What else decides how much of a token's policy loss counts: names, or functions of yours."""
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()
-    old_log_prob: Literal["rollout", "recompute"] = "rollout"
+    old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
     """Where the ratio's denominator comes from: the engine that sampled the token, or a pass of the trainer before the
-    step. The first costs nothing and stays exact for stale groups."""
+    step. The first costs nothing and stays exact for stale groups; `auto` takes it unless the correction compares the
+    two."""
+    correction: CorrectionPlugin = Field(default={"kind": "auto"})  # pyright: ignore[reportAssignmentType]
+    """What is done about tokens that the trainer's weights did not sample: a name, or what to do (`{weights: token}`).
+    `auto` does nothing for fresh groups and takes truncated token weights where groups may be stale."""
     filters: tuple[FilterPlugin, ...] = ()
     """Which groups are not worth a train step, asked in this order: names, or functions of yours. They see the rewards
     as they were given."""
@@ -172,6 +183,29 @@ class PolicyGradientConfig(UpdateConfig):
     def reads_rewards(self) -> bool:
         law = law_or_problem(self.advantage, "advantages", EstimatorLaw, "advantage")
         return isinstance(law, Problem) or law.judged
+
+    def settled(self, run: RunConfig) -> PolicyGradientConfig:
+        if self.correction.kind != "auto" or run.max_staleness == 0:
+            return self
+        law = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, "policy_loss")
+        has_ratio = isinstance(law, Problem) or "old_log_prob" in law.needs
+        if has_ratio and self.old_log_prob == "rollout":
+            return self
+        name = "decoupled_token_is" if has_ratio else "bypass_token_is"
+        correction = resolve("corrections", name).configure({"kind": name})
+        return self.model_copy(update={"correction": correction})
+
+    def describe(self, run: RunConfig) -> dict[str, str]:
+        correction = self.settled(run).correction
+        recomputed = ", old log-probabilities recomputed" if correction.decoupled else ""
+        if self.correction.kind != "auto":
+            why = f"algorithm.correction: {self.correction.kind}"
+        elif run.max_staleness == 0:
+            why = "default: groups are fresh"
+        else:
+            why = f"default: groups may be {run.max_staleness} version(s) old"
+            why += "" if correction.active else ", and old_log_prob: rollout takes the ratio against the engine"
+        return {"correction": f"{correction.words}{recomputed} ({why})"}
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
@@ -195,6 +229,7 @@ class PolicyGradientConfig(UpdateConfig):
             *((step, "shapings", ShapingLaw, f"{where}.shaping[{i}]") for i, step in enumerate(self.shaping)),
         )
         yield from self._filter_problems(run, where)
+        yield from self.correction.problems(run, f"{where}.correction")
         loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
         if isinstance(loss, Problem):
             yield loss
@@ -233,12 +268,28 @@ class PolicyGradientConfig(UpdateConfig):
                 "it reads no advantages, so rewards would have no effect", "use algorithm.kind sft, or another loss",
             )  # fmt: skip
         else:
-            yield from ratio_problems(self, loss, run, where, "algorithm.kind rloo or grpo")
-        penalty = self.kl.coef and self.kl.place == "reward"
-        if self.old_log_prob == "recompute" and "old_log_prob" not in loss.needs and not penalty:
+            instead = f"algorithm.kind rloo or grpo, {where}.correction bypass_token_is"
+            yield from ratio_problems(self, loss, run, where, instead, self.settled(run).correction)
+        yield from self._correction_problems(loss, self.settled(run).correction, where)
+
+    def _correction_problems(self, loss: PolicyLossLaw, correction: Correction, where: str) -> Iterator[Problem]:
+        penalty = self.kl.coef > 0 and self.kl.place == "reward"
+        if self.old_log_prob != "auto" and not ("old_log_prob" in loss.needs or penalty or correction.decoupled):
             yield Problem(
-                f"{where}.old_log_prob", "old log-probabilities recomputed",
+                f"{where}.old_log_prob", f"old log-probabilities by {self.old_log_prob}",
                 f"the loss {self.policy_loss.kind!r} does not read them", "leave the key out",
+            )  # fmt: skip
+        if correction.decoupled and self.old_log_prob == "rollout":
+            yield Problem(
+                f"{where}.old_log_prob", "the engine's log-probabilities as the old ones",
+                f"the correction {correction.kind!r} compares the two, and would find them equal",
+                f"leave the key out, or set {where}.correction.against: current",
+            )  # fmt: skip
+        if correction.weights != "none" and correction.against == "current" and "old_log_prob" in loss.needs:
+            yield Problem(
+                f"{where}.correction", "importance weights of the current policy",
+                f"the ratio of the loss {self.policy_loss.kind!r} is one already: it would count twice",
+                f"set {where}.correction.against: old, or leave the weights out",
             )  # fmt: skip
 
     def _estimator_problems(self, estimator: EstimatorLaw, run: RunConfig, where: str) -> Iterator[Problem]:
@@ -248,10 +299,20 @@ class PolicyGradientConfig(UpdateConfig):
                 f"the estimator {self.advantage.kind!r} compares the members of a group",
                 f"use at least {estimator.min_group}, or an estimator without a group",
             )  # fmt: skip
-        if self.shaping and not estimator.judged:
+        if self.shaping and not estimator.reads_total:
             yield Problem(
                 f"{where}.shaping", "shaped rewards", f"the estimator {self.advantage.kind!r} reads no total reward",
                 "leave the key out, or use another estimator",
+            )  # fmt: skip
+        if self.kl.coef and self.kl.place == "reward" and not estimator.reads_total:
+            yield Problem(
+                f"{where}.kl.place", "a KL penalty in the reward",
+                f"the estimator {self.advantage.kind!r} reads no total reward", f"set {where}.kl.place: loss",
+            )  # fmt: skip
+        if self.normalise_advantages != "none" and estimator.whitens and getattr(self.advantage, "whiten", True):
+            yield Problem(
+                f"{where}.normalise_advantages", "normalised advantages",
+                f"the estimator {self.advantage.kind!r} whitens them already", "leave the key out",
             )  # fmt: skip
         for name in _changed(self.critic) if "values" not in estimator.needs else ():
             yield Problem(
@@ -262,11 +323,17 @@ class PolicyGradientConfig(UpdateConfig):
 
 
 def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
-    """The algorithm a policy-gradient section describes; a critic is there where the estimator reads values."""
+    """The algorithm a policy-gradient section describes; a critic is there where the estimator reads values.
+
+    A correction that follows from the run (`auto`) must have been settled; else there is none.
+    """
     estimator, estimator_law = chosen("advantages", config.advantage, EstimatorLaw)
     kl = config.kl
+    correction = config.correction
     policy = PolicyObjective(
         **_loss_of(config),
+        weighted=correction.decoupled and correction.weights != "none",
+        correction=correction if correction.active and not correction.decoupled else None,
         entropy=_term(config.entropy.coef, "entropies", config.entropy.term, EntropyLaw),
         kl=_term(kl.coef if kl.place == "loss" else 0.0, "kl_estimators", kl.estimator, KlLaw),
         gates=tuple(Gate(*chosen("gates", gate, GateLaw), narrow=gate.narrow) for gate in config.gates),
@@ -276,8 +343,12 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
     return GroupAlgorithm(
         name=config.kind,
         objectives=(critic, policy) if "values" in estimator_law.needs else (policy,),
-        estimator=Estimator(estimator, estimator_law, chosen("kl_estimators", kl.estimator, KlLaw)[0], _controller(kl)),
-        recompute_old=config.old_log_prob == "recompute",
+        estimator=Estimator(
+            estimator, estimator_law, chosen("kl_estimators", kl.estimator, KlLaw)[0], _controller(kl),
+            normalise=config.normalise_advantages, clip=config.clip_advantages, seed=seed,
+        ),
+        recompute_old=config.old_log_prob == "recompute" or correction.decoupled,
+        correction=correction if correction.decoupled else None,
         filters=tuple(Filter(rule.short_name, chosen("filters", rule, FilterLaw)[0]) for rule in config.filters),
         refill=config.refill,
         shapings=tuple(_shaping(section) for section in config.shaping),
@@ -354,20 +425,26 @@ def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
 
 
 def ratio_problems(
-    config: UpdateConfig, loss: PolicyLossLaw, run: RunConfig, where: str, instead: str
+    config: UpdateConfig,
+    loss: PolicyLossLaw,
+    run: RunConfig,
+    where: str,
+    instead: str,
+    correction: Correction | None = None,
 ) -> Iterator[Problem]:
-    """A loss over samples that has no ratio is right for samples of the current weights alone."""
+    """A loss over samples without ratio and weights is right for samples of the current weights alone."""
     updates = config.epochs * config.mini_batches
     if "old_log_prob" in loss.needs:
         return
-    if run.max_staleness > 0:
+    weights = correction.against if correction is not None and correction.weights != "none" else "none"
+    if run.max_staleness > 0 and weights == "none":
         yield Problem(
             f"{where}.policy_loss",
             f"the loss {config.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
             "it has no ratio, so samples of older weights would bias its gradient",
             f"use {instead}, or set schedule.max_staleness to 0",
         )  # fmt: skip
-    elif updates > 1:
+    elif updates > 1 and weights != "current":
         yield Problem(
             f"{where}.policy_loss", f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
             "it has no ratio, so the later ones would take samples of older weights for their own",

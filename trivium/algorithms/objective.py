@@ -8,23 +8,25 @@ decided in `select`, before it is cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from trivium.algorithms.aggregation import Counts
+from trivium.algorithms.correction import Correction, live_weights
+from trivium.algorithms.corrections import corrected, measured
 from trivium.algorithms.groups import padded, ragged, token_uniforms
-from trivium.algorithms.inputs import PerToken, PolicyInputs, inside
-from trivium.algorithms.kl import k3
+from trivium.algorithms.inputs import PerToken, PolicyInputs, expert_rows, inside
+from trivium.algorithms.mismatch import compared, with_sample_sizes
 from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, SelectionLaw
 from trivium.algorithms.value_loss import clipped_value_loss
 from trivium.errors import DataError
 from trivium.models.loss import LossInputs, LossOutputs, Totals
 from trivium.protocols import CutAnywhere
 from trivium.registry import resolve
-from trivium.types import EXPERT_VERSION, Batch, Metrics
+from trivium.types import Batch, Metrics
 
 LIVE = frozenset({"log_prob", "entropy"})
 """Columns that a micro-batch's own forward pass gives; over a whole mini-batch they are scores."""
@@ -71,7 +73,9 @@ class PolicyObjective:
     select_tokens: Callable[[PolicyInputs], Tensor] | None = None
     """`law.select` with its options."""
     weighted: bool = False
-    """Whether the column `rollout_is_weights` multiplies the policy loss (off-policy correction)."""
+    """Whether the column `rollout_is_weights`, made before the step, multiplies the policy loss."""
+    correction: Correction | None = None
+    """An off-policy correction against the current policy, made at every update."""
     seed: int = 0
     """The run's seed: of random selections."""
 
@@ -91,8 +95,9 @@ class PolicyObjective:
             wanted |= term.law.needs if term is not None else set()
         for law in (*(gate.law for gate in self.gates), *self._selections):
             wanted |= law.needs - LIVE - {"uniform"}
+        made = self._corrects_ahead and self.correction is not None and self.correction.weights != "none"
         further = {
-            "rollout_is_weights": self.weighted,
+            "rollout_is_weights": self.weighted or made,
             "gate": any(gate.ahead for gate in self.gates),
             "selected": self.select_tokens is not None,
         }
@@ -101,14 +106,30 @@ class PolicyObjective:
     @property
     def looks_at(self) -> frozenset[str]:
         laws = [*(gate.law for gate in self.gates if gate.ahead), *self._selections]
-        return frozenset[str]().union(*(law.needs for law in laws)) & LIVE
+        wanted = frozenset[str]().union(*(law.needs for law in laws)) & LIVE
+        return wanted | {"log_prob"} if self._corrects_ahead else wanted
+
+    @property
+    def _corrects_ahead(self) -> bool:
+        """Whether the correction must see the whole mini-batch."""
+        return self.correction is not None and not self.correction.live
 
     @property
     def _selections(self) -> tuple[SelectionLaw, ...]:
         return (vars(self.law.select)["law"],) if self.law.select is not None else ()
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with the columns `selected` (1 or 0) and `gate`; tokens that a narrow gate shuts go."""
+        """The mini-batch with the columns `selected` (1 or 0), `gate` and `rollout_is_weights`.
+
+        Tokens that are rejected, or shut out by a narrow gate, leave the mask; how far apart engine and trainer were is
+        measured before they do, where the current log-probabilities are there.
+        """
+        if "log_prob" in self.looks_at:
+            current = padded(batch.columns["log_prob"])
+            batch = replace(batch, metrics=measured(batch, current))
+            if self.correction is not None and self._corrects_ahead:
+                batch, kept = corrected(batch, current, self.correction)
+                batch = batch.masked(kept)
         ahead = [gate for gate in self.gates if gate.ahead]
         if not ahead and self.select_tokens is None:
             return batch
@@ -131,7 +152,7 @@ class PolicyObjective:
         columns["uniform"] = token_uniforms(batch, self.seed, "selection", *address)
         log_prob = columns.get("log_prob", torch.zeros(mask.shape))
         version = padded([e.policy_version for e in batch.experiences])
-        return PolicyInputs(log_prob, mask, columns, _expert_rows(version, mask), columns.get("entropy"))
+        return PolicyInputs(log_prob, mask, columns, expert_rows(version, mask), columns.get("entropy"))
 
     def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
         """This micro-batch's part of the step's loss, and its metrics."""
@@ -146,6 +167,9 @@ class PolicyObjective:
         for name in ("gate", "rollout_is_weights"):
             if name in x.columns:
                 per_token = per_token * x.columns[name]
+        if self.correction is not None and self.correction.live:
+            weights, said = _live_weights(x, self.correction, totals)
+            per_token, metrics = per_token * weights, metrics | said
         if "gate" in x.columns:
             metrics["train/gate_closed"] = (x.columns["gate"] == 0).to(per_token.dtype)
         loss = self._mean(per_token, x, totals, split=self.law.split)
@@ -160,12 +184,12 @@ class PolicyObjective:
             metrics["train/kl"] = inside(-x.log_ratio, ~x.expert)
         if "advantages" not in self.law.needs:  # an expert's tokens: no engine to compare with
             return LossOutputs(loss, _sums(metrics, x.response_mask))
-        mismatch, largest = _mismatch(x)
-        return LossOutputs(loss, _sums(metrics | mismatch, x.response_mask), {"mismatch/log_prob_max": largest})
+        sums, maxima = _mismatch(x, totals)
+        return LossOutputs(loss, _sums(metrics, x.response_mask) | sums, maxima)
 
     def derived(self, means: Metrics) -> Metrics:
-        """Nothing beyond the means."""
-        return means
+        """The means with the effective sample sizes that follow from them."""
+        return with_sample_sizes(means)
 
     def _mean(self, per_token: Tensor, x: PolicyInputs, totals: Totals, *, split: bool = False) -> Tensor:
         """The mean over trained tokens; `split` gives an expert's and the policy's own a mean each, and adds them."""
@@ -218,14 +242,9 @@ def _policy_inputs(inputs: LossInputs) -> PolicyInputs:
         None if values is None else inside(values, mask) for values in (inputs.entropy, inputs.candidate_log_prob)
     )
     return PolicyInputs(
-        inside(_given(inputs.log_prob, "log_prob"), mask), mask, columns, _expert_rows(inputs.policy_version, mask),
+        inside(_given(inputs.log_prob, "log_prob"), mask), mask, columns, expert_rows(inputs.policy_version, mask),
         entropy, inputs.step, candidates,
     )  # fmt: skip
-
-
-def _expert_rows(policy_version: Tensor, mask: Tensor) -> Tensor:
-    """(B, L) bool: the trained tokens of rows in which an expert wrote any of them."""
-    return ((policy_version == EXPERT_VERSION) & mask).any(-1, keepdim=True) & mask
 
 
 def _given(values: Tensor | None, name: str) -> Tensor:
@@ -234,17 +253,26 @@ def _given(values: Tensor | None, name: str) -> Tensor:
     return values
 
 
-def _mismatch(x: PolicyInputs) -> tuple[dict[str, Tensor], Tensor]:
-    """(k3 estimate of KL(engine, trainer) per token, largest difference): meaningful before the first update only.
+def _mismatch(x: PolicyInputs, totals: Totals) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(sums, maxima) of how far apart engine and trainer are: meaningful before the first update only.
 
-    Tokens that no engine sampled have nothing to be compared with.
+    Tokens that no engine sampled have nothing to be compared with, so the means are over the others: the sums are
+    scaled for a learner that divides by all trained tokens.
     """
-    live = x.response_mask & ~x.expert
-    engine, trainer = x.columns["rollout_log_prob"], x.log_prob.detach()
-    difference = inside((engine - trainer).abs(), live).flatten()
-    largest = torch.cat([difference, difference.new_zeros(1)]).amax()  # a rank without a row reports 0
-    estimate = k3(PolicyInputs(engine, live, {"ref_log_prob": trainer}, x.expert))
-    return {"mismatch/kl": inside(estimate, live)}, largest
+    said = compared(x.log_prob.detach(), x.columns["rollout_log_prob"], x.response_mask & ~x.expert)
+    own = totals.sampled
+    per_token, per_sequence = (totals.tokens / max(count, 1) for count in (own.tokens, own.sequences))
+    sums = {key: values.sum() * per_token for key, values in said.tokens.items()}
+    sums |= {key: values.sum() * per_sequence for key, values in said.sequences.items()}
+    return sums, said.maxima
+
+
+def _live_weights(x: PolicyInputs, correction: Correction, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    """(importance weights, 1 for an expert's tokens; what is logged of the others), (B, L) each."""
+    sampled = x.response_mask & ~x.expert
+    weights, said = live_weights(x.log_prob, x.columns["rollout_log_prob"], sampled, correction)
+    scale = totals.tokens / max(totals.sampled.tokens, 1)
+    return torch.where(sampled, weights, 1.0), {key: values * scale for key, values in said.items()}
 
 
 def _sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
