@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from trivium.randomness import SampleKey, permutation
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import DataError
+from trivium.randomness import SampleKey, permutation, stream, uniforms
 
 if TYPE_CHECKING:
     from trivium.protocols import TaskSource
@@ -21,6 +26,47 @@ class Assignment:
     task: Task
     epoch: int
     """How often the taskset had been finished before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curriculum:
+    """Tasks by difficulty, blurred anew in every epoch. Equal only to itself: an order can be remembered by it."""
+
+    ranks: npt.NDArray[np.float64]
+    """(N,) in [0, 1): the part of the taskset that comes before a task where nothing is blurred."""
+    spread: float
+    """How far back noise may throw a task, as a part of the taskset: 0 keeps the order, much more than 1 shuffles."""
+
+    @classmethod
+    def of(cls, tasks: TaskSource, column: str, easy_first: bool, spread: float) -> Curriculum:
+        """The curriculum by a numeric column, where more is harder.
+
+        Raises DataError for a task whose column is not a finite number.
+        """
+        values = np.array([_difficulty(tasks[place], column) for place in range(len(tasks))])
+        _, step, counts = np.unique(values if easy_first else -values, return_inverse=True, return_counts=True)
+        return cls((np.cumsum(counts) - counts)[step] / len(values), spread)
+
+    def order(self, *address: int | str) -> npt.NDArray[np.int64]:
+        """Every place once. What is equally difficult comes in random order; the address is that of the noise."""
+        noise = uniforms(np.uint64(stream(*address)), np.arange(len(self.ranks)))
+        return np.lexsort((noise, self.ranks + self.spread * noise))
+
+
+def _difficulty(task: Task, column: str) -> float:
+    value = task.columns.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"the difficulty of task {task.task_id!r}",
+            f"column {column!r} is {value!r:.60}; the columns are {sorted(task.columns)}",
+            "name a column with a finite number for every task in schedule.curriculum.column",
+        )
+    return float(value)
+
+
+@lru_cache(maxsize=8)
+def _blurred(curriculum: Curriculum, *address: int | str) -> tuple[int, ...]:
+    return tuple(int(place) for place in curriculum.order(*address))
 
 
 @lru_cache(maxsize=8)
@@ -45,6 +91,8 @@ class Schedule:
     sync_interval: int = 1
     deterministic: bool = False
     shuffle: bool = True
+    curriculum: Curriculum | None = None
+    """What orders the tasks of an epoch instead of a shuffle."""
     max_attempts: int = 3
     steps: int = field(default=1)
     """Train steps of the stage."""
@@ -57,7 +105,9 @@ class Schedule:
     def at(self, slot: int) -> Assignment:
         """The task of a slot. Every epoch visits every task once."""
         epoch, place = divmod(slot, len(self.tasks))
-        if self.shuffle:
+        if self.curriculum is not None:
+            place = _blurred(self.curriculum, self.seed, "curriculum", self.stage, epoch)[place]
+        elif self.shuffle:
             place = _order(len(self.tasks), self.seed, "order", self.stage, epoch)[place]
         return Assignment(slot, self.tasks[place], epoch)
 
