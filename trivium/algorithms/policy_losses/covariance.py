@@ -15,7 +15,7 @@ from trivium.algorithms.inputs import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, clipped_surrogate
 from trivium.algorithms.policy_losses.selecting import first
 from trivium.algorithms.registered import policy_loss, selection
-from trivium.algorithms.stats import masked_mean
+from trivium.algorithms.stats import masked_sum
 
 _SOURCE = "Cui et al. 2025, The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617"
 
@@ -25,7 +25,8 @@ Ratio = Annotated[float, Field(gt=0, le=1, description="fraction of the mini-bat
 def covariances(x: PolicyInputs) -> Tensor:
     """(A - mean A) (log_prob - mean log_prob) of each token, (B, L) float64; means over the mask."""
     advantages, log_prob = x.advantages.double(), x.log_prob.double()
-    mean_advantage, mean_log_prob = (masked_mean(values, x.response_mask) for values in (advantages, log_prob))
+    count = x.response_mask.sum().clamp(min=1)
+    mean_advantage, mean_log_prob = (masked_sum(values, x.response_mask) / count for values in (advantages, log_prob))
     return (advantages - mean_advantage) * (log_prob - mean_log_prob)
 
 
