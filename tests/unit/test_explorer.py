@@ -143,6 +143,18 @@ async def test_two_judges_of_one_name_are_an_error_not_a_loss(tmp_path: Path) ->
     assert "rewards of different names" in group.trajectories[0].failure.message
 
 
+@pytest.mark.parametrize("must_judge", [True, False])
+async def test_what_nobody_rewarded_failed_unless_nobody_has_to(must_judge: bool) -> None:
+    async def plays(task: Task, policy: Policy) -> None:
+        await policy.reply(task.prompt)
+
+    playing = explorer(plays)
+    playing.must_judge = must_judge
+    (trajectory,) = (await play(playing, 1)).trajectories
+    assert (trajectory.failure is not None) == must_judge
+    assert not trajectory.rewards
+
+
 async def test_forks_have_names_of_their_own() -> None:
     async def forks(task: Task, policy: Policy) -> dict[str, float]:
         for name in ("a", "b"):
