@@ -8,18 +8,22 @@ from golden_runners import Arguments, answers, policy_objective, section
 from torch import Tensor
 
 from trivium.algorithms import AdvantageInputs, Advantages
-from trivium.algorithms.advantages.finishing import finished, normalised
+from trivium.algorithms.advantages.finishing import normalised
+from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.entropy_gates import discriminant
 from trivium.algorithms.inputs import policy_inputs
 from trivium.algorithms.registered import EstimatorLaw, chosen
 from trivium.types import Batch, Experience
 
 
-def estimated(x: AdvantageInputs, kind: str, columns: Arguments, **options: Any) -> Advantages:
+def estimated(
+    x: AdvantageInputs, kind: str, columns: Arguments, *, clip: float | None = None, **options: Any
+) -> Advantages:
     """What a config with this estimator makes of the inputs."""
-    estimator, law = chosen("advantages", section("advantages", kind, **options), EstimatorLaw)
+    function, law = chosen("advantages", section("advantages", kind, **options), EstimatorLaw)
     there = {"rollout_is_weights"} & columns.keys()
-    return estimator(replace(x, columns={name: columns[name] for name in law.needs | there}))
+    x = replace(x, columns={name: columns[name] for name in law.needs | there})
+    return Estimator(function, law, clip=clip).advantages(x)[0]
 
 
 # --------------------------------------------------------------------------- verl
@@ -277,7 +281,7 @@ _LIGHTRFT = {
 _WHITENED = {
     "gae": ("gae", {"whiten": True}),
     "reinforce": ("reinforce_plus_plus", {}),
-    "reinforce_baseline": ("reinforce_plus_plus_baseline", {}),
+    "reinforce_baseline": ("reinforce_baseline", {"whiten": True}),
 }
 """The same with the peer's `advantages_norm`, which divides by the unbiased standard deviation."""
 
@@ -292,11 +296,11 @@ def _lightrft(inputs: Arguments, kwargs: Arguments) -> Arguments:
     x = AdvantageInputs(scores - penalty, mask, group, rows, token_level_scores=scores)
     table = _WHITENED if kwargs.get("advantages_norm") else _LIGHTRFT
     kind, options = table[kwargs["estimator"]]
-    if "gamma" in kwargs and kind != "reinforce_plus_plus_baseline":
+    if "gamma" in kwargs:
         options = {**options, "gamma": kwargs["gamma"]}
     if "lambd" in kwargs:
         options = {**options, "lam": kwargs["lambd"]}
-    done = finished(estimated(x, kind, inputs, **options), mask, "none", kwargs.get("advantage_clip"))
+    done = estimated(x, kind, inputs, clip=kwargs.get("advantage_clip"), **options)
     return {"shaped_rewards": _shaped(x, kwargs["estimator"]), "advantages": done.advantages, "returns": done.returns}
 
 
@@ -317,10 +321,13 @@ def _cpgd(inputs: Arguments, kwargs: Arguments) -> Arguments:
 
 @answers("lightrft", "lightrft_cross_batch_norm")
 def _cross_batch(inputs: Arguments, kwargs: Arguments) -> Arguments:
-    normalise = "mean" if kwargs["no_advantage_std_norm"] else "std"
-    advantages = inputs["advantages"]
-    done = finished(Advantages(advantages, advantages), inputs["action_mask"].bool(), normalise, None)
-    return {"advantages": done.advantages}
+    advantages, mask = inputs["advantages"], inputs["action_mask"].bool()
+    rows = torch.arange(len(mask))
+    given = Estimator(
+        lambda x: Advantages(x.token_level_rewards, x.token_level_rewards), EstimatorLaw("", "", frozenset()),
+        normalise="mean" if kwargs["no_advantage_std_norm"] else "std",
+    )  # fmt: skip
+    return {"advantages": given.advantages(AdvantageInputs(advantages, mask, rows, rows))[0].advantages}
 
 
 @answers("lightrft", "openrlhf_masked_normalize")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -161,12 +162,21 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
         trained = np.flatnonzero(e.response_mask)
         if len(trained):
             row[trained[-1]] = e.reward
-    group = _numbered([e.group_id for e in batch.experiences])
-    trajectory = _numbered([(e.group_id, e.index) for e in batch.experiences])
+    group = numbered([e.group_id for e in batch.experiences])
+    trajectory = numbered([(e.group_id, e.index) for e in batch.experiences])
     return AdvantageInputs(
         torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
         mask, torch.from_numpy(group), torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
+        components=_components(batch),
     )  # fmt: skip
+
+
+def _components(batch: Batch) -> dict[str, Tensor]:
+    """Each component of the rewards (B,) by name; NaN where a trajectory has no such component."""
+    names = dict.fromkeys(name for e in batch.experiences for name in e.rewards)
+    return {
+        name: torch.tensor([e.rewards.get(name, nan) for e in batch.experiences], dtype=torch.float64) for name in names
+    }
 
 
 def rewarded(x: AdvantageInputs, rewards: Tensor) -> AdvantageInputs:
@@ -197,7 +207,7 @@ def truncated_rows(batch: Batch) -> list[bool]:
     return [how[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
 
 
-def _numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
+def numbered(names: Sequence[object]) -> npt.NDArray[np.int64]:
     """0, 1, ... in order of first appearance."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)

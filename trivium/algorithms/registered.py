@@ -62,9 +62,17 @@ class EstimatorLaw(Law):
     baseline: bool = False
     """Whether it reads the reward of a greedy reply (`greedy_reward`), which the explorer then plays for every task."""
     judged: bool = True
-    """Whether it reads `token_level_rewards`; else a change to them (shaping, a KL penalty) has no effect."""
+    """Whether it reads rewards at all."""
+    components: bool = False
+    """Whether it reads the components of the reward one by one, not their total: a change to the total (shaping, a KL
+    penalty) has no effect."""
     whitens: bool = False
     """Whether its advantages have mean 0 and variance 1 over the batch, unless an option `whiten` says no."""
+
+    @property
+    def reads_total(self) -> bool:
+        """Whether a change to a trajectory's total reward has an effect."""
+        return self.judged and not self.components
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +170,16 @@ def advantage(
     centred: bool = False,
     baseline: bool = False,
     judged: bool = True,
+    components: bool = False,
     whitens: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name.
 
     `needs` may name columns of `AdvantageInputs` that no engine scores (`turn`, `uniform`, ...) beside scores.
     """
-    return with_law(EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline, judged, whitens))
+    return with_law(
+        EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline, judged, components, whitens)
+    )
 
 
 def selection(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:

@@ -26,7 +26,9 @@ def opmd(
     baseline: Annotated[
         Literal["mean", "logavgexp"], Field(description="`logavgexp` is the value of the tempered problem")
     ] = "mean",
-    tau: Annotated[float, Field(gt=0, description="temperature of `logavgexp`: 0 is the maximum, infinity the mean")] = 1.0,
+    tau: Annotated[
+        float, Field(gt=0, description="temperature of `logavgexp`: 0 is the maximum, infinity the mean")
+    ] = 1.0,
 ) -> Advantages:
     """Reward against the group's mean, or its softer maximum. A group of one keeps its reward."""
     who = members(x)

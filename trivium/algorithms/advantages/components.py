@@ -19,7 +19,7 @@ from trivium.errors import DataError
     source="GDPO, Liu et al. 2026, section 3",
     min_group=2,
     centred=True,
-    judged=False,
+    components=True,
     whitens=True,
 )
 def gdpo(

@@ -1,4 +1,4 @@
-"""What may happen to advantages after their estimator: normalised over the batch, clipped.
+"""What may happen to advantages once they are estimated: they get another mean and another scale.
 
 Legend: B sequences, L tokens. Float64 inside; zero outside the mask. Numbers that are all equal come out as exactly 0.
 """
@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-
-from trivium.algorithms.advantages.inputs import Advantages
 
 Normalise = Literal["none", "mean", "std"]
 """What is taken off a batch's advantages: nothing, their mean, or their mean and their scale."""
@@ -36,16 +34,6 @@ def normalised(values: Tensor, mask: Tensor, *, by_std: bool = True, axis: int |
         variance = _mean(centred.square(), mask, axis)
         centred = centred * torch.rsqrt(variance.clamp(min=1e-8))
     return centred.to(values.dtype)
-
-
-def finished(done: Advantages, mask: Tensor, normalise: Normalise, clip: float | None) -> Advantages:
-    """The advantages normalised over the batch, then clamped to +-`clip`; the returns stay as they are."""
-    values = done.advantages
-    if normalise != "none":
-        values = normalised(values, mask, by_std=normalise == "std")
-    if clip is not None:
-        values = values.clamp(-clip, clip)
-    return Advantages(values, done.returns)
 
 
 def _centred(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:

@@ -18,6 +18,9 @@ from trivium.algorithms.registered import advantage
 from trivium.algorithms.stats import group_statistics
 
 Discount = Annotated[float, Field(ge=0, le=1, description="discount from one trained token to the next")]
+Whiten = Annotated[
+    bool, Field(description="whether to give the batch's advantages mean 0 and variance 1; needs two tokens")
+]
 _RETURN = "sum over later trained tokens of gamma^distance * reward"
 
 
@@ -53,10 +56,11 @@ def remax(x: AdvantageInputs) -> Advantages:
 
 
 @advantage(
-    formula="sum over later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R",  # noqa: E501
+    formula="sum over later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R{whiten:, whitened over the batch}",  # noqa: E501
     source="the group baseline of OpenRLHF, Hu et al. 2024; `others`, Ahmadian et al. 2024",
     min_group=2,
     centred=True,
+    whitens=True,
 )
 def reinforce_baseline(
     x: AdvantageInputs,
@@ -65,13 +69,15 @@ def reinforce_baseline(
         Literal["mean", "others"], Field(description="the mean of the whole group, or of the other members")
     ] = "mean",
     gamma: Discount = 1.0,
+    whiten: Whiten = False,
 ) -> Advantages:
     """The return from each token on, its reward centred in the group. A KL penalty stays on the tokens that earned it
-    and is in nobody's baseline. A group of one keeps its reward."""
+    and is in nobody's baseline. A group of one keeps its reward; returns are not whitened."""
     who = members(x.unpenalised())
     stats = group_statistics(who.score, who.group)
     factor = stats.count / (stats.count - 1).clamp(min=1) if baseline == "others" else 1.0
-    return _from_outcome(torch.where(stats.count == 1, who.score, stats.centred * factor), who, x, gamma)
+    returns = _from_outcome(torch.where(stats.count == 1, who.score, stats.centred * factor), who, x, gamma)
+    return Advantages(_typed(whitened(returns, x.response_mask) if whiten else returns, x), _typed(returns, x))
 
 
 @advantage(
@@ -83,11 +89,12 @@ def reinforce_baseline(
 def group_norm(x: AdvantageInputs, *, gamma: Discount = 1.0, epsilon: Epsilon = 1e-9) -> Advantages:
     """As `reinforce_baseline`, in units of the group's unbiased standard deviation."""
     who = members(x.unpenalised())
-    return _from_outcome(relative(who.score, who.group, "group", epsilon), who, x, gamma)
+    returns = _typed(_from_outcome(relative(who.score, who.group, "group", epsilon), who, x, gamma), x)
+    return Advantages(returns, returns)
 
 
 @advantage(
-    formula="sum over later trained tokens of (gamma lam)^distance * (r + gamma V_next - V){whiten:, whitened over the batch}",
+    formula="sum over later trained tokens of (gamma lam)^distance * (r + gamma V_next - V){whiten:, whitened over the batch}",  # noqa: E501
     source="GAE, Schulman et al. 2016, eq. 16",
     needs=("values",),
     whitens=True,
@@ -97,9 +104,7 @@ def gae(
     *,
     gamma: Discount = 1.0,
     lam: Annotated[float, Field(ge=0, le=1, description="0 trusts the critic, 1 trusts the rewards")] = 1.0,
-    whiten: Annotated[
-        bool, Field(description="whether to give the batch's advantages mean 0 and variance 1; needs two tokens")
-    ] = True,
+    whiten: Whiten = True,
 ) -> Advantages:
     """Generalised advantage estimation with a critic; returns are the unwhitened advantage plus the value.
 
@@ -131,14 +136,13 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return result
 
 
-def _from_outcome(value: Tensor, who: Members, x: AdvantageInputs, gamma: float) -> Advantages:
-    """Returns of what each trajectory (T,) came to, on the last trained token of its rows, and of the KL penalty."""
+def _from_outcome(value: Tensor, who: Members, x: AdvantageInputs, gamma: float) -> Tensor:
+    """(B, L): returns of what each trajectory (T,) got, on the last trained token of its rows, and of the penalty."""
     mask = x.response_mask
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     penalty = x.token_level_rewards.double() - x.unpenalised().token_level_rewards.double()
     rewards = penalty + torch.where(last, value[who.of_row].unsqueeze(-1), 0.0)
-    returns = _typed(returns_to_go(rewards, mask, gamma), x)
-    return Advantages(returns, returns)
+    return returns_to_go(rewards, mask, gamma)
 
 
 def _typed(values: Tensor, x: AdvantageInputs) -> Tensor:

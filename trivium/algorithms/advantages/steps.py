@@ -39,7 +39,7 @@ def step_wise_grpo(
     value = relative(who.score, who.group, std_level if norm_by_std else None, epsilon)
     if norm_by_steps:
         turns = _turns(x, who)
-        number = torch.zeros_like(value).index_add(0, turns.trajectory, torch.ones_like(turns.number, dtype=value.dtype))
+        number = torch.bincount(turns.trajectory, minlength=len(value))
         value = value / number.clamp(min=1)
     return spread(value, who.of_row, x)
 
@@ -97,13 +97,13 @@ class _Turns(NamedTuple):
 def _turns(x: AdvantageInputs, who: Members) -> _Turns:
     number = x.columns["turn"]
     token = x.response_mask & (number >= 0)
-    stride = int(number.max()) + 1 if number.numel() else 1
+    stride = int(number[token].max()) + 1 if token.any() else 1
     keys, of_token, _ = distinct((who.of_row.unsqueeze(-1) * stride + number)[token])
     paid, state = torch.zeros_like(keys, dtype=torch.float64), torch.full_like(keys, -1)
     if "turn_reward" in x.columns:
         paid = paid.index_add(0, of_token, x.columns["turn_reward"].double()[token])
         state = state.scatter(0, of_token, x.columns["turn_state"][token])
-    return _Turns(keys // max(stride, 1), keys % max(stride, 1), paid, state, token, of_token)
+    return _Turns(keys // stride, keys % stride, paid, state, token, of_token)
 
 
 def _anchors(group: Tensor, state: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _anchors(group: Tensor, state: Tensor) -> Tensor:
 
 
 def _returns(turns: _Turns, score: Tensor, gamma: float) -> Tensor:
-    """(N,): what each turn and those after it were paid, discounted; the rest of the score (T,) goes to the last one."""
+    """(N,): what each turn and those after it were paid, discounted; the score (T,) has the rest, for the last."""
     last = torch.ones_like(turns.trajectory, dtype=torch.bool)
     last[:-1] = turns.trajectory[:-1] != turns.trajectory[1:]
     rest = score - torch.zeros_like(score).index_add(0, turns.trajectory, turns.paid)

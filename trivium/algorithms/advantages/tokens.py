@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.returns import returns_to_go
@@ -57,31 +58,36 @@ def tir_optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail
 
 def _against_baseline(x: AdvantageInputs, place: Tensor, handle_zero_tail: bool) -> Advantages:
     """Returns minus the baseline of their place (B, L), which counts from 0 within the mask."""
-    mask, who = x.response_mask, members(x)
+    mask, of_row = x.response_mask, members(x).of_row
     returns = returns_to_go(x.token_level_rewards, mask, 1.0)
-    ids, group, _ = distinct(x.group)
-    rows = torch.zeros_like(who.score).index_add(0, who.of_row, torch.ones_like(x.group, dtype=torch.float64))
-    weight = _gradient_size(x) / rows[who.of_row].unsqueeze(-1)
-
-    cells = (group.unsqueeze(-1) * mask.shape[1] + place)[mask]  # one for each group and place
-    lowest = returns.new_full((len(ids),), torch.inf).scatter_reduce(
-        0, group.unsqueeze(-1).expand_as(mask)[mask], returns[mask], "amin"
-    )[group].unsqueeze(-1)
-    weighed, total = (
-        returns.new_zeros(len(ids) * mask.shape[1]).index_add(0, cells, values[mask])
-        for values in (weight * (returns - lowest), weight)
-    )
-    baseline = torch.zeros_like(returns)
-    baseline[mask] = (weighed / (total + 1e-8))[cells]
-    baseline = baseline + lowest
-
-    longest, tail, several = _lengths(place, mask, who.of_row, x.group)
-    if handle_zero_tail:
-        baseline = torch.where(longest.unsqueeze(-1) & (place >= tail.unsqueeze(-1)), 0.0, baseline)
-    baseline = torch.where(several.unsqueeze(-1), baseline, 0.0)
-    dtype = x.token_level_rewards.dtype
+    several, tail = _company(place, mask, of_row, x.group)
+    without = ~several | (place >= tail) if handle_zero_tail else ~several
+    baseline = torch.where(without, 0.0, _baseline(returns, _weight(x, of_row), place, mask, x.group))
     advantages = torch.where(mask, returns - baseline, 0.0)
+    dtype = x.token_level_rewards.dtype
     return Advantages(advantages.to(dtype), returns.to(dtype))
+
+
+def _baseline(returns: Tensor, weight: Tensor, place: Tensor, mask: Tensor, group: Tensor) -> Tensor:
+    """(B, L): the weighted mean of the returns at the same place in the same group; 0 outside the mask.
+
+    It is taken of distances to the group's lowest return, so that equal returns leave no rounding.
+    """
+    ids, number, _ = distinct(group)
+    home = number.unsqueeze(-1).expand_as(mask)
+    lowest = returns.new_full((len(ids),), torch.inf).scatter_reduce(0, home[mask], returns[mask], "amin")
+    distance = returns[mask] - lowest[home[mask]]
+    cell = (home * mask.shape[1] + place)[mask]  # one for each group and place
+    empty = returns.new_zeros(len(ids) * mask.shape[1])
+    total = empty.index_add(0, cell, weight[mask])
+    mean = empty.index_add(0, cell, weight[mask] * distance) / (total + 1e-8)
+    return torch.zeros_like(returns).masked_scatter(mask, lowest[home[mask]] + mean[cell])
+
+
+def _weight(x: AdvantageInputs, of_row: Tensor) -> Tensor:
+    """(B, L): W of each token, shared out among the rows of a trajectory."""
+    _, _, rows = distinct(of_row)
+    return _gradient_size(x) / rows[of_row].unsqueeze(-1)
 
 
 def _gradient_size(x: AdvantageInputs) -> Tensor:
@@ -93,14 +99,15 @@ def _gradient_size(x: AdvantageInputs) -> Tensor:
     return torch.where(x.response_mask, size, 0.0).cumsum(-1)
 
 
-def _lengths(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row, (B,): is its trajectory its group's longest and alone in that; the length of the second longest;
-    are there several trajectories in its group. A trajectory is as long as its longest row."""
-    per_row = torch.where(mask, place + 1, 0).amax(-1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.int64)
-    number = int(of_row.max()) + 1 if len(of_row) else 0
-    length = per_row.new_zeros(number).scatter_reduce(0, of_row, per_row, "amax")
-    home = group.new_zeros(number).scatter(0, of_row, group)
-    mates = home[:, None] == home
-    others = mates & ~torch.eye(number, dtype=torch.bool)
-    second = torch.where(others, length, 0).amax(-1) if number else length
-    return (length > second)[of_row], second[of_row], others.any(-1)[of_row]
+def _company(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1) each: whether other trajectories are in a row's group, and the length of the longest of them.
+
+    A trajectory is as long as its longest row.
+    """
+    longest = pad(torch.where(mask, place + 1, 0), (1, 0)).amax(-1)
+    ids, _, _ = distinct(of_row)
+    length = longest.new_zeros(len(ids)).scatter_reduce(0, of_row, longest, "amax")
+    home = group.new_zeros(len(ids)).scatter(0, of_row, group)
+    others = (home[:, None] == home) & ~torch.eye(len(ids), dtype=torch.bool)
+    second = pad(torch.where(others, length, 0), (1, 0)).amax(-1)
+    return others.any(-1)[of_row].unsqueeze(-1), second[of_row].unsqueeze(-1)
