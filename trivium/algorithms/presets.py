@@ -44,13 +44,100 @@ GRPO = Preset(
     source="Shao et al. 2024, with the token mean of DAPO (Yu et al. 2025) and no KL term",
 )
 
+# --------------------------------------------------------------------------- other estimators, the loss of PPO
+
 PPO = GRPO.replace("Schulman et al. 2017; for language models, Ouyang et al. 2022", advantage={"kind": "gae"})
 
 RLOO = GRPO.replace("Ahmadian et al. 2024, with the ratio of PPO, which stale groups need", advantage={"kind": "rloo"})
 
-REINFORCE = GRPO.replace(
-    "Williams 1992", advantage={"kind": "reinforce"}, policy_loss={"kind": "reinforce"}
-)  # fmt: skip
+REMAX = GRPO.replace("ReMax, Li et al. 2024, with the ratio of PPO", advantage={"kind": "remax"})
+
+OPO = GRPO.replace("OPO, Hao et al. 2025, with the ratio of PPO", advantage={"kind": "opo"})
+
+REINFORCE_PLUS_PLUS = GRPO.replace("REINFORCE++, Hu et al. 2025", advantage={"kind": "reinforce_plus_plus"})
+
+REINFORCE_PLUS_PLUS_BASELINE = GRPO.replace(
+    "REINFORCE++ with a baseline, Hu et al. 2025", advantage={"kind": "reinforce_plus_plus_baseline"}
+)
+
+MAX_RL = GRPO.replace("MaxRL, Tajwar et al. 2026, with the ratio of PPO", advantage={"kind": "max_rl"})
+
+GDPO = GRPO.replace("GDPO, Liu et al. 2026: several rewards, normalised one by one", advantage={"kind": "gdpo"})
+
+GIGPO = GRPO.replace("GiGPO, Feng et al. 2025: several turns", advantage={"kind": "gigpo"})
+
+STEP_WISE_GRPO = GRPO.replace("GRPO over episodes of several turns", advantage={"kind": "step_wise_grpo"})
+
+# --------------------------------------------------------------------------- other losses, the advantage of GRPO
+
+DR_GRPO = GRPO.replace(
+    "Dr. GRPO, Liu et al. 2025", advantage={"norm_by_std": False}, aggregate="seq-mean-token-sum-norm"
+)
+
+DAPO = GRPO.replace(
+    "DAPO, Yu et al. 2025",
+    policy_loss={"clip_high": 0.28, "dual_clip": 10.0},
+    filters=("zero_variance",),
+    refill=5,
+    shaping=({"kind": "overlong_penalty"},),
+)
+
+GSPO = GRPO.replace("GSPO, Zheng et al. 2025", policy_loss={"kind": "gspo"}, aggregate="seq-mean-token-mean")
+
+LUSPO = GSPO.replace(
+    "LUSPO, Liu et al. 2026: GSPO with sequences weighed by their length", aggregate="seq-mean-token-sum"
+)
+
+SAPO = GRPO.replace("SAPO, Gao et al. 2025", policy_loss={"kind": "sapo"}, aggregate="seq-mean-token-mean")
+
+GMPO = GRPO.replace("GMPO, Zhao et al. 2025", policy_loss={"kind": "gmpo"}, aggregate="seq-mean-token-mean")
+
+CISPO = GRPO.replace("CISPO, MiniMax-M1, 2025", policy_loss={"kind": "cispo"})
+
+CLIP_COV = GRPO.replace("Clip-Cov, Cui et al. 2025", policy_loss={"kind": "clip_cov"})
+
+KL_COV = GRPO.replace("KL-Cov, Cui et al. 2025", policy_loss={"kind": "kl_cov"})
+
+DPPO = GRPO.replace("DPPO, Qi et al. 2026, by total variation", policy_loss={"kind": "dppo_tv"})
+
+M2PO = GRPO.replace("M2PO, Zheng et al. 2025", policy_loss={"kind": "m2po"})
+
+VESPO = GRPO.replace("VESPO, 2026", policy_loss={"kind": "vespo"}, aggregate="token-mean")
+
+CPGD = GRPO.replace("CPGD, Liu et al. 2025", advantage={"kind": "cpgd"}, policy_loss={"kind": "cpgd"})
+
+PRIME = GRPO.replace(
+    "the default objective of prime-rl (INTELLECT-3, 2025)",
+    advantage={"norm_by_std": False},
+    policy_loss={"kind": "prime"},
+)
+
+DECOUPLED_PPO = GRPO.replace(
+    "AReaL, Fu et al. 2025: the ratio against the weights before the step, weighted by theirs against the engine's",
+    correction={"kind": "decoupled_token_is"},
+)
+
+# --------------------------------------------------------------------------- without PPO's ratio
+
+REINFORCE = GRPO.replace("Williams 1992", advantage={"kind": "reinforce"}, policy_loss={"kind": "reinforce"})
+
+GPG = GRPO.replace("GPG, Chu et al. 2025", advantage={"kind": "gpg"}, policy_loss={"kind": "reinforce"})
+
+OPMD = GRPO.replace(
+    "OPMD, Kimi k1.5, 2025; Trinity-RFT, Pan et al. 2025", advantage={"kind": "opmd"}, policy_loss={"kind": "opmd"}
+)
+
+ASYMRE = GRPO.replace(
+    "AsymRE, Arnal et al. 2025", advantage={"kind": "asymre"}, policy_loss={"kind": "opmd", "tau": 0.0}
+)
+
+TOPR = GRPO.replace("TOPR, Le Roux et al. 2025", advantage={"kind": "reinforce"}, policy_loss={"kind": "topr"})
+
+SPPO = GRPO.replace("sPPO, Trinity-RFT, Pan et al. 2025", advantage={"kind": "opmd"}, policy_loss={"kind": "sppo"})
+
+REC = GRPO.replace("REC, Yao et al. 2025", advantage={"kind": "rec"}, policy_loss={"kind": "rec"})
+
+# --------------------------------------------------------------------------- imitation, preferences, reward models
 
 SFT = Preset(SupervisedConfig, supervised, {"policy_loss": {"kind": "sft"}}, source="maximum likelihood")
 
