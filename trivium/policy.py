@@ -81,6 +81,19 @@ class Policy:
         self._stop_reason = turn.stop_reason
         return turn
 
+    def credit(self, turn: Turn, *, reward: float = 0.0, state: str = "") -> Turn:
+        """The turn with what it was paid and the name of the state it was played in; its record says so from now on.
+
+        Estimators that tell turns apart read both. The reward is a part of the trajectory's, not an addition to it.
+        Raises RolloutError for a turn that is not in the record.
+        """
+        path = next((path for path, known in self._record.items() if known is turn), None)
+        if path is None:
+            raise RolloutError("credit for a turn", "it is not in the record", "credit what `reply` returned, and once")
+        credited = replace(turn, reward=reward, state=state)
+        self._record[path] = credited
+        return credited
+
     def fork(self, name: str) -> Policy:
         """A second speaker with its own conversation and its own randomness; its turns join the same record.
 

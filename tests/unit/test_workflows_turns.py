@@ -284,3 +284,42 @@ def test_guess_tasks_are_rows_with_a_secret_each() -> None:
     )
     assert [task.columns["secret"] for task in tasks] == list(range(10))
     assert [task.task_id for task in tasks] == [task.columns["completion"] for task in tasks]
+
+
+# --- credit
+
+
+class Corridor:
+    """Two rooms that look the same from the second visit on; the first step is free, the others cost."""
+
+    def reset(self, task: Task) -> list[Message]:
+        self.steps = 0
+        return [Message("user", "room")]
+
+    def step(self, reply: str) -> tuple[list[Message], float, bool]:
+        self.steps += 1
+        return [Message("user", "hall" if reply == "on" else "room")], -0.5 * (self.steps > 1), self.steps == 4
+
+
+async def test_each_turn_is_credited_with_its_step_and_named_by_what_the_world_showed() -> None:
+    player = policy("on", "back", "on", "on")
+    earned = await here("Corridor").run(TASK, player)
+    assert earned == {"environment": -1.5}
+    assert [turn.reward for turn in player.turns] == [0.0, -0.5, -0.5, -0.5]
+    room, hall, again, other = (turn.state for turn in player.turns)
+    assert room == again != hall == other
+    trajectory = Trajectory(0, player.turns, earned)
+    (experience,) = experiences_of(Group(0, TASK, (trajectory,)), trajectory)
+    assert [(span.number, span.reward, span.state) for span in experience.turns] == [
+        (0, 0.0, room), (1, -0.5, hall), (2, -0.5, room), (3, -0.5, hall)
+    ]  # fmt: skip
+
+
+async def test_only_what_was_replied_can_be_credited_and_only_once() -> None:
+    player = policy("a")
+    turn = await player.reply(TASK.prompt)
+    credited = player.credit(turn, reward=2.0, state="here")
+    assert player.turns == (credited,)
+    assert (credited.reward, credited.state) == (2.0, "here")
+    with pytest.raises(RolloutError, match="not in the record"):
+        player.credit(turn, reward=1.0)

@@ -6,7 +6,9 @@ reset(task) -> messages -> policy replies -> step(reply) -> messages, reward, do
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,6 +32,9 @@ class EnvironmentFailure(RolloutError):
 
 class MultiTurn:
     """Drives a fresh environment for each trajectory; the reward is the sum over its steps.
+
+    Each turn is credited with what its step paid, and with the state it was played in: two turns were played in the
+    same one if the environment had just shown the same messages.
 
     Methods of the environment that are not `async` run in threads of their own, so a slow one holds up neither the
     other rollouts nor the models. A deadline ends the waiting for such a thread, not the thread.
@@ -63,8 +68,8 @@ class MultiTurn:
         """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
         name = self._environment.__name__
         world = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
-        conversation = _messages(await self._ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
-        earned, done = 0.0, False
+        seen = _messages(await self._ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
+        conversation, earned, done = seen, 0.0, False
         for _ in range(self.config.max_turns):
             if not conversation or conversation[-1].role == "assistant":
                 raise _failure(f"{name} and something for the policy to answer", task, "no message to answer")
@@ -76,7 +81,8 @@ class MultiTurn:
                 break
             step = await self._ask(f"{name}.step", task, world.step, turn.text)
             messages, reward, done = _step(step, f"{name}.step", task)
-            conversation = (*conversation, Message("assistant", turn.text), *messages)
+            policy.credit(turn, reward=reward, state=_state(seen))
+            conversation, seen = (*conversation, Message("assistant", turn.text), *messages), messages
             earned += reward
             if done:
                 break
@@ -132,6 +138,12 @@ def _messages(messages: Any, asked: str, task: Task) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
         raise _failure(asked, task, f"{messages!r:.80} instead of a sequence of trivium.types.Message")
     return tuple(messages)
+
+
+def _state(seen: Sequence[Message]) -> str:
+    """The name of what an environment has just shown: equal for equal messages."""
+    shown = [[m.role, m.content, [item.sha256 for item in m.media]] for m in seen]
+    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
 
 
 def _failure(asked: str, task: Task, found: str) -> EnvironmentFailure:
