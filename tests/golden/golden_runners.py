@@ -69,7 +69,7 @@ def minimised(
     step: int = 0,
     **counts: int,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(loss, metrics as token means) of an objective on a whole mini-batch, selections included.
+    """(loss, metrics) of an objective on a whole mini-batch, selections included.
 
     `counts` (tokens, sequences, max_response_length, dp_size) replace what the mask says; `expert` (B,) marks rows.
     """
@@ -93,8 +93,8 @@ def minimised(
     scores = {"log_prob": log_prob.detach(), **({} if entropy is None else {"entropy": entropy.detach()})}
     known = {name: column for name, column in {**shifted, **scores}.items() if name != "rollout_log_prob"}
     batch = objective.select(batch.with_columns(**{n: [row.numpy() for row in c] for n, c in known.items()}), 0)
-    for name in ("selected", "gate"):
-        if name in batch.columns:
+    for name in ("selected", "gate", "rollout_is_weights"):
+        if name in batch.columns and name not in columns:
             shifted[name] = torch.stack([torch.from_numpy(row.copy()) for row in batch.columns[name]]).to(
                 log_prob.dtype
             )
@@ -106,4 +106,5 @@ def minimised(
     }  # fmt: skip
     done = objective.loss(LossInputs(mask, version, shifted, log_prob, entropy, step=step), Totals(**said))
     means = {key: float(value / max(int(mask.sum()), 1)) for key, value in done.sums.items()}
-    return done.loss, objective.derived(means)
+    maxima = {key: float(value) for key, value in done.maxima.items()}
+    return done.loss, {**objective.derived(means), **maxima, **batch.metrics}

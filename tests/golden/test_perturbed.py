@@ -16,14 +16,17 @@ from test_golden import cases_in, deviation, run
 
 import trivium.algorithms
 from trivium.algorithms import catalogue
+from trivium.algorithms.correction import importance_weights, rejection_statistic
 
 ORACLES = Path(__file__).parent.parent / "oracle"
 LAWS = {"test_algorithms_losses", "test_algorithms_advantages", "test_algorithms_kl"}
 """What holds for everything registered says too little about a single formula."""
 ROOMS = (
     "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses", "score_losses",
-    "corrections", "filters", "shapings",
+    "filters", "shapings",
 )  # fmt: skip
+BEHIND = (importance_weights, rejection_statistic)
+"""What the values of the room `corrections` are made of."""
 
 
 def everything() -> dict[str, Any]:
@@ -35,6 +38,7 @@ def everything() -> dict[str, Any]:
             select = getattr(function.law, "select", None)
             if select is not None:
                 found.setdefault(id(select), (f"{room}/{kind}/{select.__name__}", select))
+    found |= {id(function): (f"corrections/{function.__name__}", function) for function in BEHIND}
     for name in trivium.algorithms.__all__:
         function = getattr(trivium.algorithms, name)
         if inspect.isfunction(function) and "Tensor" in str(get_type_hints(function).get("return")):

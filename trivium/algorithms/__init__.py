@@ -6,6 +6,8 @@ from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.distillation import gpt_lm_loss, kd_loss
+from trivium.algorithms.correction import Correction, correct
+from trivium.algorithms.corrections import NamedCorrection
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.kl import (
@@ -53,8 +55,10 @@ __all__ = [
     "AdaptiveKLController",
     "AdvantageInputs",
     "Advantages",
+    "Correction",
     "FixedKLController",
     "GroupAlgorithm",
+    "NamedCorrection",
     "PairInputs",
     "PerPair",
     "PerToken",
@@ -75,6 +79,7 @@ __all__ = [
     "compute_entropy_loss",
     "compute_policy_loss",
     "compute_value_loss",
+    "correct",
     "entropy_from_logits",
     "entropy_term",
     "gate",

@@ -41,10 +41,12 @@ def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
             "mismatch/kl": token.expm1() - token,
             "mismatch/kl_k1": -log_ratio,
             "mismatch/ratio": inside(token.exp(), mask),
+            "mismatch/ratio_square": inside((2 * token).exp(), mask),
             "mismatch/chi2": (2 * token).expm1(),
         },
         sequences={
             "mismatch/sequence_ratio": inside(sequence.exp(), any_token),
+            "mismatch/sequence_ratio_square": inside((2 * sequence).exp(), any_token),
             "mismatch/sequence_chi2": (2 * sequence).expm1(),
             "mismatch/log_perplexity": surprise,
             "mismatch/log_perplexity_engine": engine_surprise,
@@ -76,11 +78,12 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Metrics:
 
 
 def with_sample_sizes(means: Metrics) -> Metrics:
-    """The metrics with the effective sample sizes, as fractions: mean(r)^2 / mean(r^2) of the ratios' means."""
+    """The metrics with the effective sample sizes, as fractions: mean(r)^2 / mean(r^2); nothing of nothing is 0."""
+    squares = {name: means.get(f"mismatch/{name}ratio_square") for name in ("", "sequence_")}
     sizes = {
-        f"mismatch/{name}ess": means[f"mismatch/{name}ratio"] ** 2 / (1 + means[f"mismatch/{name}chi2"])
-        for name in ("", "sequence_")
-        if f"mismatch/{name}ratio" in means
+        f"mismatch/{name}ess": means[f"mismatch/{name}ratio"] ** 2 / square if square else 0.0
+        for name, square in squares.items()
+        if square is not None
     }
     return {**means, **sizes}
 

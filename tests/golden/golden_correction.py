@@ -1,0 +1,204 @@
+"""Golden answers: off-policy correction and the mismatch of engine and trainer."""
+
+from typing import Any
+
+import torch
+from golden_runners import Arguments, answers, minimised, policy_objective, section
+
+from trivium.algorithms import kl_penalty
+from trivium.algorithms.correction import Corrected, Correction, correct
+from trivium.algorithms.mismatch import mismatch
+from trivium.algorithms.stats import masked_mean
+
+# --------------------------------------------------------------------------- verl's words
+
+
+def _bound(said: Any) -> Any:
+    """`0.5_2.0` is an interval, anything else one number."""
+    low, is_interval, high = str(said).partition("_")
+    return (float(low), float(high)) if is_interval else float(low)
+
+
+def _correction(kwargs: Arguments, **further: Any) -> Correction | None:
+    """What a config would hold; None where the peer is told to do nothing."""
+    said: dict[str, Any] = dict(further)
+    if kwargs.get("rollout_is"):
+        bound = _bound(kwargs["rollout_is_threshold"])
+        said |= {"weights": kwargs["rollout_is"], "threshold": bound}
+        said |= {"outside": "mask" if isinstance(bound, tuple) else "truncate"}
+        said |= {"normalise": kwargs.get("rollout_is_batch_normalize", False)}
+    if kwargs.get("rollout_rs"):
+        options, bounds = kwargs["rollout_rs"].split(","), str(kwargs["rollout_rs_threshold"]).split(",")
+        bounds = bounds * len(options) if len(bounds) == 1 else bounds
+        said["rejection"] = {option: _bound(bound) for option, bound in zip(options, bounds, strict=True)}
+    if said == further:
+        return None
+    correction = section("corrections", "custom", **said)
+    assert isinstance(correction, Correction)
+    return correction
+
+
+def _corrected(inputs: Arguments, correction: Correction, trainer: str = "old_log_prob") -> Corrected:
+    engine = inputs["rollout_log_prob"] if trainer == "old_log_prob" else inputs["old_log_prob"]
+    return correct(inputs[trainer], engine, inputs["response_mask"], correction)
+
+
+_OFF_POLICY = {
+    "training_ppl": "perplexity",
+    "training_log_ppl": "log_perplexity",
+    "rollout_ppl": "perplexity_engine",
+    "rollout_log_ppl": "log_perplexity_engine",
+    "kl": "kl_k1",
+    "k3_kl": "kl",
+    "log_ppl_diff": "log_perplexity_gap",
+    "log_ppl_abs_diff": "log_perplexity_gap_abs",
+    "log_ppl_diff_max": "log_perplexity_gap_above",
+    "ppl_ratio": "perplexity_ratio",
+    "chi2_token": "chi2",
+    "chi2_seq": "sequence_chi2",
+}
+"""The peer's word -> ours."""
+
+
+def _off_policy_metrics(found: dict[str, float]) -> dict[str, float]:
+    said = {theirs: found[f"mismatch/{ours}"] for theirs, ours in _OFF_POLICY.items()}
+    return said | {"log_ppl_diff_min": -found["mismatch/log_perplexity_gap_below"]}
+
+
+_SPREAD = {
+    "mean": "mean", "std": "std", "max": "max", "min": "min", "seq_mean": "sequence_mean", "seq_std": "sequence_std",
+    "seq_max": "sequence_max", "seq_min": "sequence_min", "seq_max_deviation": "sequence_deviation",
+    "seq_fraction_high": "sequence_above", "seq_fraction_low": "sequence_below",
+}  # fmt: skip
+_WEIGHTS = {**_SPREAD, "ratio_fraction_high": "above", "ratio_fraction_low": "below", "eff_sample_size": "ess"}
+_REJECTION = {
+    **_SPREAD, "fraction_high": "above", "fraction_low": "below", "masked_fraction": "tokens",
+    "seq_masked_fraction": "sequences",
+}  # fmt: skip
+
+
+def _weight_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
+    said = {f"rollout_is_{theirs}": found[f"mismatch/weight/{ours}"] for theirs, ours in _WEIGHTS.items()}
+    if correction.weights == "sequence":  # the peer's extremes are then those of the ratios
+        said["rollout_is_max"] = found["mismatch/weight/ratio_max"]
+        said["rollout_is_min"] = found["mismatch/weight/ratio_min"]
+    if correction.outside == "mask":
+        said["rollout_is_oob_ratio"] = found["mismatch/weight/outside"]
+    if correction.normalise:
+        mean = "mean" if correction.weights == "token" else "sequence_mean"
+        said["rollout_is_batch_norm_factor"] = found[f"mismatch/weight/{mean}"]
+    return said
+
+
+def _rejection_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
+    said: dict[str, float] = {}
+    for option in correction.rejection:
+        ours_of = {t: o for t, o in _REJECTION.items() if option.endswith("k1") or t != "seq_fraction_low"}
+        said |= {
+            f"rollout_rs_{option}_{theirs}": found[f"mismatch/rejection/{option}/{ours}"]
+            for theirs, ours in ours_of.items()
+        }
+    return said | {
+        "rollout_rs_masked_fraction": found["mismatch/rejected_tokens"],
+        "rollout_rs_seq_masked_fraction": found["mismatch/rejected_sequences"],
+    }
+
+
+def _metrics(found: dict[str, float], correction: Correction | None) -> dict[str, float]:
+    """Those of a correction under the peer's names."""
+    said: dict[str, float] = {}
+    if correction is not None and correction.weights != "none":
+        said |= _weight_metrics(found, correction)
+    if correction is not None and correction.rejection:
+        said |= _rejection_metrics(found, correction)
+    return said
+
+
+# --------------------------------------------------------------------------- verl
+
+
+@answers("rollout_correction", "is_weights", "is_weights_empty_row", "rejection", "rejection_empty_row")
+def _one_part(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    correction = _correction(kwargs)
+    assert correction is not None
+    done = _corrected(inputs, correction)
+    return {"weights": done.weights, "response_mask": done.kept, "metrics": _metrics(done.metrics, correction)}
+
+
+@answers("rollout_correction", "offpolicy_metrics")
+def _off_policy(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    mask = inputs["response_mask"].bool()
+    return {"metrics": _off_policy_metrics(mismatch(inputs["old_log_prob"], inputs["rollout_log_prob"], mask))}
+
+
+@answers("rollout_correction", "full")
+def _full(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    correction, mask = _correction(kwargs), inputs["response_mask"].bool()
+    found = mismatch(inputs["old_log_prob"], inputs["rollout_log_prob"], mask)
+    weights, kept = None, mask
+    if correction is not None:
+        weights, kept, said = _corrected(inputs, correction)
+        found |= said
+    metrics = _off_policy_metrics(found) | _metrics(found, correction)
+    return {
+        "weights": weights, "response_mask": kept,
+        "metrics": {f"rollout_corr/{name}": value for name, value in metrics.items()},
+    }  # fmt: skip
+
+
+@answers("rollout_correction", "bypass_mode")
+def _bypass_mode(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    """The engine's log-probabilities as the old ones; the correction compares them with the current policy's."""
+    correction, mask = _correction(kwargs, against="current"), inputs["response_mask"].bool()
+    clipped = kwargs["loss_type"] == "ppo_clip"
+    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} if clipped else {}
+    kind = "ppo" if clipped else "reinforce"
+    objective = policy_objective(kind, kwargs["loss_agg_mode"], terms={"correction": correction}, **options)
+    columns = {"advantages": inputs["advantages"], "old_log_prob": inputs["old_log_prob"]}
+    loss, found = minimised(objective, inputs["log_prob"], mask, columns)
+    done = None if correction is None else _corrected(inputs, correction, "log_prob")
+    kept = mask if done is None else done.kept
+    corrections = _off_policy_metrics(found) | ({} if done is None else _metrics(done.metrics, correction))
+    kl = masked_mean(kl_penalty(inputs["old_log_prob"], inputs["log_prob"].detach(), "k1"), kept)
+    metrics = {"actor/ppo_kl": kl, **{f"rollout_corr/{name}": value for name, value in corrections.items()}}
+    if clipped:
+        metrics["actor/pg_clipfrac"] = found["train/clip_fraction"]
+        metrics["actor/pg_clipfrac_lower"] = found["train/clip_fraction_lower"]
+    return {"loss": loss, "metrics": metrics}
+
+
+# --------------------------------------------------------------------------- OpenRLHF
+
+
+_OUTSIDE = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "mask_sequence"}
+
+
+@answers("lightrft", "openrlhf_is_correction")
+def _openrlhf(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    outside = _OUTSIDE[kwargs["vllm_is_correction_type"]]
+    bounds = tuple(kwargs["vllm_is_truncated_threshold"])
+    correction = section("corrections", "custom", weights="token", threshold=bounds, outside=outside)
+    assert isinstance(correction, Correction)
+    old, engine, mask = inputs["old_log_probs"], inputs["rollout_log_probs"], inputs["action_mask"].bool()
+    mode = "token-mean" if kwargs["token_level_loss"] else "seq-mean-token-mean"
+    objective = policy_objective("ppo", mode, weighted=True, dual_clip=None)
+    weights = correct(old, engine, mask, correction).weights
+    assert weights is not None
+    columns = {"advantages": inputs["advantages"], "old_log_prob": old, "rollout_is_weights": weights}
+    loss, found = minimised(objective, inputs["log_probs"], mask, columns)
+    return {
+        "loss": loss, "clip_ratio": found["train/clip_fraction"], "ppo_kl": found["train/kl"],
+        "rollout_kl": mismatch(old, engine, mask)["mismatch/kl_k1"],
+    }  # fmt: skip
+
+
+@answers("lightrft", "openrlhf_gspo_rollout_ratio")
+def _openrlhf_gspo(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    """The ratio against the engine: `old_log_prob: rollout`."""
+    options = {"clip_low": kwargs["clip_eps_low"], "clip_high": kwargs["clip_eps_high"]}
+    objective = policy_objective("gspo", "seq-mean-token-mean", **options)
+    mask = inputs["action_mask"].bool()
+    columns = {"advantages": inputs["advantages"], "old_log_prob": inputs["rollout_log_probs"]}
+    loss, found = minimised(objective, inputs["log_probs"], mask, columns)
+    kl = masked_mean(kl_penalty(inputs["old_log_probs"], inputs["log_probs"].detach(), "k1"), mask)
+    return {"loss": loss, "clip_ratio": found["train/clip_fraction"], "ppo_kl": kl, "rollout_kl": None}
