@@ -37,7 +37,7 @@ def distill(x: PolicyInputs) -> PerToken:
 
 
 @policy_loss(
-    formula="{direction=forward:sum p_T log(p_T / p)}{direction=reverse:sum p log(p / p_T)} over the teacher's likeliest tokens and one bucket for all others",  # noqa: E501
+    formula="D(direction) over the teacher's likeliest tokens and one bucket for all others; D(forward) = sum p_T log(p_T / p), D(reverse) = sum p log(p / p_T)",  # noqa: E501
     source="knowledge distillation, Hinton et al. 2015; both directions, GKD, Agarwal et al. 2024, section 3",
     needs=("teacher_top",),
     on_policy="none: it follows the teacher, whatever a token earned",
