@@ -1,0 +1,170 @@
+"""Which groups a step leaves out, what is said about them, and what a user may ask for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.algorithms.registered import EstimatorLaw
+from trivium.config import RunConfig
+from trivium.errors import ConfigError, DataError
+from trivium.explorer import refuse_failing
+from trivium.metrics import checked
+from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
+
+FAILED = Failure("reward", "ValueError", "no number")
+
+
+def played(slot: int, rewards: Sequence[float | None], number: int = 2, greedy: float | None = None) -> Group:
+    """A group with these rewards, None being a member that failed."""
+    turn = Turn(np.arange(2), np.arange(number), np.zeros(number), np.zeros(number), StopReason.EOS, "")
+
+    def member(index: int, reward: float | None) -> Trajectory:
+        return Trajectory(
+            index, (turn,), {} if reward is None else {"exact": reward}, FAILED if reward is None else None
+        )
+
+    baseline = None if greedy is None else member(len(rewards), greedy)
+    return Group(slot, Task(f"t{slot}", ()), tuple(member(i, r) for i, r in enumerate(rewards)), greedy=baseline)
+
+
+def configured(algorithm: object, base: Path | None = None, **schedule: object) -> RunConfig:
+    return RunConfig.from_mapping(
+        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
+         "rewards": ["exact"], "engine": {"kind": "scripted", "replies": ["1"]}, "schedule": schedule}, base,
+    )  # fmt: skip
+
+
+def algorithm(base: Path | None = None, **said: object) -> GroupAlgorithm:
+    return build_algorithm(configured({"kind": "grpo", **said}, base).algorithm)
+
+
+def refused(algorithm: object, **schedule: object) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        configured(algorithm, **schedule)
+    return {where: " ".join(rest) for where, *rest in caught.value.problems}
+
+
+GROUPS = [
+    played(0, [1.0, 0.0]), played(1, [1.0, 1.0], number=8), played(2, [0.0, 0.0]), played(3, [1.0, None]),
+    played(4, [None, None]), played(5, [0.25, 0.75]),
+]  # fmt: skip
+
+
+def test_a_refused_group_is_counted_once_under_the_first_rule_that_refuses_it() -> None:
+    which = algorithm(filters=["zero_variance", {"kind": "difficulty", "low": 0.5, "high": 2.0}])
+    kept, metrics = which.filter(GROUPS)
+    assert kept == []
+    found = {key: value for key, value in checked(metrics).items() if key.startswith("rollout/refused")}
+    assert found == {
+        "rollout/refused": 6, "rollout/refused/too_few_alive": 2, "rollout/refused/zero_variance": 2,
+        "rollout/refused/difficulty": 2,
+    }  # fmt: skip
+    assert metrics["rollout/groups"] == 6
+
+
+def test_what_was_played_is_told_apart_from_what_is_trained_on() -> None:
+    """A filter that drops the hard tasks must not make the policy look better than it is."""
+    plain, filtering = algorithm(), algorithm(filters=["zero_variance"])
+    (_, everything), (kept, metrics) = plain.filter(GROUPS), filtering.filter(GROUPS)
+    assert [g.slot for g in kept] == [0, 5]
+    assert metrics["reward/trained_mean"] == pytest.approx(0.5)
+    assert metrics["rollout/trajectories"] == 4
+    assert metrics["reward/mean"] == pytest.approx(5 / 9)
+    for key in ("reward/mean", "reward/std", "reward/equal_groups", "rollout/response_tokens", "rollout/failed"):
+        assert metrics[key] == everything[key]
+    assert metrics["reward/equal_groups"] == 0.5
+
+
+def test_a_step_asks_each_group_by_itself() -> None:
+    which = algorithm(filters=["zero_variance"])
+    one_by_one = [g.slot for g in GROUPS if which.filter([g])[0]]
+    assert one_by_one == [g.slot for g in which.filter(GROUPS)[0]] == [g.slot for g in which.filter(GROUPS)[0]]
+
+
+def test_a_group_is_judged_against_a_greedy_reply_or_not_at_all() -> None:
+    which = algorithm(advantage={"kind": "remax"})
+    assert which.greedy_baseline
+    assert not algorithm().greedy_baseline
+    groups = [played(0, [1.0, 0.0], greedy=1.0), played(1, [1.0, 0.0], greedy=0.0)]
+    kept, metrics = which.filter(groups)
+    assert (len(kept), metrics["reward/greedy"], metrics["reward/mean"]) == (2, 0.5, 0.5)
+    assert [e.greedy_reward for e in which.batch(groups).experiences] == [1.0, 1.0, 0.0, 0.0]
+    lost = Group(2, Task("t2", ()), played(2, [1.0, 0.0]).trajectories, greedy=Trajectory(2, failure=FAILED))
+    kept, metrics = which.filter([*groups, lost])
+    assert [g.slot for g in kept] == [0, 1]
+    assert (metrics["rollout/refused/greedy_failed"], metrics["rollout/failed"]) == (1, 1)
+    with pytest.raises(DataError, match="a greedy reply for task 't0'"):
+        which.filter([GROUPS[0]])
+
+
+def test_greedy_failures_are_failures_of_the_step() -> None:
+    lost = [Group(0, Task("t", ()), played(0, [1.0]).trajectories, greedy=Trajectory(1, failure=FAILED))]
+    refuse_failing(lost, 0.5, "step 1")
+    with pytest.raises(Exception, match="1 of 2 failed"):
+        refuse_failing(lost, 0.4, "step 1")
+
+
+OWN = """
+from typing import Annotated
+
+from pydantic import Field
+
+from trivium.algorithms import ShapingInputs, group_filter, reward_shaping
+
+
+@group_filter(formula="keep if fewer than most living members", source="here")
+def small(group, *, most: Annotated[int, Field(ge=1)] = 2) -> bool:
+    return len(group.alive) < most
+
+
+@reward_shaping(formula="gain R", source="here")
+def louder(x: ShapingInputs, *, gain: Annotated[float, Field(gt=0)] = 2.0):
+    return gain * x.reward
+"""
+
+
+def test_a_user_adds_filters_and_shapings_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    said = {"filters": [{"kind": "own.py:small", "most": 3}], "shaping": ["own.py:louder"], "kind": "reinforce"}
+    which = algorithm(tmp_path, **said)
+    kept, metrics = which.filter([played(0, [1.0, 2.0]), played(1, [1.0] * 3)])
+    assert ([g.slot for g in kept], metrics["rollout/refused/small"]) == ([0], 1)
+    assert which.advantages(which.batch(kept))[1]["reward/shaped_mean"] == 3.0
+    for key in ("filters", "shaping"):
+        with pytest.raises(ConfigError, match="ShapingLaw" if key == "shaping" else "FilterLaw"):
+            algorithm(tmp_path, **{key: ["trivium.algorithms.advantages.group:grpo"]})
+        with pytest.raises(ConfigError, match="did you mean"):
+            algorithm(tmp_path, **{key: [{"kind": "clip" if key == "shaping" else "difficulty", "hig": 1}]})
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    problems = refused({"kind": "reinforce", "filters": ["overlong", "zero_variance"]}, group_size=1)
+    assert list(problems) == ["algorithm.filters[1]"]
+    assert "no group of 1" in problems["algorithm.filters[1]"]
+    assert configured({"kind": "grpo", "filters": ["zero_variance"]}, group_size=2)
+    assert "algorithm.filters" in refused({"kind": "sft", "filters": ["zero_variance"]})
+
+
+@pytest.mark.parametrize("schedule", [{"max_staleness": 1, "deterministic": True}, {"deterministic": True}, {}])
+def test_refill_wants_a_run_whose_versions_do_not_hang_on_it(schedule: dict[str, object]) -> None:
+    if schedule.get("max_staleness"):
+        assert list(refused({"kind": "grpo", "refill": 1}, **schedule)) == ["algorithm.refill"]
+        assert configured({"kind": "grpo"}, **schedule)
+    else:
+        assert build_algorithm(configured({"kind": "grpo", "refill": 3}, **schedule).algorithm).refill == 3
+
+
+def test_an_algorithm_with_moments_crosses_a_process_boundary() -> None:
+    which = algorithm(filters=["zero_variance"], shaping=["running_normalise", "clip"], mask_truncated=True)
+    groups = [played(0, [1.0, 0.0])]
+    which.advantages(which.batch(groups))
+    other = pickle.loads(pickle.dumps(which))
+    assert other.state() == which.state()
+    assert other.state()["moments"][0]["count"] == 2
+    assert isinstance(other.estimator.law, EstimatorLaw)
