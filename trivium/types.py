@@ -35,13 +35,15 @@ SCORES: Mapping[str, str] = {
     "log_prob": "log_prob",
     "entropy": "entropy",
     "sum_pi_squared": "sum_pi_squared",
+    "mean_discriminant": "mean_discriminant",
     "ref": "ref_log_prob",
     "teacher": "teacher_log_prob",
     "teacher_top": "teacher_top",
     "values": "values",
 }
 """What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability at the
-moment of asking: before a train step, and before one of its updates. `teacher_top` is (L, K, 2): the teacher's
+moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
+p (H + log p), which says where its entropy goes when a token's logit rises. `teacher_top` is (L, K, 2): the teacher's
 likeliest tokens and their log-probabilities."""
 
 

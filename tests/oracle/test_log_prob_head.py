@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trivium.models import log_prob_head
-from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, sum_pi_squared
+from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
 
 N, H, V = 13, 5, 11
 
@@ -162,6 +162,11 @@ def test_sum_pi_squared_and_the_likeliest_tokens():
     log_p = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1).detach()
     found = sum_pi_squared(hidden, weight, bias, temperature=0.6)
     torch.testing.assert_close(found, log_p.exp().square().sum(-1), rtol=1e-12, atol=1e-12)
+    entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
+    expected = (log_p.exp() * (log_p.exp() * (entropy + log_p))).sum(-1)
+    torch.testing.assert_close(
+        mean_discriminant(hidden, weight, bias, temperature=0.6), expected, rtol=1e-9, atol=1e-12
+    )
     for k in (1, 4, V):
         ids, values = likeliest(hidden, weight, bias, k, temperature=0.6)
         torch.testing.assert_close(values, log_p.topk(k).values, rtol=1e-12, atol=1e-12)

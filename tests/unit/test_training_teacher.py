@@ -53,7 +53,7 @@ def test_scores_are_those_of_a_dense_softmax(model_dir: Path, teacher_dir: Path,
     algorithm = learning("distill_top_k", teacher_dir)
     engine = make_engine(model_dir, algorithm, max_tokens_per_micro_batch=40)
     teacher, top = engine.score(batch, "teacher"), engine.score(batch, "teacher_top")
-    squares = engine.score(batch, "sum_pi_squared")
+    squares, discriminant = engine.score(batch, "sum_pi_squared"), engine.score(batch, "mean_discriminant")
     for row, e in enumerate(batch.experiences):
         trained = torch.tensor(e.response_mask)
         theirs, own = dense(teacher_dir, e.tokens), dense(model_dir, e.tokens)
@@ -62,6 +62,10 @@ def test_scores_are_those_of_a_dense_softmax(model_dir: Path, teacher_dir: Path,
             "teacher": (teacher[row], chosen),
             "top": (top[row][..., 1], theirs.topk(5).values),
             "squares": (squares[row], own.exp().square().sum(-1)),
+            "discriminant": (
+                discriminant[row],
+                (own.exp().square() * (own - (own.exp() * own).sum(-1, keepdim=True))).sum(-1),
+            ),
         }
         for name, (found, values) in expected.items():
             kept = trained if values.dim() == 1 else trained[:, None]

@@ -30,6 +30,8 @@ from trivium.types import Batch, Metrics
 
 LIVE = frozenset({"log_prob", "entropy"})
 """Columns that a micro-batch's own forward pass gives; over a whole mini-batch they are scores."""
+LOOKED_AT = LIVE | {"mean_discriminant"}
+"""What selections and gates may look at under the weights before an update."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class PolicyObjective:
         for term in (self.entropy, self.kl):
             wanted |= term.law.needs if term is not None else set()
         for law in (*(gate.law for gate in self.gates), *self._selections):
-            wanted |= law.needs - LIVE - {"uniform"}
+            wanted |= law.needs - LOOKED_AT - {"uniform"}
         made = self._corrects_ahead and self.correction is not None and self.correction.weights != "none"
         further = {
             "rollout_is_weights": self.weighted or made,
@@ -106,7 +108,7 @@ class PolicyObjective:
     @property
     def looks_at(self) -> frozenset[str]:
         laws = [*(gate.law for gate in self.gates if gate.ahead), *self._selections]
-        wanted = frozenset[str]().union(*(law.needs for law in laws)) & LIVE
+        wanted = frozenset[str]().union(*(law.needs for law in laws)) & LOOKED_AT
         return wanted | {"log_prob"} if self._corrects_ahead else wanted
 
     @property
@@ -182,7 +184,7 @@ class PolicyObjective:
             metrics |= {"train/advantage_mean": x.advantages, "train/advantage_abs": x.advantages.abs()}
         if "old_log_prob" in self.law.needs:
             metrics["train/kl"] = inside(-x.log_ratio, ~x.expert)
-        if "advantages" not in self.law.needs:  # an expert's tokens: no engine to compare with
+        if totals.sampled.tokens == 0:  # an expert's tokens alone: no engine to compare with
             return LossOutputs(loss, _sums(metrics, x.response_mask))
         sums, maxima = _mismatch(x, totals)
         return LossOutputs(loss, _sums(metrics, x.response_mask) | sums, maxima)

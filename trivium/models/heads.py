@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
-from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, sum_pi_squared
+from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.randomness import stream
 
@@ -73,6 +73,10 @@ class LanguageModel:
     def sum_pi_squared(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         """(N,) without gradient: the sum over the vocabulary of p^2, of the distribution each token is drawn from."""
         return sum_pi_squared(self._states(batch, rows), self.weight, self.bias, temperature=self.temperature)
+
+    def mean_discriminant(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+        """(N,) without gradient: the expectation of p (H + log p) under the distribution each token is drawn from."""
+        return mean_discriminant(self._states(batch, rows), self.weight, self.bias, temperature=self.temperature)
 
     def likeliest(self, batch: Pack, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, log_prob), each (N, k), without gradient: what the model would rather have said at `rows`."""

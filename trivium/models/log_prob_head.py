@@ -61,6 +61,21 @@ def sum_pi_squared(
 
 
 @torch.no_grad()
+def mean_discriminant(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above."""
+    hidden = hidden.to(weight.dtype)
+    result = hidden.new_empty(len(hidden))
+    for rows in _chunks(len(hidden), weight):
+        log_p = _logits(hidden[rows], weight, bias, temperature).log_softmax(1)
+        p = log_p.exp()
+        entropy = -torch.linalg.vecdot(p, log_p)
+        result[rows] = torch.linalg.vecdot(p * p, log_p) + entropy * torch.linalg.vecdot(p, p)
+    return result
+
+
+@torch.no_grad()
 def likeliest(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, k: int, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:

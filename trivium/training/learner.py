@@ -50,7 +50,8 @@ class Learner:
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """`log_prob`, `entropy`, `sum_pi_squared` or `top` of a language model, `values` of a value model.
+        """What a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value model
+        (`values`) says.
 
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the K likeliest token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
@@ -72,6 +73,8 @@ class Learner:
             return self.model(micro.pack, micro.rows)
         if what == "sum_pi_squared":
             return self.model.sum_pi_squared(micro.pack, micro.rows)
+        if what == "mean_discriminant":
+            return self.model.mean_discriminant(micro.pack, micro.rows)
         if what == "top":
             ids, top = self.model.likeliest(micro.pack, micro.rows, self.top_k)
             return torch.stack([ids.to(top.dtype), top], -1)

@@ -29,6 +29,7 @@ _SCORES = {
     "log_prob": ("policy", "log_prob"),
     "entropy": ("policy", "entropy"),
     "sum_pi_squared": ("policy", "sum_pi_squared"),
+    "mean_discriminant": ("policy", "mean_discriminant"),
     "ref": ("reference", "log_prob"),
     "teacher": ("teacher", "log_prob"),
     "teacher_top": ("teacher", "top"),
