@@ -16,6 +16,7 @@ import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
 from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
@@ -147,9 +148,7 @@ def _build_parts(
     # Explorers of a resumed run may need every version published since the oldest one a pending slot is played with.
     channel = resolve("channels", config.sync.method)(keep=config.max_staleness // config.sync.interval + 2)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=config.sync.deadline_s)
-    algorithm = build_algorithm(
-        config.algorithm.settled(config), config.run.seed, config.engine.sampling.max_new_tokens
-    )
+    algorithm = algorithm_of(config)
     explored = buffer.explored or stage.evaluated
     explorer = _build_explorer(stage, renderer, algorithm.greedy_baseline) if explored else None
     trainer = Trainer(
@@ -161,6 +160,12 @@ def _build_parts(
         resume=resume, max_failed_fraction=config.workflow.max_failed_fraction, record=record,
     )  # fmt: skip
     return Parts(trainer, buffer, schedule, synchronizer, channel, explorer)
+
+
+def algorithm_of(config: RunConfig) -> GroupAlgorithm:
+    """The algorithm of a stage's config, with what follows from the rest of the config settled."""
+    section = config.algorithm.settled(config)
+    return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
 
 
 def _build_schedule(stage: Stage) -> Schedule:
@@ -287,7 +292,18 @@ def _claim(config: RunConfig, run_dir: Path) -> None:
     write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores()).to_yaml())
 
 
-# --------------------------------------------------------------------------- after the run
+# --------------------------------------------------------------------------- before and after the run
+
+
+def explain(config: RunConfig) -> str:
+    """What each stage of a config minimises, as formulas with the config's values, each part with its source."""
+    stages = config.stage_configs()
+    texts = [
+        explain_algorithm(algorithm_of(stage), getattr(resolve("algorithms", stage.algorithm.kind), "source", ""))
+        for stage in stages
+    ]
+    heads = [f"stage {number}\n" if len(stages) > 1 else "" for number in range(len(stages))]
+    return "\n\n".join(head + text for head, text in zip(heads, texts, strict=True)) + "\n"
 
 
 def evaluate(config: RunConfig, step: int) -> Metrics:

@@ -78,6 +78,16 @@ def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
         print(plan.to_yaml(), end="")
 
 
+@app.command()
+def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Prints what CONFIG minimises: formulas with its values, each with its source."""
+    with Outcome(debug):
+        loaded = RunConfig.load(config, overrides or ())
+        from trivium.assemble import explain as explain_run
+
+        print(explain_run(loaded), end="")
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigFile,

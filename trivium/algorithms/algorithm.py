@@ -33,7 +33,7 @@ from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
 from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.recorded import estimator_column
-from trivium.algorithms.registered import EstimatorLaw
+from trivium.algorithms.registered import EstimatorLaw, KlLaw
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
 from trivium.errors import DataError
@@ -50,6 +50,7 @@ class Estimator:
     law: EstimatorLaw
     kl: Callable[[PolicyInputs], Tensor] = k1
     """How a KL penalty in the reward is estimated."""
+    kl_law: KlLaw = vars(k1)["law"]
     kl_controller: KlController | None = None
     """Holds the coefficient of that penalty; None for no penalty. The one thing here that changes."""
     normalise: Normalise = "none"
@@ -110,13 +111,13 @@ class GroupAlgorithm:
     @property
     def needs(self) -> frozenset[str]:
         """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
-        columns = self._columns - LIVE
+        columns = self.columns - LIVE
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
         return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
 
     @property
-    def _columns(self) -> frozenset[str]:
+    def columns(self) -> frozenset[str]:
         """Every column that an objective or the estimator reads."""
         wanted = frozenset[str]().union(*(objective.needs for objective in self.objectives))
         if self.estimator is None:
@@ -167,7 +168,7 @@ class GroupAlgorithm:
         not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
         were played, so they count as what others are compared with.
         """
-        if "old_log_prob" in self._columns and not self.recompute_old:
+        if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
         metrics: Metrics = {"train/kl_coef": self.kl_coef} if self.kl_coef else {}
         batch, kept = self._compared(batch)
@@ -195,7 +196,7 @@ class GroupAlgorithm:
 
         There is something to compare with the engine where the trainer recomputed the old log-probabilities.
         """
-        if not self.recompute_old or "old_log_prob" not in self._columns:
+        if not self.recompute_old or "old_log_prob" not in self.columns:
             return batch, None
         old = column(batch, "old_log_prob")
         batch = replace(batch, metrics=measured(batch, old))

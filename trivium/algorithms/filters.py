@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from trivium.algorithms.registered import group_filter
+from trivium.algorithms.registered import FilterLaw, group_filter
 from trivium.errors import DataError
 from trivium.types import Group, StopReason
 
@@ -24,6 +24,7 @@ class Filter(NamedTuple):
     name: str
     """What it refuses is counted as `rollout/refused/<name>`."""
     keeps: Callable[[Group], bool]
+    law: FilterLaw
 
 
 @group_filter(

@@ -28,8 +28,8 @@ class Law:
     """What the tests hold a registered function to, and what a reader wants to know."""
 
     formula: str
-    """One line, for one token (or one trajectory, pair, group). Option names stand for their values; `{option: text}` is
-    there only if the option is set (`formulas.py`)."""
+    """One line, for one token (or one trajectory, pair, group). Option names stand for their values; `{option: text}`
+    is there only if the option is set (`formulas.py`)."""
     source: str
     """The paper."""
     needs: frozenset[str]

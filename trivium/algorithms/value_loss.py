@@ -8,6 +8,10 @@ from torch import Tensor
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.stats import masked_mean
 
+FORMULA = "{clip:max(}(v - G)^2{clip:, (min(max(v, V - clip), V + clip) - G)^2)} / 2"
+"""For one token: v the value now, V before the step, G the return."""
+SOURCE = "Schulman et al. 2017; the clipping is that of OpenAI's baselines"
+
 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
