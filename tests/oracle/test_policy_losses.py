@@ -1,7 +1,7 @@
 """Policy losses against the papers' equations: loss and gradient of every token in python's own arithmetic."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def inputs(seed: int, **changed: Tensor) -> PolicyInputs:
     return PolicyInputs(x.log_prob.requires_grad_(True), x.response_mask, x.columns, x.expert)
 
 
-Slow = tuple[float, float, dict[str, bool | float]]
+Slow = tuple[float, float, Mapping[str, float]]
 """(loss, gradient, metrics) of a token."""
 ONE_TOKEN: list[tuple[str, dict[str, Any], Callable[..., Slow]]] = []
 """(loss, options, the equation of one token): f(log_prob, old, advantage, selected, **options)."""
