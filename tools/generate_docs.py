@@ -11,6 +11,7 @@ from algorithms_page import algorithms_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trivium.algorithms.correction import Correction
 from trivium.algorithms.registered import GateSection
 from trivium.config import (
     AlgorithmConfig,
@@ -36,7 +37,10 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "algorithm": ("algorithms", AlgorithmConfig),
     "algorithm.advantage": ("advantages", Plugin),
     "algorithm.policy_loss": ("policy_losses", Plugin),
+    "algorithm.pair_loss": ("pair_losses", Plugin),
+    "algorithm.score_loss": ("score_losses", Plugin),
     "algorithm.gates": ("gates", GateSection),
+    "algorithm.correction": ("corrections", Correction),
     "algorithm.entropy.term": ("entropies", Plugin),
     "algorithm.kl.estimator": ("kl_estimators", Plugin),
     "train": ("train", TrainConfig),
@@ -125,10 +129,15 @@ def _about(target: Any) -> str:
     """What a class, function or preset is: its summary, its formula, its source."""
     summary = (target.__doc__ or "").strip().split("\n\n")[0] if isinstance(target, type) or callable(target) else ""
     law = getattr(target, "law", None)
-    says = ", ".join(f"`{name}: {value['kind']}`" for name, value in getattr(target, "says", {}).items())
+    says = ", ".join(f"`{name}: {_short(value)}`" for name, value in getattr(target, "says", {}).items())
     source = law.source if law is not None else getattr(target, "source", "")
     formula = f"`{law.formula}`" if law is not None else ""
     return _cell(" ".join(filter(None, [summary, says, formula, f"({source})" if source else ""])))
+
+
+def _short(said: Any) -> str:
+    """A value that a preset gives a key: of a plugin, its kind."""
+    return str(said.get("kind", said)) if isinstance(said, dict) else str(said)
 
 
 def _table(rows: list[str]) -> str:

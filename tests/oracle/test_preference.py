@@ -62,7 +62,7 @@ def slow_ipo(c, d, beta=0.1):
 
 
 def slow_kto(c, d, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0):
-    """Ethayarajh et al. 2024, eq. 8: lambda_y - v(x, y), z0 from the replies themselves."""
+    """Ethayarajh et al. 2024, section 4.1: lambda_y - v(x, y), z0 from the replies themselves."""
     z0 = max(0.0, sum([*c, *d]) / len([*c, *d]))
     values = [
         (desirable_weight * logistic(beta * (x - z0)), undesirable_weight * logistic(beta * (z0 - y)))

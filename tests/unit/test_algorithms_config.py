@@ -64,6 +64,7 @@ def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher
     assert {kind: set(built(least(kind, teacher)).needs) for kind in PRESETS} == {
         "grpo": set(), "ppo": {"values"}, "rloo": set(), "reinforce": set(), "sft": set(),
         "distill": {"teacher"}, "distill_top_k": {"teacher_top"},
+        "dpo": {"ref"}, "ipo": {"ref"}, "kto": {"ref"}, "reward_model": set(),
     }  # fmt: skip
 
 
@@ -139,13 +140,14 @@ def test_replies_of_an_expert_are_for_imitation_one_per_task() -> None:
     assert configured("sft", buffer={"kind": "files"}, group_size=1)
 
 
-def test_a_loss_without_a_ratio_wants_fresh_samples() -> None:
+def test_a_loss_without_ratio_and_weights_wants_fresh_samples() -> None:
     for stale in ({"max_staleness": 1}, {"sync": {"offset": 1}}):
         with pytest.raises(ConfigError) as caught:
-            configured("reinforce", **stale)
+            configured({"kind": "reinforce", "correction": "none"}, **stale)
         (problem,) = caught.value.problems
         assert problem[0] == "algorithm.policy_loss"
         assert "no ratio" in problem[2]
+        assert configured("reinforce", **stale)
         assert configured("rloo", **stale)
         assert configured("sft", **stale)
     assert configured("reinforce", max_staleness=0)

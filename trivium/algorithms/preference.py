@@ -82,7 +82,7 @@ def pair_inputs(
 
 
 @pair_loss(
-    formula="-log sigmoid(beta (c - d)){label_smoothing: (1 - label_smoothing) - label_smoothing log sigmoid(-beta (c - d))}",  # noqa: E501
+    formula="-{label_smoothing:(1 - label_smoothing) }log sigmoid(beta (c - d)){label_smoothing: - label_smoothing log sigmoid(-beta (c - d))}",  # noqa: E501
     source="DPO, Rafailov et al. 2023, eq. 7; label smoothing, Mitchell 2023",
 )
 def dpo(
@@ -107,7 +107,7 @@ def ipo(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
 
 @pair_loss(
     formula="desirable_weight (1 - sigmoid(beta (c - z0))) + undesirable_weight (1 - sigmoid(beta (z0 - d))); z0 = max(0, mean of all c and d), without gradient",  # noqa: E501
-    source="KTO, Ethayarajh et al. 2024, eq. 8",
+    source="KTO, Ethayarajh et al. 2024, section 4.1",
     scope="batch",
     mean="reply",
 )
@@ -135,7 +135,7 @@ def kto(
 
 @pair_loss(
     formula="1 - sigmoid(beta (c - max(0, mean of d))) + 1 - sigmoid(beta (max(0, mean of c) - d))",
-    source="KTO, Ethayarajh et al. 2023 (the technical report), eq. 7",
+    source="Ethayarajh et al. 2023, the technical report before KTO",
     scope="batch",
     mean="reply",
 )
@@ -174,7 +174,7 @@ def logexp(x: ScoreInputs) -> Tensor:
 
 @score_loss(
     formula="-log of the preferred one's share in softmax(scale [s_chosen, s_rejected])",
-    source="HPS v2, Wu et al. 2023, section 4.1",
+    source="HPS v2, Wu et al. 2023",
 )
 def hps(x: ScoreInputs, *, scale: Annotated[float, Field(gt=0, description="factor of the scores")] = 1.0) -> Tensor:
     """Cross-entropy of choosing the preferred reply."""
