@@ -217,6 +217,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "filters": {
         "zero_variance": "trivium.algorithms.filters:zero_variance",
+        "low_std": "trivium.algorithms.filters:low_std",
         "difficulty": "trivium.algorithms.filters:difficulty",
         "overlong": "trivium.algorithms.filters:overlong",
     },

@@ -12,8 +12,8 @@ from trivium.algorithms.advantages.finishing import normalised
 from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.entropy_gates import discriminant
 from trivium.algorithms.inputs import policy_inputs
-from trivium.algorithms.registered import EstimatorLaw, chosen
-from trivium.types import Batch, Experience
+from trivium.algorithms.registered import EstimatorLaw, FilterLaw, chosen
+from trivium.types import Batch, Experience, Group, Task, Trajectory
 
 
 def estimated(
@@ -129,6 +129,23 @@ def _trinity(inputs: Arguments, kind: str, **options: Any) -> Arguments:
 def _trinity_grpo(inputs: Arguments, kwargs: Arguments) -> Arguments:
     options = {"std_level": kwargs.get("std_cal_level", "group"), "epsilon": kwargs.get("epsilon", 1e-6)}
     return _trinity(inputs, "grpo", **options)
+
+
+@answers("trinity", "adv_grpo_std_threshold")
+def _std_threshold(inputs: Arguments, kwargs: Arguments) -> Arguments:
+    done = _trinity(inputs, "grpo")
+    keeps, _ = chosen("filters", section("filters", "low_std", threshold=kwargs["std_threshold"]), FilterLaw)
+    rewards, tasks = inputs["reward"].tolist(), inputs["task"]
+    kept = torch.tensor([keeps(_group([rewards[row] for row in torch.where(tasks == task)[0]])) for task in tasks])
+    return {
+        "advantages": torch.where(kept.unsqueeze(-1), done["advantages"], torch.nan),
+        "kept_rows": torch.where(kept)[0],
+    }
+
+
+def _group(rewards: list[float]) -> Group:
+    members = tuple(Trajectory(index, rewards={"r": reward}) for index, reward in enumerate(rewards))
+    return Group(0, Task("t", ()), members)
 
 
 @answers("trinity", "adv_grpo_rank_penalty")

@@ -87,6 +87,8 @@ def _result(found: Any) -> torch.Tensor:
 def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(item) for item in value]
+    if value is None:
+        return math.nan  # a number that there is not, among others
     return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 

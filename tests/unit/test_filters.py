@@ -168,3 +168,11 @@ def test_an_algorithm_with_moments_crosses_a_process_boundary() -> None:
     assert other.state() == which.state()
     assert other.state()["moments"][0]["count"] == 2
     assert isinstance(other.estimator.law, EstimatorLaw)
+
+
+def test_a_group_whose_members_hardly_differ_is_refused_by_its_standard_deviation() -> None:
+    which = algorithm(filters=[{"kind": "low_std", "threshold": 0.4}])
+    kept, _ = which.filter([played(0, [1.0, 0.0, None]), played(1, [0.25, 0.75])])
+    assert [group.slot for group in kept] == [0]  # 0.707 and 0.354
+    edge = algorithm(filters=["low_std"])
+    assert [group.slot for group in edge.filter([played(0, [1.0, 1.0]), played(1, [1.0, 0.999])])[0]] == [1]

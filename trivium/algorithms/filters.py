@@ -6,7 +6,7 @@ Legend: R total reward of a living member of the group, or one component of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -44,6 +44,22 @@ def zero_variance(
     """
     rewards = _rewards(group, component)
     return len(rewards) == 1 or max(rewards) - min(rewards) > tolerance
+
+
+@group_filter(
+    formula="keep if std(R) > threshold{component:, R of component}",
+    source="the threshold on a group's standard deviation in Trinity-RFT, 2025",
+    min_group=2,
+)
+def low_std(
+    group: Group,
+    *,
+    threshold: Annotated[float, Field(ge=0, description="largest unbiased standard deviation that is refused")] = 0.0,
+    component: Component = "",
+) -> bool:
+    """Members that hardly differ, whose differences an estimator would blow up. A member that is alone goes too."""
+    rewards = _rewards(group, component)
+    return len(rewards) > 1 and stdev(rewards) > threshold
 
 
 @group_filter(
