@@ -7,23 +7,36 @@ float32 can hold, so no law breaks on the way through a batch of float32 arrays.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
 
 from trivium.algorithms import PolicyObjective, ValueObjective, catalogue
+from trivium.algorithms.correction import OPTIONS, Correction
 from trivium.algorithms.objective import Gate, Term
-from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, bound, chosen
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.registered import (
+    EntropyLaw,
+    GateLaw,
+    KlLaw,
+    Law,
+    PairLossLaw,
+    PolicyLossLaw,
+    ScoreLossLaw,
+    bound,
+    chosen,
+)
 from trivium.config import Plugin, plugin
 from trivium.models.loss import LossInputs, Totals
+from trivium.training.batching import count
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 K = 3
@@ -92,24 +105,18 @@ def _legal(owner: type[Plugin], kind: str, name: str, value: Any) -> bool:
 
 
 def _other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[Any]:
-    """Values of an option beside its default; its bounds included where they belong to it."""
+    """Values of an option beside its default; bounds that belong to it are among them."""
     parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
     if all(isinstance(part, str) for part in parts):
         return [part for part in parts if part != default]
     if bool in parts:
         return [not default]
-    if get_origin(annotation) in (tuple, list, dict):
+    if get_origin(parts[0]) in (tuple, list, dict):
         return []
     nothing = [None] if type(None) in get_args(annotation) and default is not None else []
-    step = 1 if int in parts else 0.25
-    near = (
-        [] if default is None or isinstance(default, str) else [default * 2, default / 2 if step != 1 else default - 1]
-    )
+    near = [default * 2 if int in parts else default * 0.5] if default else [1 if int in parts else 0.3]
     edges = [bound.ge if isinstance(bound, Ge) else bound.le for bound in bounds if isinstance(bound, Ge | Le)]
-    inner = [bound.gt + step for bound in bounds if isinstance(bound, Gt)]
-    inner += [bound.lt - step for bound in bounds if isinstance(bound, Lt)]
-    values = [*nothing, *near, *edges, *inner, *([0.5] if default is None and int not in parts else [])]
-    return [value for value in dict.fromkeys(values) if value != default]
+    return [value for value in dict.fromkeys([*nothing, *near, *edges[:1]]) if value != default]
 
 
 def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
@@ -131,12 +138,37 @@ def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
     for v in variants("gates"):
         gate = {"kind": v.kind, **v.options}
         made[f"gate:{v}"] = lambda gate=gate: policy_objective("reinforce", mode, gates=[gate])
-    made["weighted"] = lambda: policy_objective("ppo", mode, weighted=True)
+    for kind in catalogue("corrections"):
+        said = plugin("corrections", Correction)({"kind": kind})
+        if said.active:
+            made[f"correction:{kind}"] = lambda said=said: corrected(said, mode)
+    for extra in ({"outside": "mask"}, {"outside": "mask_sequence"}, {"normalise": True}, {"threshold": None}):
+        for weights in ("token", "sequence"):
+            said = Correction(kind="custom", weights=weights, against="current", **extra)
+            made[f"correction:{weights},{extra}"] = lambda said=said: corrected(said, mode)
+    for option in OPTIONS:
+        said = Correction(kind="custom", rejection={option: 1.3}, against="current")
+        made[f"correction:{option}"] = lambda said=said: corrected(said, mode)
+    if mode == "token-mean":  # pairs are not averaged over tokens
+        for v in variants("pair_losses"):
+            made[f"pair:{v}"] = lambda v=v: PreferenceObjective(*_chosen("pair_losses", v, PairLossLaw))
+        for v in variants("score_losses"):
+            made[f"score:{v}"] = lambda v=v: ScoreObjective(*_chosen("score_losses", v, ScoreLossLaw))
     return made
 
 
+def corrected(said: Correction, mode: str) -> PolicyObjective:
+    """An objective under a correction: made at each update, or before the step, when a column holds the weights."""
+    objective = policy_objective("ppo", mode)
+    return replace(objective, correction=said) if said.against == "current" else replace(objective, weighted=True)
+
+
 def _term(room: str, variant: Variant, law: type[KlLaw] | type[EntropyLaw]) -> Term:
-    return Term(0.2, *chosen(room, section(room, variant.kind, **variant.options), law))
+    return Term(0.2, *_chosen(room, variant, law))
+
+
+def _chosen(room: str, variant: Variant, law: type[Law]) -> tuple[Callable[..., Any], Any]:
+    return chosen(room, section(room, variant.kind, **variant.options), law)
 
 
 # --------------------------------------------------------------------------- a step
@@ -153,7 +185,9 @@ class Step:
     expert: Tensor
     """(B,) bool."""
     groups: tuple[int, ...]
-    """(B,): rows of one task."""
+    """(B,): rows of one task; the two of a pair follow one another."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured over the whole step."""
 
     @property
     def version(self) -> Tensor:
@@ -161,11 +195,7 @@ class Step:
 
     @property
     def totals(self) -> Totals:
-        experts = self.mask & self.expert.unsqueeze(-1)
-        return Totals(
-            int(self.mask.sum()), int(self.mask.any(-1).sum()), self.mask.shape[1],
-            expert_tokens=int(experts.sum()), expert_sequences=int(experts.any(-1).sum()),
-        )  # fmt: skip
+        return count(self.batch(), self.mask.shape[1])
 
     def on_policy(self) -> Step:
         """The same step, sampled by the current weights."""
@@ -179,19 +209,22 @@ class Step:
         groups = tuple(self.groups[row] for row in order)
         return Step(self.mask[index], columns, answers, self.expert[index], groups)
 
-    def batch(self) -> Batch:
-        """The mini-batch as the driver holds it, with the scores that selections look at."""
+    def batch(self, wanted: Collection[str] = ()) -> Batch:
+        """The mini-batch as the driver holds it, with these columns or scores."""
         experiences = [
             Experience(
-                np.zeros(self.mask.shape[1]), self.mask[row].numpy(), self.columns["rollout_log_prob"][row].numpy(),
-                self.version[row].numpy(), f"task-{self.groups[row]}", row,
+                np.zeros(self.mask.shape[1]),
+                self.mask[row].numpy(),
+                self.columns["rollout_log_prob"][row].numpy(),
+                self.version[row].numpy(),
+                f"task-{self.groups[row]}",
+                row,
             )
             for row in range(len(self.mask))
-        ]  # fmt: skip
-        scores = {name: self.answers[name].detach() for name in ("log_prob", "entropy")}
-        return Batch(tuple(experiences)).with_columns(
-            **{name: [row.numpy() for row in column] for name, column in {**self.columns, **scores}.items()}
-        )
+        ]
+        known = {**self.columns, **{name: self.answers[name].detach() for name in ("log_prob", "entropy")}}
+        columns = {name: list(known[name].numpy()) for name in wanted if name in known}
+        return Batch(tuple(experiences)).with_columns(**columns)
 
 
 SPECIAL: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {}
@@ -251,7 +284,14 @@ def column_names() -> frozenset[str]:
 
 
 MASK = torch.tensor(
-    [[0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0]]
+    [
+        [0, 1, 1, 0, 1, 1],
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1],
+        [0, 1, 0, 0, 0, 0],
+        [0, 1, 1, 1, 0, 1],
+    ]
 ).bool()  # holes, an empty row, a single token
 
 
@@ -269,6 +309,25 @@ def make_step(mask: Tensor = MASK, seed: int = 0, experts: Sequence[int] = ()) -
     expert = torch.zeros(len(mask)).bool()
     expert[list(experts)] = True
     return Step(mask, columns, answers, expert, tuple(row // 2 for row in range(len(mask))))
+
+
+STEP, EXPERTS = make_step(), make_step(experts=(1, 4))
+FRESH = replace(
+    STEP,
+    columns={
+        **STEP.columns,
+        "rollout_log_prob": (STEP.answers["log_prob"] + 1e-3 * number("returns", STEP.mask.shape, 3)).float().double(),
+    },
+)
+"""Sampled by an engine that nearly agrees with the trainer."""
+
+
+def step_for(objective: Any) -> Step:
+    """A step on which the objective has something to say: rows of an expert where it tells them apart, an engine that
+    nearly agrees where it rejects all others."""
+    if getattr(getattr(objective, "law", None), "split", False):
+        return EXPERTS
+    return STEP if selected(objective, STEP).mask.any() else FRESH
 
 
 # --------------------------------------------------------------------------- an objective on a step
@@ -302,13 +361,13 @@ class Outcome:
 
 def selected(objective: Any, step: Step) -> Step:
     """The step with what the objective decides over all of it."""
-    batch = objective.select(step.batch(), 0)
+    batch = objective.select(step.batch(objective.needs | objective.looks_at), 0)
     added = {
         name: torch.stack([torch.from_numpy(row.copy()) for row in batch.columns[name]]).double()
         for name in set(batch.columns) - set(step.columns) - {"log_prob", "entropy"}
     }
     mask = torch.stack([torch.from_numpy(e.response_mask.copy()) for e in batch.experiences])
-    return replace(step, mask=mask, columns={**step.columns, **added})
+    return replace(step, mask=mask, columns={**step.columns, **added}, metrics=dict(batch.metrics))
 
 
 def loss_of(
@@ -356,7 +415,8 @@ def run(
     loss = torch.stack(losses).sum()
     found = torch.autograd.grad(loss, list(answers.values()), allow_unused=True, materialize_grads=True)
     means = {key: value / max(totals.tokens, 1) for key, value in sums.items()}
-    return Outcome(loss.detach(), dict(zip(answers, found, strict=True)), dict(objective.derived(means)), maxima)
+    metrics = {**objective.derived(means), **step.metrics}
+    return Outcome(loss.detach(), dict(zip(answers, found, strict=True)), metrics, maxima)
 
 
 # --------------------------------------------------------------------------- finite differences
@@ -373,10 +433,10 @@ def detached(answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
         Tensor.detach = original
 
 
-def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
-    """The gradient of a scalar function of a tensor, every stop-gradient inside it held at its value at `at`.
+def held_at(function: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[Tensor], float]:
+    """The scalar function with every stop-gradient inside it held at its value at `at`.
 
-    Each `detach` returns what it returned at the base point, so it is the function whose gradient autograd computes.
+    Each `detach` returns what it returned at the base point, so this is the function whose gradient autograd computes.
     """
     original = Tensor.detach
     constants: list[Tensor] = []
@@ -400,9 +460,20 @@ def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: f
 
     with detached(record):
         function(at)
-    result = torch.zeros_like(at)
-    for place in range(at.numel()):
-        nudge = torch.zeros_like(at)
-        nudge.view(-1)[place] = step
-        result.view(-1)[place] = (held(at + nudge) - held(at - nudge)) / (2 * step)
-    return result
+    return held
+
+
+STEP_SIZE = 1e-6
+
+
+def slope(function: Callable[[Tensor], float], at: Tensor, direction: Tensor) -> float:
+    """The derivative of a scalar function along a direction, by central differences."""
+    nudge = STEP_SIZE * direction
+    return (function(at + nudge) - function(at - nudge)) / (2 * STEP_SIZE)
+
+
+def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """The gradient of a scalar function, stop-gradients held, coordinate by coordinate."""
+    held = held_at(function, at)
+    axes = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape)
+    return torch.tensor([slope(held, at, axis) for axis in axes], dtype=at.dtype).view(at.shape)

@@ -1,217 +1,266 @@
-"""Advantage estimators against loops written from the papers, and the laws of group-centred ones."""
+"""Laws that every advantage estimator keeps, under every option, on batches as an algorithm makes them."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from statistics import fmean, stdev
+from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from algebra import Variant, number, policy_objective, section, variants
+from torch.nn.functional import pad
 
-from trivium.algorithms import AdvantageInputs, Advantages, catalogue
-from trivium.algorithms.stats import group_statistics, masked_var
-from trivium.errors import DataError
+from trivium.algorithms import AdvantageInputs, Advantages, GroupAlgorithm, catalogue
+from trivium.algorithms.algorithm import Estimator
+from trivium.algorithms.groups import advantage_inputs, batch_of
+from trivium.algorithms.registered import EstimatorLaw, chosen
+from trivium.models.loss import LossInputs, Totals
+from trivium.types import SCORES, Batch, Group, StopReason, Task, Trajectory, Turn
 
 ESTIMATORS = catalogue("advantages")
-CENTRED = [name for name, estimator in ESTIMATORS.items() if estimator.law.min_group > 1]
+VARIANTS = variants("advantages")
+CENTRED = [variant for variant in VARIANTS if ESTIMATORS[variant.kind].law.centred]
 
-Estimator = Callable[[AdvantageInputs], Advantages]
-
-
-def inputs(
-    scores: Sequence[float],
-    group: Sequence[int],
-    trajectory: Sequence[int] | None = None,
-    mask: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> AdvantageInputs:
-    """Rows of four tokens with their score on the last trained one; the default mask has a hole."""
-    chosen = torch.tensor([[0, 1, 0, 1]] * len(scores)).bool() if mask is None else mask
-    rewards = torch.zeros(chosen.shape, dtype=dtype)
-    for row, score in enumerate(scores):
-        trained = chosen[row].nonzero().flatten()
-        if len(trained):
-            rewards[row, trained[-1]] = score
-    rows = torch.tensor(list(range(len(scores)) if trajectory is None else trajectory))
-    return AdvantageInputs(rewards, chosen, torch.tensor(list(group)), rows, {"values": torch.zeros(chosen.shape)})
+# --------------------------------------------------------------------------- what was played
 
 
-def per_row(done: Advantages, x: AdvantageInputs) -> list[float]:
-    """The one number of each row, having checked that it is the same on every trained token and 0 elsewhere."""
-    numbers: list[float] = []
-    for row, mask in zip(done.advantages, x.response_mask, strict=True):
-        assert row[~mask].eq(0).all()
-        assert len(set(row[mask].tolist())) <= 1
-        numbers.append(float(row[mask][0]) if mask.any() else 0.0)
-    return numbers
+def turn(start: int, length: int, seed: int, state: str = "") -> Turn:
+    """A reply of some tokens to a prompt of `start` tokens; its numbers depend on the seed alone."""
+    rng = np.random.default_rng(seed)
+    log_prob = -0.05 - np.abs(rng.normal(size=length))
+    reward = 0.25 * (seed % 3) if state else 0.0
+    return Turn(
+        np.zeros(start), np.arange(length), log_prob, np.zeros(length), StopReason.EOS, "", reward=reward, state=state
+    )
 
 
-SCORES, GROUPS = [1.0, 0.0, 0.5, 0.25, 2.0, 0.5, -1.0], [7, 7, 3, 3, 9, 3, 7]  # uneven, unordered, one of one
+def member(index: int, reward: float, seed: int, *, length: int = 2, turns: int = 1, parts: int = 1) -> Trajectory:
+    """A trajectory whose every turn but the first follows `parts - 1` rewritten histories or two tokens of a tool."""
+    played: list[Turn] = []
+    start = 2
+    for number_ in range(turns * parts):
+        rewritten = number_ and number_ % turns == 0
+        start = 2 if rewritten else start
+        played.append(turn(start, length, seed + 7 * number_, f"room-{number_}" if turns > 1 else ""))
+        start += length + 2
+    return Trajectory(index, tuple(_connected(played)), {"exact": reward})
 
 
-def members(group: int) -> list[float]:
-    return [score for score, other in zip(SCORES, GROUPS, strict=True) if other == group]
+def _connected(turns: Sequence[Turn]) -> list[Turn]:
+    """Turns of which each one's prompt holds what came before, where it is long enough to."""
+    known = np.zeros(0)
+    connected: list[Turn] = []
+    for one in turns:
+        fresh = np.full(len(one.prompt_tokens), 50 + len(connected))
+        prompt = np.concatenate([known, fresh[len(known) :]]) if len(known) < len(fresh) else fresh
+        connected.append(replace(one, prompt_tokens=prompt))
+        known = np.concatenate([prompt, one.tokens])
+    return connected
 
 
-def test_grpo_is_reward_against_the_group() -> None:
-    x = inputs(SCORES, GROUPS, dtype=torch.float64)
-    centred, normalised = [], []
-    for score, group in zip(SCORES, GROUPS, strict=True):
-        mates = members(group)
-        mean, std = (fmean(mates), stdev(mates)) if len(mates) > 1 else (0.0, 1.0)
-        centred.append(score - mean)
-        normalised.append((score - mean) / (std + 1e-6))
-    assert per_row(ESTIMATORS["grpo"](x), x) == pytest.approx(normalised, rel=1e-12)
-    assert per_row(ESTIMATORS["grpo"](x, norm_by_std=False), x) == pytest.approx(centred, rel=1e-12)
+def group(slot: int, *members: Trajectory, greedy_reward: float = 0.5) -> Group:
+    return Group(slot, Task(f"task-{slot}", ()), members, greedy=Trajectory(99, (turn(2, 1, 5),), {"e": greedy_reward}))
 
 
-def test_rloo_is_reward_against_the_others() -> None:
-    x = inputs(SCORES, GROUPS, dtype=torch.float64)
-    expected: list[float] = []
-    for score, group in zip(SCORES, GROUPS, strict=True):
-        others = members(group)
-        others.remove(score)
-        expected.append(score - fmean(others) if others else score)
-    assert per_row(ESTIMATORS["rloo"](x), x) == pytest.approx(expected, rel=1e-12)
+def played(turns: int = 1) -> list[Group]:
+    """Groups of uneven size, with replies of uneven length; one trajectory is two rows."""
+    return [
+        group(0, member(0, 1.0, 1, turns=turns), member(1, 0.0, 2, length=3, turns=turns)),
+        group(1, *(member(i, r, 10 + i, length=1 + i, turns=turns) for i, r in enumerate([0.5, 0.1, 2.0]))),
+        group(2, member(0, 0.25, 20, parts=2, turns=turns), member(1, 0.75, 21, turns=turns), member(2, 0.25, 22)),
+    ]
 
 
-@pytest.mark.parametrize("name", CENTRED)
-@pytest.mark.parametrize("reward", [0.7, 1.0, -0.1, 1e6, 1 / 3, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [2, 3, 7, 8])
-def test_equal_rewards_give_advantages_of_exactly_zero(name: str, reward: float, dtype: torch.dtype, size: int) -> None:
-    x = inputs([reward] * size, [0] * size, dtype=dtype)
-    assert ESTIMATORS[name](x).advantages.eq(0).all()
+def estimator(variant: Variant) -> Estimator:
+    return Estimator(*chosen("advantages", section("advantages", variant.kind, **variant.options), EstimatorLaw))
 
 
-@pytest.mark.parametrize("name", CENTRED)
-def test_a_trajectory_counts_once_however_many_experiences_it_became(name: str) -> None:
-    alone = inputs([0.7, 0.2, 0.9], [0, 0, 0])
-    split = inputs([0.7, 0.7, 0.7, 0.2, 0.9], [0] * 5, [4, 4, 4, 8, 6])
-    first, second, third = per_row(ESTIMATORS[name](alone), alone)
-    assert per_row(ESTIMATORS[name](split), split) == [first, first, first, second, third]
-    equal = inputs([0.7] * 5, [0] * 5, [4, 4, 4, 8, 6], dtype=torch.float64)
-    assert ESTIMATORS[name](equal).advantages.eq(0).all()
+def scored(batch: Batch, needs: frozenset[str]) -> Batch:
+    """The batch with the scores among `needs`; a row's scores depend on who it is, not on where it stands."""
+    for name in sorted(needs & set(SCORES.values())):
+        rows, part = [], {}
+        for e in batch.experiences:
+            who = (e.group_id, e.index)
+            part[who] = part.get(who, 0) + 1
+            seed = sum(map(ord, e.group_id)) + 10 * e.index + 100 * part[who]
+            row = number(name, (1, len(e)), seed).numpy()[0].astype(np.float32)
+            rows.append(np.where(e.response_mask, row, np.zeros_like(row)))
+        batch = batch.with_columns(**{name: rows})
+    return batch
 
 
-@pytest.mark.parametrize("name", CENTRED)
-def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
-    x = inputs([0.3, 0.9, -2.0, 5.0], [0, 0, 0, 0], dtype=torch.float64)
-    assert sum(per_row(ESTIMATORS[name](x), x)) == pytest.approx(0, abs=1e-12)
+def inputs(which: Estimator, groups: Sequence[Group]) -> AdvantageInputs:
+    """What the algorithm gives the estimator."""
+    return inputs_of(which, scored(batch_of(groups), which.law.needs))
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_order_of_rows_does_not_matter(name: str) -> None:
-    x = inputs(SCORES, GROUPS)
-    order = torch.tensor([3, 0, 6, 2, 5, 1, 4])
-    shuffled = AdvantageInputs(
-        x.token_level_rewards[order], x.response_mask[order], x.group[order], x.trajectory[order],
-        {"values": x.columns["values"][order]},
-    )  # fmt: skip
-    torch.testing.assert_close(ESTIMATORS[name](x).advantages[order], ESTIMATORS[name](shuffled).advantages)
+def inputs_of(which: Estimator, batch: Batch) -> AdvantageInputs:
+    return replace(advantage_inputs(batch), columns=which.columns(batch))
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_empty_rows_and_an_empty_batch_are_legal(name: str) -> None:
-    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
-    done = ESTIMATORS[name](inputs([1.0, 1.0, 0.0], [0, 0, 0], mask=mask))
-    assert torch.isfinite(done.advantages).all()
-    assert done.advantages[~mask].eq(0).all()
-    nobody = ESTIMATORS[name](inputs([], [], mask=torch.zeros(0, 0, dtype=torch.bool)))
-    assert nobody.advantages.shape == (0, 0)
+def double(x: AdvantageInputs) -> AdvantageInputs:
+    return replace(x, token_level_rewards=x.token_level_rewards.double())
 
 
-def slow_gae(
-    rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], gamma: float, lam: float
-) -> list[float]:
-    """A sum over all later trained tokens, from the definition; nothing recursive."""
-    places = [t for t, trained in enumerate(mask) if trained]
-    result = [0.0] * len(mask)
-    for k, t in enumerate(places):
-        for distance, later in enumerate(places[k:]):
-            following = values[places[k + distance + 1]] if k + distance + 1 < len(places) else 0.0
-            result[t] += (gamma * lam) ** distance * (rewards[later] + gamma * following - values[later])
-    return result
+def check_form(done: Advantages, x: AdvantageInputs) -> None:
+    for values in done:
+        assert values.shape == x.response_mask.shape
+        assert values.dtype == x.token_level_rewards.dtype
+        assert torch.isfinite(values).all()
+        assert values[~x.response_mask].eq(0).all()
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_gae_is_the_discounted_sum_of_errors(gamma: float, lam: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 0, 0, 0], [0] * 7, [0, 1, 1, 1, 1, 1, 1]]).bool()
-    values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-    rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64).where(mask, 0.0)
-    x = AdvantageInputs(rewards, mask, torch.arange(4), torch.arange(4), {"values": values})
-    expected = torch.tensor(
-        [slow_gae(*(t[row].tolist() for t in (rewards, values, mask)), gamma, lam) for row in range(4)]
-    ).double()
-    raw = ESTIMATORS["gae"](x, gamma=gamma, lam=lam, whiten=False)
-    torch.testing.assert_close(raw.advantages, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(raw.returns, (raw.advantages + values).where(mask, 0.0), rtol=0, atol=1e-12)
-    white = ESTIMATORS["gae"](x, gamma=gamma, lam=lam)
-    assert float(white.advantages[mask].mean()) == pytest.approx(0, abs=1e-7)
-    assert float(white.advantages[mask].std()) == pytest.approx(1, abs=1e-6)
-    torch.testing.assert_close(white.returns, raw.returns, rtol=0, atol=0)
+# --------------------------------------------------------------------------- form
 
 
-def test_gae_leaves_a_single_token_as_it_is() -> None:
-    x = inputs([2.0], [0], mask=torch.tensor([[False, True]]))
-    assert float(ESTIMATORS["gae"](x).advantages[0, 1]) == 2.0
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_advantages_are_finite_and_stay_inside_the_mask(variant: Variant, turns: int) -> None:
+    which = estimator(variant)
+    x = inputs(which, played(turns))
+    check_form(which.function(x), x)
+    done = which.function(double(x))
+    check_form(done, double(x))
+    assert done.advantages.abs().sum() > 0
 
 
-def slow_reinforce(x: AdvantageInputs, gamma: float) -> Tensor:
-    result = torch.zeros_like(x.token_level_rewards)
-    for row, mask in enumerate(x.response_mask.tolist()):
-        places = [t for t, trained in enumerate(mask) if trained]
-        for k, t in enumerate(places):
-            result[row, t] = sum(gamma**n * x.token_level_rewards[row, later] for n, later in enumerate(places[k:]))
-    return result
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_empty_rows_singletons_and_an_empty_batch_are_legal(variant: Variant) -> None:
+    which = estimator(variant)
+    x = inputs(which, [*played(), group(7, member(0, 0.7, 40))])
+    mask = x.response_mask.clone()
+    mask[1] = False
+    hollow = replace(x, response_mask=mask, token_level_rewards=x.token_level_rewards.where(mask, 0.0))
+    for here in (x, hollow):
+        check_form(which.function(here), here)
+    nobody = inputs_of(which, scored(Batch(()), which.law.needs))
+    check_form(which.function(nobody), nobody)
 
 
-def check_reinforce(estimator: Callable[..., Advantages]) -> None:
-    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 1], [0, 0, 0, 0, 0]]).bool()
-    rewards = torch.tensor([[9, 0.5, -1, 9, 2], [9, 0, 0, 9, 1], [9.0] * 5], dtype=torch.float64).where(mask, 0.0)
-    x = AdvantageInputs(rewards, mask, torch.arange(3), torch.arange(3))
-    for gamma in (1.0, 0.9, 0.0):
-        torch.testing.assert_close(estimator(x, gamma=gamma).advantages, slow_reinforce(x, gamma))
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_padding_and_what_stands_in_it_change_nothing(variant: Variant) -> None:
+    which = estimator(variant)
+    x = double(inputs(which, played(2)))
+    longer = replace(
+        x,
+        token_level_rewards=pad(x.token_level_rewards, (0, 3)),
+        response_mask=pad(x.response_mask, (0, 3)),
+        columns={name: pad(column, (0, 3)) for name, column in x.columns.items()},
+    )
+    rubbish = {
+        name: torch.where(longer.response_mask, column, math.nan) if name in SCORES.values() else column
+        for name, column in longer.columns.items()
+    }
+    for one, other in zip(which.function(x), which.function(replace(longer, columns=rubbish)), strict=True):
+        torch.testing.assert_close(pad(one, (0, 3)), other, rtol=1e-12, atol=1e-12)
 
 
-def test_reinforce_is_the_return_from_each_token_on() -> None:
-    check_reinforce(ESTIMATORS["reinforce"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_order_of_rows_does_not_matter(variant: Variant) -> None:
+    which = estimator(variant)
+    batch = scored(batch_of(played(2)), which.law.needs)
+    order = np.random.default_rng(0).permutation(len(batch))
+    rewritten = [e.group_id == "train/task-2/0" and e.index == 0 for e in batch.experiences]
+    order = np.concatenate([np.flatnonzero(rewritten), order[~np.isin(order, np.flatnonzero(rewritten))]])
+    straight = which.function(double(inputs_of(which, batch)))
+    shuffled = which.function(double(inputs_of(which, batch.select(order))))
+    for one, other in zip(straight, shuffled, strict=True):
+        torch.testing.assert_close(one[torch.from_numpy(order)], other, rtol=1e-9, atol=1e-12)
 
 
-def test_a_perturbed_reinforce_is_noticed() -> None:
-    def perturbed(x: AdvantageInputs, *, gamma: float) -> Advantages:
-        return Advantages(*(t * 1.0001 for t in ESTIMATORS["reinforce"](x, gamma=gamma)))
-
-    with pytest.raises(AssertionError):
-        check_reinforce(perturbed)
+# --------------------------------------------------------------------------- groups
 
 
-def test_results_have_the_dtype_of_the_rewards() -> None:
-    for name, estimator in ESTIMATORS.items():
-        for dtype in (torch.float32, torch.float64):
-            done = estimator(inputs([1.0, 0.0], [0, 0], dtype=dtype))
-            assert (done.advantages.dtype, done.returns.dtype) == (dtype, dtype), name
+def algorithm(which: Estimator) -> GroupAlgorithm:
+    return GroupAlgorithm("law", (policy_objective("ppo"),), which)
 
 
-def test_group_statistics_are_those_of_the_standard_library() -> None:
-    stats = group_statistics(torch.tensor(SCORES).double(), torch.tensor(GROUPS))
-    for place, group in enumerate(GROUPS):
-        mates = members(group)
-        assert float(stats.mean[place]) == pytest.approx(fmean(mates))
-        assert float(stats.std[place]) == pytest.approx(stdev(mates) if len(mates) > 1 else 0.0)
-        assert int(stats.count[place]) == len(mates)
+EXCEPT = {
+    "optimal_token_baseline,handle_zero_tail=True": "where one reply goes on alone it has nobody to be compared with"
+}
 
 
-def test_variance_of_too_few_tokens_is_an_error() -> None:
-    with pytest.raises(DataError, match="1 token"):
-        masked_var(torch.ones(1, 2), torch.tensor([[True, False]]))
+@pytest.mark.parametrize("variant", [variant for variant in CENTRED if str(variant) not in EXCEPT], ids=str)
+def test_equal_rewards_give_advantages_and_gradients_of_exactly_zero(variant: Variant) -> None:
+    for size in (2, 8):
+        for reward in (0.7, 1e6, 1 / 3, 0.0):
+            check_zero(variant, [member(i, reward, i, length=1 + i % 3) for i in range(size)])
+    if variant.kind not in ("max_rl",):  # rewards are success rates
+        check_zero(variant, [member(i, -0.1, i, length=1 + i % 3) for i in range(7)])
 
 
-def test_every_registered_estimator_says_what_it_is() -> None:
-    for name, estimator in ESTIMATORS.items():
-        assert partial(estimator)(inputs([1.0, 0.0], [0, 0])).advantages.shape == (2, 4), name
-        assert estimator.law.formula, name
-        assert estimator.law.source, name
-        assert estimator.__doc__, name
-        assert all(field.description for key, field in estimator.Config.model_fields.items() if key != "kind"), name
+def check_zero(variant: Variant, alike: list[Trajectory]) -> None:
+    """Through the algorithm in float32, and through a softmax policy that has moved since."""
+    which = algorithm(estimator(variant))
+    assert which.estimator is not None
+    batch = which.batch([group(0, *alike), group(1, *two_alike())])
+    batch = which.advantages(scored(batch, which.estimator.law.needs))[0]
+    logits = torch.linspace(-1, 1, 8).requires_grad_(True)
+    for row, e in enumerate(batch.experiences):
+        given = {name: torch.tensor(arrays[row])[None] for name, arrays in batch.columns.items()}
+        assert given["advantages"].eq(0).all()
+        mask = torch.tensor(e.response_mask)[None]
+        log_prob = logits.log_softmax(-1)[torch.tensor(e.tokens).long() % 8].unsqueeze(0)
+        given["rollout_log_prob"] = given["old_log_prob"]
+        done = which.objectives[0].loss(LossInputs(mask, torch.zeros(mask.shape), given, log_prob), Totals(16, 8, 3))
+        done.loss.backward()
+    assert logits.grad is not None
+    assert logits.grad.eq(0).all()
+
+
+def two_alike() -> list[Trajectory]:
+    """One trajectory of two rows and one of one, rewarded alike."""
+    return [member(0, 0.7, 30, parts=2), member(1, 0.7, 31)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind, function in ESTIMATORS.items() if not function.law.centred])
+def test_an_estimator_that_does_not_say_so_is_not_centred(kind: str) -> None:
+    which = estimator(Variant(kind))
+    groups = [group(k, *(member(i, 0.7 - k, 9 * k + i, length=1 + i, turns=2) for i in range(3))) for k in range(2)]
+    assert which.function(inputs(which, groups)).advantages.abs().sum() > 0, "declare it centred"
+
+
+WHOLE = frozenset({"turn", "turn_reward", "turn_state", *SCORES.values(), "rollout_log_prob"})
+"""Columns that see how a trajectory was cut into rows."""
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if not ESTIMATORS[v.kind].law.needs & WHOLE and not ESTIMATORS[v.kind].law.whitens],
+    ids=str,
+)  # fmt: skip
+def test_a_trajectory_counts_once_however_many_rows_it_became(variant: Variant) -> None:
+    which = estimator(variant)
+    others = [member(1, 0.2, 2, length=4), member(2, 0.9, 3, length=4)]
+    alone = inputs(which, [group(0, member(0, 0.7, 1, length=4), *others)])
+    split = inputs(which, [group(0, member(0, 0.7, 1, length=2, parts=2), *others)])
+    assert len(split.response_mask) == len(alone.response_mask) + 1
+    first, second = which.function(double(alone)), which.function(double(split))
+    for row in (1, 2):
+        mine, theirs = first.advantages[row], second.advantages[row + 1]
+        torch.testing.assert_close(mine[alone.response_mask[row]], theirs[split.response_mask[row + 1]])
+
+
+def over_the_batch(variant: Variant) -> bool:
+    """Whether a statistic over all groups is part of it."""
+    return ESTIMATORS[variant.kind].law.whitens or "batch" in variant.options.values() or variant.kind == "gpg"
+
+
+@pytest.mark.parametrize("variant", [v for v in CENTRED if not over_the_batch(v)], ids=str)
+def test_groups_are_judged_each_by_itself(variant: Variant) -> None:
+    which = estimator(variant)
+    x, more = (double(inputs(which, groups)) for groups in (played(), [*played(), group(5, *two_alike())]))
+    rows, length = x.response_mask.shape
+    torch.testing.assert_close(
+        which.function(x).advantages, which.function(more).advantages[:rows, :length], rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_extreme_rewards_stay_finite(variant: Variant) -> None:
+    which = estimator(variant)
+    for reward in (1e6, 1e-30):
+        members = [member(0, reward, 1), member(1, 0.0, 2), member(2, 0.0, 3)]
+        x = inputs(which, [group(0, *members), group(1, member(0, 0.0, 8), member(1, 0.0, 9))])
+        check_form(which.function(x), x)

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 from algebra import (
+    STEP,
     Step,
     Variant,
-    finite_differences,
+    held_at,
     loss_of,
-    make_step,
     objectives,
     policy_objective,
     run,
     section,
     selected,
+    slope,
+    step_for,
     variants,
+    variants_of,
 )
 from torch import Tensor
 
@@ -29,16 +32,10 @@ from trivium.metrics import checked
 
 LOSSES = catalogue("policy_losses")
 OBJECTIVES = objectives()
-STEP, EXPERTS = make_step(), make_step(experts=(1, 4))
 
 
 def law_of(kind: str) -> PolicyLossLaw:
     return LOSSES[kind].law
-
-
-def step_for(objective: Any) -> Step:
-    """With rows of an expert for the objectives that tell them apart."""
-    return EXPERTS if getattr(getattr(objective, "law", None), "split", False) else STEP
 
 
 # --------------------------------------------------------------------------- on policy
@@ -80,24 +77,25 @@ def test_on_policy_a_loss_has_the_gradient_it_declares(variant: Variant) -> None
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_gradients_agree_with_finite_differences(name: str) -> None:
+    """Along random directions, stop-gradients held at the base point."""
     objective = OBJECTIVES[name]()
     step = selected(objective, step_for(objective))
-    found = run(objective, step, select=False).gradients
-    seen = False
-    for answer, exact in found.items():
-
-        def loss(at: Tensor, answer: str = answer) -> Tensor:
-            answers = {**step.answers, answer: at}
-            return loss_of(objective, step, answers, range(len(step.mask)), step.totals).loss
-
-        if exact.eq(0).all():
-            continue
-        seen = True
-        expected = finite_differences(loss, step.answers[answer])
-        rounding = 1e-8 + 1e-9 * abs(float(loss(step.answers[answer])))
-        torch.testing.assert_close(exact, expected, rtol=1e-6, atol=rounding)
+    rows, totals = range(len(step.mask)), step.totals
+    gradients = {answer: g for answer, g in run(objective, step, select=False).gradients.items() if g.ne(0).any()}
+    assert gradients, "nothing has a gradient"
+    for answer, exact in gradients.items():
         assert exact[~step.mask].eq(0).all()
-    assert seen, "nothing has a gradient"
+        at = step.answers[answer]
+
+        def loss(point: Tensor, answer: str = answer) -> Tensor:
+            return loss_of(objective, step, {**step.answers, answer: point}, rows, totals).loss
+
+        held = held_at(loss, at)
+        rounding = 1e-8 + 1e-9 * abs(held(at))
+        for seed in range(3):
+            direction = torch.randn(at.shape, generator=torch.Generator().manual_seed(seed), dtype=at.dtype)
+            found, expected = slope(held, at, direction), float((exact * direction).sum())
+            assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
 
 
 # --------------------------------------------------------------------------- nothing where nothing is
@@ -122,7 +120,7 @@ def test_what_stands_outside_the_mask_cannot_reach_loss_gradient_or_metrics(name
     objective = OBJECTIVES[name]()
     step = step_for(objective)
     clean = run(objective, with_rubbish(step, 0.0))
-    for rubbish in (math.nan, math.inf, -math.inf):
+    for rubbish in (math.nan, math.inf):
         run(objective, with_rubbish(step, rubbish)).assert_same(clean, rtol=0, atol=0)
 
 
@@ -149,47 +147,34 @@ def single(step: Step, columns: Mapping[str, Tensor]) -> Step:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("log_ratio", [-1000.0, 1000.0])
-def test_extreme_log_ratios_stay_finite(name: str, log_ratio: float) -> None:
+def test_extreme_log_ratios_stay_finite(name: str) -> None:
+    """Every token far off policy, or a single one; every model that is compared with."""
     objective = OBJECTIVES[name]()
     step = step_for(objective)
-    for sign in (-1.0, 1.0, None):
-        far = {
-            column: step.answers["log_prob"] - log_ratio
-            for column in step.columns
-            if column.endswith("log_prob") and step.columns[column].dim() == 2
-        }
-        advantages = {} if sign is None else {"advantages": torch.full(step.mask.shape, sign)}
-        run(objective, single(step, far | advantages)).assert_finite()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_one_token_far_off_policy_stays_finite(name: str) -> None:
-    objective = OBJECTIVES[name]()
-    step = step_for(objective)
+    others = [other for other, values in step.columns.items() if other.endswith("log_prob") and values.dim() == 2]
     for log_ratio in (-1000.0, 1000.0):
-        far = {column: step.columns[column].clone() for column in ("old_log_prob", "rollout_log_prob")}
-        for values in far.values():
-            values[0, 1] = step.answers["log_prob"][0, 1] - log_ratio
-        run(objective, single(step, far)).assert_finite()
+        far = step.answers["log_prob"] - log_ratio
+        run(objective, single(step, dict.fromkeys(others, far))).assert_finite()
+        one = torch.zeros_like(step.mask).index_fill_(1, torch.tensor([1]), True)
+        mixed = {other: torch.where(one, far, step.columns[other]) for other in ("old_log_prob", "rollout_log_prob")}
+        run(objective, single(step, mixed)).assert_finite()
 
 
 # --------------------------------------------------------------------------- no advantage, no gradient
 
-JUDGED = [variant for variant in variants("policy_losses") if "advantages" in law_of(variant.kind).needs]
 
-
-@pytest.mark.parametrize("variant", JUDGED, ids=str)
-def test_advantages_of_zero_give_a_gradient_of_exactly_zero(variant: Variant) -> None:
+@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if "advantages" in loss.law.needs])
+def test_advantages_of_zero_give_a_gradient_of_exactly_zero(kind: str) -> None:
     """On policy where the gradient is the advantage's; off policy where nothing holds the policy to the old one."""
-    objective, law = policy_objective(variant.kind, **variant.options), law_of(variant.kind)
+    law = law_of(kind)
     step = single(STEP, {"advantages": torch.zeros(STEP.mask.shape)})
-    if not law.on_policy.startswith("none"):
-        assert run(objective, step.on_policy()).gradients["log_prob"].eq(0).all()
-    off_policy = run(objective, step).gradients["log_prob"].eq(0).all()
-    assert off_policy or law.anchored
-    if law.anchored and not variant.options:
-        assert not off_policy, "nothing holds it to the old policy"
+    moved = False
+    for variant in variants_of("policy_losses", kind):
+        objective = policy_objective(kind, **variant.options)
+        if not law.on_policy.startswith("none"):
+            assert run(objective, step.on_policy()).gradients["log_prob"].eq(0).all(), variant
+        moved |= bool(run(objective, step).gradients["log_prob"].ne(0).any())
+    assert moved == law.anchored
 
 
 # --------------------------------------------------------------------------- what is said about them
@@ -210,7 +195,7 @@ REGISTERED = [
     (room, kind)
     for room in (
         "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses",
-        "score_losses", "corrections", "filters", "shapings",
+        "score_losses", "filters", "shapings",
     )
     for kind in catalogue(room)
 ]  # fmt: skip

@@ -80,6 +80,7 @@ def sapo(
     source="CPGD, Liu et al. 2025, arXiv 2505.12504",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    anchored=True,
 )
 def cpgd(
     x: PolicyInputs,
