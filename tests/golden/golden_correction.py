@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from golden_runners import Arguments, answers, minimised, policy_objective, section
 
 from trivium.algorithms import kl_penalty

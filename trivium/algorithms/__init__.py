@@ -5,9 +5,9 @@ from dataclasses import replace
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.distillation import gpt_lm_loss, kd_loss
 from trivium.algorithms.correction import Correction, correct
 from trivium.algorithms.corrections import NamedCorrection
+from trivium.algorithms.distillation import gpt_lm_loss, kd_loss
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.kl import (

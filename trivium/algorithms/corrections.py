@@ -33,23 +33,24 @@ class NamedCorrection:
 
 _TOKEN = {"weights": "token", "threshold": 2.0}
 _SEQUENCE = {"weights": "sequence", "threshold": 2.0}
-_GEOMETRIC = {"rejection": {"seq_mean_k1": (0.999, 1.001)}}
+_GEOMETRIC = {"rejection": {"seq_mean_k1": [0.999, 1.001]}}
 _K3 = {"rejection": {"seq_mean_k3": 0.01}}
 _CURRENT = {"against": "current"}
 
-_AREAL = "decoupled PPO, Hilton et al. 2021; AReaL, Fu et al. 2025, section 5.2"
-_TIS = "truncated importance sampling, Yao et al. 2025, between an engine and its trainer"
-_SEQ = "sequence-level importance sampling, Liu et al. 2025, for a mismatch of engine and trainer"
-_GEO = "rejection by the geometric mean of the ratios, Li et al. 2025, for a mismatch of engine and trainer"
-_ESTIMATE = "rejection by an estimate of the KL, Schulman 2020, for a mismatch of engine and trainer"
+_AREAL = "decoupled PPO, Hilton et al. 2021; AReaL, Fu et al. 2025"
+_TIS = "truncated importance sampling between an engine and its trainer, Yao et al. 2025"
+_COLLAPSE = "Liu et al. 2025, When Speed Kills Stability"
+_PRODUCT = f"the product of the ratios of a sequence, {_COLLAPSE}"
+_GEO = f"rejection by the geometric mean of the ratios of a sequence, {_COLLAPSE}"
+_ESTIMATE = "rejection by an estimate of the KL, Schulman 2020"
 
-AUTO = NamedCorrection({}, "none for fresh groups, decoupled token weights where they may be stale")
+AUTO = NamedCorrection({}, "none for fresh groups, token weights where groups may be stale")
 NONE = NamedCorrection({}, "nothing is corrected")
 CUSTOM = NamedCorrection({}, "what its keys say")
 
 DECOUPLED_TOKEN_IS = NamedCorrection(_TOKEN, _AREAL)
-DECOUPLED_SEQ_IS = NamedCorrection(_SEQUENCE, _SEQ)
-DECOUPLED_SEQ_IS_RS = NamedCorrection({**_SEQUENCE, "rejection": {"seq_sum_k1": (0.5, 2.0)}}, _SEQ)
+DECOUPLED_SEQ_IS = NamedCorrection(_SEQUENCE, _PRODUCT)
+DECOUPLED_SEQ_IS_RS = NamedCorrection({**_SEQUENCE, "rejection": {"seq_sum_k1": [0.5, 2.0]}}, _PRODUCT)
 DECOUPLED_GEO_RS = NamedCorrection(_GEOMETRIC, _GEO)
 DECOUPLED_GEO_RS_SEQ_TIS = NamedCorrection({**_SEQUENCE, **_GEOMETRIC}, _GEO)
 DECOUPLED_GEO_RS_TOKEN_TIS = NamedCorrection({**_TOKEN, **_GEOMETRIC}, _GEO)
@@ -59,7 +60,7 @@ DECOUPLED_K3_RS_TOKEN_TIS = NamedCorrection({**_TOKEN, **_K3}, _ESTIMATE)
 
 # The ratio of the loss, or the weights where it has none, are taken against the engine itself.
 BYPASS_TOKEN_IS = NamedCorrection({**_TOKEN, **_CURRENT}, _TIS)
-BYPASS_SEQ_IS = NamedCorrection({**_SEQUENCE, **_CURRENT}, _SEQ)
+BYPASS_SEQ_IS = NamedCorrection({**_SEQUENCE, **_CURRENT}, _PRODUCT)
 BYPASS_GEO_RS = NamedCorrection({**_GEOMETRIC, **_CURRENT}, _GEO)
 BYPASS_GEO_RS_SEQ_TIS = NamedCorrection({**_SEQUENCE, **_GEOMETRIC, **_CURRENT}, _GEO)
 BYPASS_GEO_RS_TOKEN_TIS = NamedCorrection({**_TOKEN, **_GEOMETRIC, **_CURRENT}, _GEO)
