@@ -116,7 +116,8 @@ def _other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[
     nothing = [None] if type(None) in get_args(annotation) and default is not None else []
     near = [default * 2 if int in parts else default * 0.5] if default else [1 if int in parts else 0.3]
     edges = [bound.ge if isinstance(bound, Ge) else bound.le for bound in bounds if isinstance(bound, Ge | Le)]
-    return [value for value in dict.fromkeys([*nothing, *near, *edges[:1]]) if value != default]
+    middle = [sum(edges) / 2] if len(edges) == 2 else []
+    return [value for value in dict.fromkeys([*nothing, *near, *edges[:1], *middle]) if value != default]
 
 
 def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
@@ -185,7 +186,9 @@ class Step:
     expert: Tensor
     """(B,) bool."""
     groups: tuple[int, ...]
-    """(B,): rows of one task; the two of a pair follow one another."""
+    """(B,): the task of each row; the two rows of a pair follow one another."""
+    who: tuple[int, ...]
+    """(B,): which row it was before any were moved."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What was measured over the whole step."""
 
@@ -206,8 +209,8 @@ class Step:
         """These rows, in this order."""
         index = torch.tensor(list(order), dtype=torch.int64)
         columns, answers = ({n: t[index] for n, t in ts.items()} for ts in (self.columns, self.answers))
-        groups = tuple(self.groups[row] for row in order)
-        return Step(self.mask[index], columns, answers, self.expert[index], groups)
+        groups, who = (tuple(names[row] for row in order) for names in (self.groups, self.who))
+        return Step(self.mask[index], columns, answers, self.expert[index], groups, who)
 
     def batch(self, wanted: Collection[str] = ()) -> Batch:
         """The mini-batch as the driver holds it, with these columns or scores."""
@@ -218,7 +221,7 @@ class Step:
                 self.columns["rollout_log_prob"][row].numpy(),
                 self.version[row].numpy(),
                 f"task-{self.groups[row]}",
-                row,
+                self.who[row],
             )
             for row in range(len(self.mask))
         ]
@@ -308,7 +311,7 @@ def make_step(mask: Tensor = MASK, seed: int = 0, experts: Sequence[int] = ()) -
     columns["old_log_prob"] = near.float().double()
     expert = torch.zeros(len(mask)).bool()
     expert[list(experts)] = True
-    return Step(mask, columns, answers, expert, tuple(row // 2 for row in range(len(mask))))
+    return Step(mask, columns, answers, expert, tuple(row // 2 for row in range(len(mask))), tuple(range(len(mask))))
 
 
 STEP, EXPERTS = make_step(), make_step(experts=(1, 4))
@@ -347,9 +350,10 @@ class Outcome:
         torch.testing.assert_close(self.loss, other.loss, rtol=rtol, atol=atol)
         torch.testing.assert_close(self.gradients, other.gradients, rtol=rtol, atol=atol)
         for mine, theirs in ((self.metrics, other.metrics), (self.maxima, other.maxima)):
-            assert mine.keys() == theirs.keys()
-            for key, value in mine.items():
-                torch.testing.assert_close(torch.tensor(value), torch.tensor(theirs[key]), rtol=rtol, atol=atol)
+            mine, theirs = (
+                {key: torch.tensor(value, dtype=torch.float64) for key, value in m.items()} for m in (mine, theirs)
+            )
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
     def assert_finite(self) -> None:
         assert torch.isfinite(self.loss)

@@ -1,115 +1,97 @@
-"""However a step is cut, ordered or padded, its loss, gradient and metrics are the same numbers."""
+"""However a step is cut, ordered or padded, its loss, gradient and metrics are the same numbers: everything registered,
+selections, gates, corrections and rows of an expert included."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 import torch
+from algebra import Outcome, Step, make_step, objectives, run, selected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from trivium.algorithms import PolicyObjective, ValueObjective, agg_loss, catalogue
-from trivium.algorithms.objective import Term
+from trivium.algorithms import agg_loss, catalogue
 from trivium.errors import UnknownName
-from trivium.models.loss import LossInputs, Totals
 
-LOSSES = catalogue("policy_losses")
 MODES = catalogue("aggregations")
-KL, ENTROPY = catalogue("kl_estimators")["k2"], catalogue("entropies")["exact"]
-OBJECTIVES = {
-    **{
-        f"policy-{name}": lambda mode, loss=loss: PolicyObjective(
-            loss, loss.law, mode, entropy=Term(0.1, ENTROPY, ENTROPY.law), kl=Term(0.2, KL, KL.law)
-        )
-        for name, loss in LOSSES.items()
-    },
-    "value": lambda mode: ValueObjective(0.3, mode),
-}
-NAMES = ("advantages", "old_log_prob", "ref_log_prob", "rollout_log_prob", "values", "returns")
+BY_MODE = {mode: objectives(mode) for mode in MODES}
+OBJECTIVES = BY_MODE["token-mean"]
+ROWS = 6
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """(mask, seed); rows of every length, holes and empty rows included, at least one trained token."""
-    rows = draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+def steps(draw: st.DrawFn) -> Step:
+    """Rows of every length, holes, empty rows and rows of an expert included, at least one trained token."""
+    lengths = st.lists(st.booleans(), min_size=1, max_size=6)
+    rows = [draw(lengths) for _ in range(draw(st.sampled_from([2, 4, ROWS])))]
     mask = torch.zeros(len(rows), 1 + max(len(row) for row in rows), dtype=torch.bool)
     for row, trained in enumerate(rows):
         mask[row, 1 : 1 + len(trained)] = torch.tensor(trained)
     mask[0, 1] = True
-    return mask, draw(st.integers(0, 2**31))
+    experts = draw(st.sets(st.integers(0, len(rows) - 1)))
+    return make_step(mask, draw(st.integers(0, 2**31)), sorted(experts))
 
 
-def run(objective, mask: Tensor, seed: int, parts: list[list[int]], padding: int = 0, dp_size: int = 1):
-    """Loss, gradient by row, metric sums and maxima of a step that is done in `parts`."""
-    generator = torch.Generator().manual_seed(seed)
-    data = {
-        name: torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-        for name in (*NAMES, "log_prob", "entropy")
-    }
-    leaf = data["log_prob"].requires_grad_(True)
-    totals = Totals(int(mask.sum()), int(mask.any(-1).sum()), int(mask.sum(-1).max()), dp_size=dp_size)
-
-    def cut(tensor: Tensor, rows: list[int]) -> Tensor:
-        return torch.nn.functional.pad(tensor[rows], (0, padding))
-
-    losses, sums, maxima = [], {}, {}
-    for rows in parts:
-        inputs = LossInputs(
-            cut(mask, rows),
-            cut(torch.zeros(mask.shape, dtype=torch.int32), rows),
-            {name: cut(data[name], rows) for name in NAMES},
-            log_prob=cut(leaf, rows),
-            entropy=cut(data["entropy"].abs(), rows),
-            values=cut(leaf, rows),
-        )
-        done = objective.loss(inputs, totals)
-        losses.append(done.loss)
-        for key, value in done.sums.items():
-            sums[key] = sums.get(key, 0.0) + float(value)
-        for key, value in done.maxima.items():
-            maxima[key] = max(maxima.get(key, 0.0), float(value))
-    loss = torch.stack(losses).sum()
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0], sums, maxima
+def orders(objective: Any, rows: int, data: st.DataObject) -> list[list[int]]:
+    """The rows in any order, cut anywhere; pairs stay together."""
+    size = 2 if objective.unit == "pair" else 1
+    units = data.draw(st.permutations(range(rows // size)))
+    order = [size * unit + place for unit in units for place in range(size)]
+    cuts = data.draw(st.sets(st.integers(1, rows // size)))
+    return [order[size * a : size * b] for a, b in pairwise(sorted({0, rows // size} | cuts))]
 
 
-def assert_same(one, other) -> None:
-    torch.testing.assert_close(one[:2], other[:2], rtol=1e-9, atol=1e-12)
-    assert one[2] == pytest.approx(other[2], rel=1e-9, abs=1e-12)
-    assert one[3] == other[3]
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(step=steps(), data=st.data())
-def test_cutting_ordering_and_padding_change_nothing(name: str, mode: str, step, data: st.DataObject) -> None:
-    mask, seed = step
-    objective = OBJECTIVES[name](mode)
-    rows = list(range(len(mask)))
-    whole = run(objective, mask, seed, [rows])
-    order = data.draw(st.permutations(rows))
-    at = sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {0, len(rows)})
-    parts = [order[a:b] for a, b in pairwise(at)]
-    assert_same(whole, run(objective, mask, seed, parts, padding=data.draw(st.integers(0, 3))))
+def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data: st.DataObject) -> None:
+    check_cut(OBJECTIVES[name](), step, data)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-mean"])
+@pytest.mark.parametrize("name", ["value", "loss:ppo", "loss:mix", "loss:clip_cov", "kl:mse", "entropy:sampled"])
+@settings(max_examples=6, deadline=None)
+@given(step=steps(), data=st.data())
+def test_nor_do_they_with_another_mean(name: str, mode: str, step: Step, data: st.DataObject) -> None:
+    check_cut(BY_MODE[mode][name](), step, data)
+
+
+def check_cut(objective: Any, step: Step, data: st.DataObject) -> None:
+    whole = run(objective, step)
+    parts = orders(objective, len(step.mask), data)
+    run(objective, step, parts, padding=data.draw(st.integers(0, 3))).assert_same(whole)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@settings(max_examples=4, deadline=None)
+@given(step=steps(), data=st.data())
+def test_what_is_selected_does_not_depend_on_the_order_of_rows(name: str, step: Step, data: st.DataObject) -> None:
+    objective = OBJECTIVES[name]()
+    order = list(chain.from_iterable(orders(objective, len(step.mask), data)))
+    straight, shuffled = selected(objective, step).rows(order), selected(objective, step.rows(order))
+    assert torch.equal(straight.mask, shuffled.mask)
+    assert straight.columns.keys() == shuffled.columns.keys()
+    for column, values in straight.columns.items():
+        torch.testing.assert_close(values, shuffled.columns[column], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(step=steps())
-def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step) -> None:
-    mask, seed = step
-    objective = OBJECTIVES["policy-ppo"](mode)
-    rows = list(range(len(mask)))
-    alone = run(objective, mask, seed, [rows])
-    ranks = run(objective, mask, seed, [rows[::2], rows[1::2]], dp_size=2)  # summed here, averaged by the ranks
-    torch.testing.assert_close((ranks[0] / 2, ranks[1] / 2), alone[:2], rtol=1e-9, atol=1e-12)
+def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step: Step) -> None:
+    for name in ("loss:ppo", "loss:mix", "value"):
+        objective = BY_MODE[mode][name]()
+        rows = list(range(len(step.mask)))
+        alone = run(objective, step)
+        ranks = run(objective, step, [rows[::2], rows[1::2]], dp_size=2)  # summed here, averaged by the ranks
+        halved = {answer: gradient / 2 for answer, gradient in ranks.gradients.items()}
+        Outcome(ranks.loss / 2, halved, {}, {}).assert_same(Outcome(alone.loss, alone.gradients, {}, {}))
 
 
 @settings(max_examples=40, deadline=None)
 @given(step=steps())
-def test_aggregation_is_the_mean_it_is_named_after(step) -> None:
-    mask, seed = step
-    loss = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def test_aggregation_is_the_mean_it_is_named_after(step: Step) -> None:
+    mask, loss = step.mask, step.columns["advantages"]
     rows = [row[trained].tolist() for row, trained in zip(loss, mask, strict=True) if trained.any()]
     expected = {
         "token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
@@ -118,7 +100,7 @@ def test_aggregation_is_the_mean_it_is_named_after(step) -> None:
         "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / len(rows),
         "seq-mean-token-sum-norm": sum(map(sum, rows)) / len(rows) / mask.shape[1],
     }
-    for mode in MODES:
+    for mode in expected:
         assert float(agg_loss(loss, mask, mode)) == pytest.approx(expected[mode], rel=1e-9, abs=1e-12)
 
 
