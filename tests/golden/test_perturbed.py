@@ -68,13 +68,20 @@ def called_by(checks: Iterable[Check], functions: Mapping[str, Any]) -> dict[str
     return found
 
 
-def oracle_checks(name: str, function: Any) -> list[Check]:
+def oracle_checks(name: str, identifier: str) -> list[Check]:
     """The oracle tests that call a function, of the modules that mention it."""
-    modules = [
-        import_module(file.stem) for file in sorted(ORACLES.glob("test_*.py"))
-        if file.stem not in LAWS and mentions(file.read_text(encoding="utf-8"), name, function.__name__)
-    ]  # fmt: skip
-    return called_by((test for module in modules for test in checks_in(module)), {name: function})[name]
+    mentioning = [
+        file.stem
+        for file in sorted(ORACLES.glob("test_*.py"))
+        if file.stem not in LAWS and mentions(file.read_text(encoding="utf-8"), name, identifier)
+    ]
+    return [check for module in mentioning for check in checks_of(module)[name]]
+
+
+@cache
+def checks_of(module: str) -> dict[str, list[Check]]:
+    """Function -> the tests of a module that call it."""
+    return called_by(checks_in(import_module(module)), EVERYTHING)
 
 
 def mentions(text: str, name: str, identifier: str) -> bool:
@@ -89,5 +96,5 @@ def test_a_perturbed_function_is_noticed(name: str, monkeypatch: pytest.MonkeyPa
     missed = unnoticed(function, golden_checks()[name])
     if missed:
         monkeypatch.syspath_prepend(ORACLES)
-        missed = unnoticed(function, [*golden_checks()[name], *oracle_checks(name, function)])
+        missed = unnoticed(function, [*golden_checks()[name], *oracle_checks(name, function.__name__)])
     assert not missed, f"{name} may be wrong in {', '.join(missed)} without any golden value or oracle noticing"

@@ -32,14 +32,22 @@ def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
 
 
 @kl_estimator(
-    formula="abs(p - q){cap: , at most cap}", source=_SCHULMAN, gradient="biased: the sign of p - q instead of p - q"
+    formula="abs(p - q){cap: , at most cap}",
+    source=_SCHULMAN,
+    gradient="biased: the sign of p - q instead of p - q",
+    mean="biased: what the two disagree on does not cancel",
 )
 def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """How far the two are apart, whichever is larger."""
     return _capped(k1(x).abs(), cap)
 
 
-@kl_estimator(formula="(p - q)^2 / 2{cap: , at most cap}", source=_SCHULMAN, gradient="unbiased")
+@kl_estimator(
+    formula="(p - q)^2 / 2{cap: , at most cap}",
+    source=_SCHULMAN,
+    gradient="unbiased",
+    mean="biased: right to second order in p - q",
+)
 def k2(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Biased in value; on policy its gradient is that of the KL."""
     return _capped(k1(x).square() / 2, cap)
@@ -86,7 +94,7 @@ def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[
 
     plus.__name__ = f"{estimator.__name__}_plus"
     plus.__doc__ = f"The value of `{estimator.__name__}` with the gradient of `k2`: unbiased on policy."
-    return kl_estimator(formula=law.formula, source=law.source, gradient="unbiased")(plus)
+    return kl_estimator(formula=law.formula, source=law.source, gradient="unbiased", mean=law.mean)(plus)
 
 
 k1_plus, absolute_plus, k2_plus, k3_plus = map(_straight_through, (k1, absolute, k2, k3))

@@ -101,6 +101,8 @@ class KlLaw(Law):
 
     gradient: str = "unbiased"
     """Its gradient's mean on policy: `unbiased` (that of the KL), `zero`, or `biased: how`."""
+    mean: str = "unbiased"
+    """Its own mean on policy: `unbiased` (the KL), or `biased: how`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +204,13 @@ def gate(
 
 
 def kl_estimator(
-    *, formula: str, source: str, gradient: str, needs: Collection[str] = ()
+    *, formula: str, source: str, gradient: str, mean: str = "unbiased", needs: Collection[str] = ()
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `kl.estimator` can name.
 
     It reads `x.log_prob` and the column `ref_log_prob`; `needs` names further columns.
     """
-    return with_law(KlLaw(formula, source, frozenset(needs) | {"ref_log_prob"}, gradient))
+    return with_law(KlLaw(formula, source, frozenset(needs) | {"ref_log_prob"}, gradient, mean))
 
 
 def entropy_term(
