@@ -139,8 +139,8 @@ def grpo_passk(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Ep
     centred=True,
 )
 def max_rl(x: AdvantageInputs) -> Advantages:
-    """Reward relative to the group's success rate: with rewards 0 and 1, the gradient of log(success rate) up to the
-    order of the group's size, so rare successes weigh more.
+    """Reward relative to the group's success rate: with rewards 0 and 1, the first G - 1 terms of the gradient of
+    log(success rate) in powers of the failure rate, for a group of G: rare successes weigh more.
 
     Raises DataError for a negative reward, which has no success rate.
     """
