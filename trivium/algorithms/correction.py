@@ -7,7 +7,8 @@ anything here.
 
 Two ways to leave a token out, and what they do to the mean. A weight of zero (`outside: mask`) leaves it in the counts
 that the loss is divided by: the others weigh what they weighed. A rejected token leaves the response mask and with it
-the counts: the survivors are averaged among themselves.
+the counts: the survivors are averaged among themselves. Bounds on a sum reject long sequences first, which teaches to
+be brief; `mismatch/rejected_length` shows it.
 """
 
 from __future__ import annotations
