@@ -150,7 +150,7 @@ def _bypass_mode(inputs: Arguments, kwargs: Arguments) -> Arguments:
     """The engine's log-probabilities as the old ones; the correction compares them with the current policy's."""
     correction, mask = _correction(kwargs, against="current"), inputs["response_mask"].bool()
     clipped = kwargs["loss_type"] == "ppo_clip"
-    options = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} if clipped else {}
+    options: Arguments = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0} if clipped else {}
     kind = "ppo" if clipped else "reinforce"
     objective = policy_objective(kind, kwargs["loss_agg_mode"], terms={"correction": correction}, **options)
     columns = {"advantages": inputs["advantages"], "old_log_prob": inputs["old_log_prob"]}
