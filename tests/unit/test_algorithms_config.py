@@ -76,7 +76,7 @@ def test_options_reach_the_functions() -> None:
     })  # fmt: skip
     (policy,) = algorithm.objectives
     assert policy.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
-    assert algorithm.estimator.function.keywords == {"norm_by_std": False, "epsilon": 1e-6}
+    assert algorithm.estimator.function.keywords == {"norm_by_std": False, "std_level": "group", "epsilon": 1e-6}
     assert (policy.aggregate, policy.entropy.coef) == ("seq-mean-token-sum-norm", 0.01)
     assert (policy.kl.coef, policy.kl.function.func.__name__) == (0.1, "k3_plus")
     assert (algorithm.epochs, algorithm.mini_batches) == (2, 4)
@@ -112,6 +112,14 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
         ({"kind": "sft", "policy_loss": "ppo"}, "algorithm.policy_loss"),
         ({"kind": "sft", "advantage": "grpo"}, "algorithm.advantage"),
         ({"kind": "grpo", "policy_loss": {"clip_low": -0.1}}, "algorithm.policy_loss.clip_low"),
+        ({"kind": "grpo", "advantage": "gdpo", "kl": {"coef": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+        ({"kind": "grpo", "advantage": "gdpo", "shaping": ["clip"]}, "algorithm.shaping"),
+        ({"kind": "ppo", "normalise_advantages": "std"}, "algorithm.normalise_advantages"),
+        (
+            {"kind": "grpo", "advantage": "reinforce_plus_plus", "normalise_advantages": "mean"},
+            "algorithm.normalise_advantages",
+        ),
+        ({"kind": "grpo", "clip_advantages": 0.0}, "algorithm.clip_advantages"),
         ({"kind": "grpo", "policy_loss": "trivium.algorithms.advantages.group:grpo"}, "algorithm.policy_loss"),
         ({"kind": "grpo", "advantage": "trivium.algorithms.policy_losses.clipped:ppo"}, "algorithm.advantage"),
     ],
@@ -244,3 +252,10 @@ def test_a_distillation_asks_for_no_reward_unless_it_is_evaluated(teacher: str) 
         with pytest.raises(ConfigError) as caught:
             RunConfig.from_mapping(said | change)
         assert [problem[0] for problem in caught.value.problems] == ["rewards"]
+
+
+def test_advantages_that_are_not_whitened_may_be_normalised() -> None:
+    said = {"kind": "ppo", "advantage": {"whiten": False}, "normalise_advantages": "std", "clip_advantages": 5.0}
+    estimator = built(said).estimator
+    assert estimator is not None
+    assert (estimator.normalise, estimator.clip) == ("std", 5.0)

@@ -56,7 +56,7 @@ def asymre(
 
 
 @advantage(
-    formula="R - mean(R over those kept){norm_by_std:, / (population std + epsilon)}; drop=balance leaves no more members below the group's mean than others",  # noqa: E501
+    formula="(R - mean(R over those kept)){norm_by_std: / (population std(R over those kept) + epsilon)}{drop=balance:; kept are as many members below the group's mean as others}",  # noqa: E501
     source="REC and RED-drop, Yao et al. 2025 (arXiv 2509.24203), section 3",
     needs=("uniform",),
     min_group=2,

@@ -41,7 +41,7 @@ def grpo(
 
 
 @advantage(
-    formula="GRPO's advantage of R' = R (1 - rank_penalty rank / G), rank of G by mean log-probability, likeliest last",
+    formula="(R' - mean(R' over the group)){norm_by_std: / (std(R' over the std_level) + epsilon)}; R' = R (1 - rank_penalty rank / G), rank of G members by mean log-probability, likeliest last",  # noqa: E501
     source="rank penalty of Trinity-RFT, after He et al. 2025, section 4 (reward the unlikely)",
     needs=("rollout_log_prob",),
     min_group=2,
@@ -64,7 +64,7 @@ def grpo_rank_penalty(
 
 
 @advantage(
-    formula="R - mean(R over the other members of the group); alone: alone",
+    formula="R - mean(R over the other members of the group){alone=zero:; for a group of one: 0}",
     source="RLOO, Kool et al. 2019; Ahmadian et al. 2024",
     min_group=2,
     centred=True,

@@ -28,7 +28,7 @@ def on_policy_distill(x: AdvantageInputs, *, kl_coef: KlCoef = 1.0) -> Advantage
 
 
 @advantage(
-    formula="-kl_coef (lambda_coef (t - log M) + (1 - lambda_coef) (s - log M)), M = (1 - lambda_coef) exp(s) + lambda_coef exp(t), s = old_log_prob / temperature, t = teacher_log_prob / temperature; at lambda_coef 0: kl_coef (t - s), at 1: kl_coef (s - t)",  # noqa: E501
+    formula="-kl_coef (lambda_coef (t - log M) + (1 - lambda_coef) (s - log M)), M = (1 - lambda_coef) exp(s) + lambda_coef exp(t), s = old_log_prob / temperature, t = teacher_log_prob / temperature",  # noqa: E501
     source="generalised Jensen-Shannon divergence, Agarwal et al. 2024, eq. 1, at the sampled token",
     needs=_NEEDS,
     judged=False,
@@ -42,7 +42,10 @@ def jsd(
     kl_coef: KlCoef = 1.0,
     temperature: Annotated[float, Field(gt=0, description="divides log-probabilities, which stay unnormalised")] = 1.0,
 ) -> Advantages:
-    """Minus the divergence's integrand at the sampled token: a log-ratio, which can have either sign."""
+    """Minus the divergence's integrand at the sampled token: a log-ratio, which can have either sign.
+
+    With `lambda_coef` 0 it is kl_coef (t - s), with 1 kl_coef (s - t).
+    """
     s, t = (x.columns[name].double() / temperature for name in _NEEDS)
     return _per_token(-kl_coef * _divergence(s, t, lambda_coef), x)
 

@@ -22,13 +22,14 @@ ZeroTail = Annotated[
 ]
 _FORMULA = (
     "G - sum(W G over the group's replies at that {}) / sum(W), G = rewards from the token on, "
-    "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary); handle_zero_tail: handle_zero_tail"
+    "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary){}"
 )
+_TAIL = "{handle_zero_tail:; G alone where a group's longest reply goes on by itself}"
 _NEEDS = ("old_log_prob", "sum_pi_squared")
 
 
 @advantage(
-    formula=_FORMULA.format("position"),
+    formula=_FORMULA.format("position", _TAIL),
     source="the optimal token baseline of verl, after the minimum-variance baseline of Greensmith et al. 2004",
     needs=_NEEDS,
     min_group=2,
@@ -46,7 +47,7 @@ def optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = F
 
 
 @advantage(
-    formula=_FORMULA.format("number of trained tokens"),
+    formula=_FORMULA.format("number of trained tokens", _TAIL),
     source="the optimal token baseline of verl for replies with tool calls",
     needs=_NEEDS,
     min_group=2,
