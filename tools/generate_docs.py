@@ -41,6 +41,8 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "algorithm.score_loss": ("score_losses", Plugin),
     "algorithm.gates": ("gates", GateSection),
     "algorithm.correction": ("corrections", Correction),
+    "algorithm.filters": ("filters", Plugin),
+    "algorithm.shaping": ("shapings", Plugin),
     "algorithm.entropy.term": ("entropies", Plugin),
     "algorithm.kl.estimator": ("kl_estimators", Plugin),
     "train": ("train", TrainConfig),
@@ -51,6 +53,8 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
 
 MANY = {
     "algorithm.gates": "algorithm.gates[]",
+    "algorithm.filters": "algorithm.filters[]",
+    "algorithm.shaping": "algorithm.shaping[]",
     "tasks": "tasks.<name>",
     "rewards": "rewards[]",
     "monitors": "monitors[]",
@@ -165,6 +169,9 @@ def _rows(
         values = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else None
         if _is_section(values):
             rows |= _rows(values, f"{key}.<name>", said)
+        optional = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
+        for section in filter(_is_section, optional):
+            rows |= _rows(section, key, said)
     return rows
 
 
