@@ -90,6 +90,8 @@ def fails(check: Check) -> bool:
         check()
     except (AssertionError, pytest.fail.Exception):
         return True
+    except ExceptionGroup as several:  # of a property that fails in more than one way
+        return several.subgroup(AssertionError) is not None
     return False
 
 
@@ -117,16 +119,20 @@ def noting(functions: Mapping[str, FunctionType]) -> Iterator[set[str]]:
         yield called
 
 
-def checks_in(module: ModuleType) -> Iterator[Check]:
-    """The tests of a module as plain calls, parameters filled in; without those that ask for fixtures."""
-    for name, test in vars(module).items():
-        if name.startswith("test_") and callable(test):
-            rows: list[dict[str, Any]] = [{}]
-            for mark in getattr(test, "pytestmark", []):
-                if mark.name == "parametrize":
-                    rows = [{**row, **added} for row in rows for added in _parameters(*mark.args[:2])]
-            wanted = set(inspect.signature(test).parameters)
-            yield from (partial(test, **row) for row in rows if wanted == set(row))
+def checks_in(module: ModuleType) -> list[Check]:
+    """The tests of a module as plain calls, parameters filled in; without those that ask for fixtures. Properties come
+    last: they take their time to shrink what failed."""
+    tests = [test for name, test in vars(module).items() if name.startswith("test_") and callable(test)]
+    return [call for test in sorted(tests, key=lambda test: hasattr(test, "hypothesis")) for call in _calls(test)]
+
+
+def _calls(test: Callable[..., Any]) -> Iterator[Check]:
+    rows: list[dict[str, Any]] = [{}]
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            rows = [{**row, **added} for row in rows for added in _parameters(*mark.args[:2])]
+    wanted = set(inspect.signature(test).parameters)
+    yield from (partial(test, **row) for row in rows if wanted == set(row))
 
 
 def _parameters(names: str | tuple[str, ...], values: Any) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from deviations import DEVIATIONS, LATER
 from golden_cases import DATA
 
 _OUTCOMES: dict[str, Counter[str]] = {"passed": Counter(), "failed": Counter()}
@@ -27,3 +28,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             wrong = f", {failed[function]} FAILED" if failed[function] else ""
             terminalreporter.write_line(f"{passed[function]:4d}  {function}{wrong}")
         terminalreporter.write_line(f"{passed.total():4d}  in all")
+        for which, reason in {**{("", family): reason for family, reason in LATER.items()}, **DEVIATIONS}.items():
+            terminalreporter.write_line(f"left out: {'/'.join(filter(None, which))}: {reason}")
