@@ -149,6 +149,10 @@ def test_what_would_have_no_effect_is_refused() -> None:
     assert "no group of 1" in problems["algorithm.filters[1]"]
     assert configured({"kind": "grpo", "filters": ["zero_variance"]}, group_size=2)
     assert "algorithm.filters" in refused({"kind": "sft", "filters": ["zero_variance"]})
+    problems = refused({"kind": "grpo", "advantage": "remax", "shaping": ["clip"]})
+    assert "a greedy reply, as it was given" in problems["algorithm.shaping"]
+    problems = refused({"kind": "grpo", "advantage": "gdpo", "shaping": ["clip"]})
+    assert "reads no total reward" in problems["algorithm.shaping"]
 
 
 @pytest.mark.parametrize("schedule", [{"max_staleness": 1, "deterministic": True}, {"deterministic": True}, {}])
