@@ -11,6 +11,7 @@ from algebra import (
     STEP,
     Step,
     Variant,
+    finite_differences,
     held_at,
     loss_of,
     objectives,
@@ -96,6 +97,17 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
             direction = torch.randn(at.shape, generator=torch.Generator().manual_seed(seed), dtype=at.dtype)
             found, expected = slope(held, at, direction), float((exact * direction).sum())
             assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
+
+
+def test_a_stop_gradient_that_is_forgotten_is_noticed() -> None:
+    at = torch.tensor([0.3, -0.7], dtype=torch.float64)
+
+    def stopped(x: Tensor) -> Tensor:
+        return (x.detach().exp() * x).sum()
+
+    found = finite_differences(stopped, at)
+    torch.testing.assert_close(found, at.exp(), rtol=1e-8, atol=1e-8)
+    assert not torch.allclose(found, at.exp() * (1 + at))
 
 
 # --------------------------------------------------------------------------- nothing where nothing is

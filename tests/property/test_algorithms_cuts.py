@@ -1,16 +1,17 @@
 """However a step is cut, ordered or padded, its loss, gradient and metrics are the same numbers: everything registered,
 selections, gates, corrections and rows of an expert included."""
 
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
 import pytest
 import torch
-from algebra import Outcome, Step, make_step, objectives, run, selected
+from algebra import STEP, Outcome, Step, make_step, objectives, policy_objective, run, selected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.algorithms import agg_loss, catalogue
+from trivium.algorithms import PerToken, PolicyInputs, agg_loss, catalogue
 from trivium.errors import UnknownName
 
 MODES = catalogue("aggregations")
@@ -42,7 +43,7 @@ def orders(objective: Any, rows: int, data: st.DataObject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(step=steps(), data=st.data())
 def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data: st.DataObject) -> None:
     check_cut(OBJECTIVES[name](), step, data)
@@ -50,7 +51,7 @@ def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-mean"])
 @pytest.mark.parametrize("name", ["value", "loss:ppo", "loss:mix", "loss:clip_cov", "kl:mse", "entropy:sampled"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(step=steps(), data=st.data())
 def test_nor_do_they_with_another_mean(name: str, mode: str, step: Step, data: st.DataObject) -> None:
     check_cut(BY_MODE[mode][name](), step, data)
@@ -62,7 +63,11 @@ def check_cut(objective: Any, step: Step, data: st.DataObject) -> None:
     run(objective, step, parts, padding=data.draw(st.integers(0, 3))).assert_same(whole)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selected", "gate"} & make().needs]
+"""Those that decide something over the whole step."""
+
+
+@pytest.mark.parametrize("name", AHEAD)
 @settings(max_examples=4, deadline=None)
 @given(step=steps(), data=st.data())
 def test_what_is_selected_does_not_depend_on_the_order_of_rows(name: str, step: Step, data: st.DataObject) -> None:
@@ -75,8 +80,19 @@ def test_what_is_selected_does_not_depend_on_the_order_of_rows(name: str, step: 
         torch.testing.assert_close(values, shuffled.columns[column], rtol=1e-9, atol=1e-12)
 
 
+def test_a_loss_that_looks_at_its_micro_batch_is_noticed() -> None:
+    def centred(x: PolicyInputs) -> PerToken:
+        return PerToken(-(x.advantages - x.advantages.mean()) * x.log_prob)
+
+    objective = replace(policy_objective("reinforce"), policy_loss=centred)
+    whole = run(objective, STEP)
+    for changed in (run(objective, STEP, [[0, 1, 2], [3, 4, 5]]), run(objective, STEP, padding=1)):
+        with pytest.raises(AssertionError):
+            changed.assert_same(whole)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(step=steps())
 def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step: Step) -> None:
     for name in ("loss:ppo", "loss:mix", "value"):
