@@ -218,7 +218,7 @@ def two_alike() -> list[Trajectory]:
 @pytest.mark.parametrize("kind", [kind for kind, function in ESTIMATORS.items() if not function.law.centred])
 def test_an_estimator_that_does_not_say_so_is_not_centred(kind: str) -> None:
     which = estimator(Variant(kind))
-    groups = [group(k, *(member(i, 0.7 - k, 9 * k + i, length=1 + i, turns=2) for i in range(3))) for k in range(2)]
+    groups = [group(k, *(member(i, 0.7 + k, 9 * k + i, length=1 + i, turns=2) for i in range(3))) for k in range(2)]
     assert which.function(inputs(which, groups)).advantages.abs().sum() > 0, "declare it centred"
 
 

@@ -1,6 +1,7 @@
 """The basic objectives against the papers' equations, token by token, in python's own arithmetic."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +103,8 @@ def test_mismatch_compares_engine_and_trainer_where_an_engine_sampled() -> None:
 
 def test_sft_is_the_cross_entropy_of_the_expert_tokens() -> None:
     log_prob = random(1)
-    done = objective("sft").loss(LossInputs(MASK, torch.full(MASK.shape, -1), {}, log_prob), TOTALS)
+    totals = replace(TOTALS, expert_tokens=6, expert_sequences=2)
+    done = objective("sft").loss(LossInputs(MASK, torch.full(MASK.shape, -1), {}, log_prob), totals)
     torch.testing.assert_close(done.loss, -log_prob[MASK].mean())
     assert not done.maxima
 
