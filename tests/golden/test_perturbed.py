@@ -16,7 +16,13 @@ from test_golden import cases_in, deviation, run
 
 import trivium.algorithms
 from trivium.algorithms import catalogue
-from trivium.algorithms.correction import importance_weights, rejection_statistic
+from trivium.algorithms.correction import (
+    correct,
+    importance_weights,
+    live_weights,
+    rejection_statistic,
+    statistic_bounds,
+)
 
 ORACLES = Path(__file__).parent.parent / "oracle"
 LAWS = {"test_algorithms_losses", "test_algorithms_advantages", "test_algorithms_kl"}
@@ -25,7 +31,7 @@ ROOMS = (
     "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses", "score_losses",
     "filters", "shapings",
 )  # fmt: skip
-BEHIND = (importance_weights, rejection_statistic)
+BEHIND = (correct, importance_weights, live_weights, rejection_statistic, statistic_bounds)
 """What the values of the room `corrections` are made of."""
 
 
