@@ -43,31 +43,36 @@ def law_of(kind: str) -> PolicyLossLaw:
 
 
 def declared_factor(said: str, options: dict[str, Any]) -> float:
-    """The number behind `factor: <arithmetic in the options>`."""
-    return float(eval(said.removeprefix("factor: "), {"__builtins__": {}}, options))
+    """The number behind arithmetic in the names of options."""
+    return float(eval(said, {"__builtins__": {}}, options))
 
 
-def on_policy_gradient(variant: Variant) -> tuple[Tensor, Tensor]:
+def on_policy_gradient(variant: Variant, step: Step) -> tuple[Tensor, Tensor]:
     """(the gradient of an objective at ratio one, that of -A log_prob), summed over tokens."""
-    step = STEP.on_policy()
     objective = policy_objective(variant.kind, "token-sum", **variant.options)
-    found = run(objective, step).gradients["log_prob"]
+    found = run(objective, step.on_policy()).gradients["log_prob"]
     return found, torch.where(step.mask, -step.columns["advantages"], 0.0)
+
+
+ALIKE = replace(STEP, columns={**STEP.columns, "advantages": STEP.columns["advantages"][:, :1].expand(STEP.mask.shape)})
+"""One advantage for all tokens of a sequence, as most estimators give."""
 
 
 @pytest.mark.parametrize("variant", variants("policy_losses"), ids=str)
 def test_on_policy_a_loss_has_the_gradient_it_declares(variant: Variant) -> None:
-    kind, text, declared = law_of(variant.kind).on_policy.partition(": ")
-    found, plain = on_policy_gradient(variant)
+    kind, separator, declared = law_of(variant.kind).on_policy.partition(": ")
+    found, plain = on_policy_gradient(variant, STEP)
     if kind == "none":
         assert declared, "say why"
         if not variant.options:
             assert not torch.allclose(found, plain), "its gradient is plain: say so"
+        if "plain where" in declared:
+            torch.testing.assert_close(*on_policy_gradient(variant, ALIKE), rtol=1e-9, atol=1e-12)
         return
-    options = {name: getattr(section("policy_losses", variant.kind, **variant.options), name)
-               for name in options_of(LOSSES[variant.kind])}  # fmt: skip
+    said = section("policy_losses", variant.kind, **variant.options)
+    options = {name: getattr(said, name) for name in options_of(LOSSES[variant.kind])}
+    assert (kind, separator) in (("plain", ""), ("factor", ": "))
     factor = 1.0 if kind == "plain" else declared_factor(declared, options)
-    assert (kind, text) in (("plain", ""), ("factor", ": "))
     if kind == "factor" and not variant.options:
         assert factor != 1, "a factor of one is plain"
     torch.testing.assert_close(found, factor * plain, rtol=1e-9, atol=1e-12)
