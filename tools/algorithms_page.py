@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trivium.algorithms.correction import Correction
 from trivium.algorithms.formulas import general, shown
-from trivium.algorithms.registered import EstimatorLaw, GateLaw, KlLaw, Law, PolicyLossLaw
+from trivium.algorithms.registered import EstimatorLaw, GateLaw, GateSection, KlLaw, Law, PolicyLossLaw
+from trivium.config import Plugin
 from trivium.registry import CATALOGUE, resolve
 
 HEAD = """# Algorithms
@@ -26,7 +28,10 @@ ROOMS = {
     "advantages": ("Advantage estimators", "`algorithm.advantage: {kind: NAME, ...}`: what a token was worth."),
     "policy_losses": ("Policy losses", "`algorithm.policy_loss: {kind: NAME, ...}`: the loss of one token."),
     "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
-    "corrections": ("Off-policy corrections", "`algorithm.correction: NAME`, or its keys spelled out."),
+    "corrections": (
+        "Off-policy corrections",
+        "`algorithm.correction: NAME`, or its keys spelled out, or both: keys are laid over what the name says.",
+    ),
     "kl_estimators": ("KL estimators", "`algorithm.kl.estimator: NAME`: from the sampled tokens, in nats."),
     "entropies": ("Entropy terms", "`algorithm.entropy.term: NAME`."),
     "aggregations": ("Aggregations", "`algorithm.aggregate: NAME`: how the losses of tokens become one number."),
@@ -41,8 +46,8 @@ def algorithms_page() -> str:
     """docs/algorithms.md."""
     parts = [HEAD, "## Presets\n", "`algorithm: {kind: NAME}`.\n", _presets()]
     for room, (title, where) in ROOMS.items():
-        parts += [f"## {title}\n", f"{where}\n", *_room(room)]
-    return "\n".join(parts)
+        parts += [f"## {title}\n", f"{where}\n", _shared(room), *_room(room)]
+    return "\n".join(part for part in parts if part)
 
 
 def _presets() -> str:
@@ -66,6 +71,12 @@ def _said(value: Any) -> str:
     return shown(value)
 
 
+def _shared(room: str) -> str:
+    """The keys that every section of a room has."""
+    fields = {"gates": GateSection, "corrections": Correction}.get(room, Plugin).model_fields
+    return _options({name: field for name, field in fields.items() if name != "kind"})
+
+
 def _room(room: str) -> Iterator[str]:
     """Each function once, under all the names it goes by."""
     names: dict[int, list[str]] = {}
@@ -86,7 +97,11 @@ def _function(function: Any, law: Law) -> Iterator[str]:
     facts = [f"Reads {', '.join(f'`{name}`' for name in sorted(law.needs))}." if law.needs else "", *_facts(law)]
     if any(facts):
         yield " ".join(filter(None, facts)) + "\n"
-    options = {name: field for name, field in function.Config.model_fields.items() if name != "kind"}
+    options = {
+        name: field
+        for name, field in function.Config.model_fields.items()
+        if name not in (GateSection if isinstance(law, GateLaw) else Plugin).model_fields
+    }
     if options:
         yield "\n".join(
             ["| option | default | meaning |", "|---|---|---|", *map(_option, options, options.values()), ""]
@@ -112,15 +127,22 @@ def _facts(law: Law) -> Iterator[str]:
             return
 
 
+def _options(fields: Mapping[str, FieldInfo]) -> str:
+    if not fields:
+        return ""
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_option, fields, fields.values()), ""])
+
+
 def _option(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"`{shown(field.default)}`"
     return f"| `{name}` | {default} | {_cell(field.description or '')} |"
 
 
-def _value(section: Any) -> Iterator[str]:
-    """A named section: what it says."""
-    said = section.model_dump(mode="json", exclude_defaults=True)
-    yield f"    {_said(said)}\n"
+def _value(thing: Any) -> Iterator[str]:
+    """A named section: what it says, and where it comes from."""
+    if thing.says:
+        yield f"    {_said(dict(thing.says))}\n"
+    yield f"*{thing.source}.*\n"
 
 
 def _cell(text: str) -> str:

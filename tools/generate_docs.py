@@ -11,8 +11,6 @@ from algorithms_page import algorithms_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trivium.algorithms.correction import Correction
-from trivium.algorithms.registered import GateSection
 from trivium.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -35,16 +33,6 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "rewards": ("rewards", RewardConfig),
     "engine": ("engines", EngineConfig),
     "algorithm": ("algorithms", AlgorithmConfig),
-    "algorithm.advantage": ("advantages", Plugin),
-    "algorithm.policy_loss": ("policy_losses", Plugin),
-    "algorithm.pair_loss": ("pair_losses", Plugin),
-    "algorithm.score_loss": ("score_losses", Plugin),
-    "algorithm.gates": ("gates", GateSection),
-    "algorithm.correction": ("corrections", Correction),
-    "algorithm.filters": ("filters", Plugin),
-    "algorithm.shaping": ("shapings", Plugin),
-    "algorithm.entropy.term": ("entropies", Plugin),
-    "algorithm.kl.estimator": ("kl_estimators", Plugin),
     "train": ("train", TrainConfig),
     "buffer": ("buffers", BufferConfig),
     "monitors": ("monitors", Plugin),
@@ -52,9 +40,6 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
 """Where a config names a plugin: the room of the catalogue, and the fields that every plugin there has."""
 
 MANY = {
-    "algorithm.gates": "algorithm.gates[]",
-    "algorithm.filters": "algorithm.filters[]",
-    "algorithm.shaping": "algorithm.shaping[]",
     "tasks": "tasks.<name>",
     "rewards": "rewards[]",
     "monitors": "monitors[]",
@@ -86,9 +71,6 @@ def config_page() -> str:
         owner = field.annotation
         if name in ROOMS:
             parts += [_paragraph(field.description), *_plugins(name)]
-            parts += [
-                part for inner in ROOMS if inner.startswith(f"{name}.") for part in (f"### {inner}\n", *_plugins(inner))
-            ]
         elif _is_section(owner):
             parts += [_paragraph(owner.__doc__), _table(list(_rows(owner, name).values()))]  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         else:
@@ -117,9 +99,11 @@ def _plugins(section: str) -> Iterator[str]:
         yield f"Every {section} section:\n"
         yield _table(list(_rows(base, prefix).values()))
         seen = dict.fromkeys(_rows(base, prefix).values(), "")
-    for kind in CATALOGUE[room]:
-        target = resolve(room, kind)
-        yield f"**`kind: {kind}`** {_about(target)}\n"
+    if room == "algorithms":
+        yield "What each preset says, and the functions that a section can name: [algorithms](algorithms.md).\n"
+    for kinds in _alike(room):
+        kind, target = kinds[0], resolve(room, kinds[0])
+        yield f"**{', '.join(f'`kind: {name}`' for name in kinds)}** {_about(target)}\n"
         rows = _rows(getattr(target, "Config", base), prefix)
         shared = [(key, seen[row]) for key, row in rows.items() if seen.get(row)]
         yield _table([row for row in rows.values() if row not in seen])
@@ -129,19 +113,19 @@ def _plugins(section: str) -> Iterator[str]:
         seen = {**dict.fromkeys(rows.values(), kind), **seen}
 
 
+def _alike(room: str) -> list[list[str]]:
+    """The kinds of a room; values of one class, which share its section, together."""
+    together: dict[object, list[str]] = {}
+    for kind in CATALOGUE[room]:
+        target = resolve(room, kind)
+        together.setdefault(kind if isinstance(target, type) else target.Config, []).append(kind)
+    return list(together.values())
+
+
 def _about(target: Any) -> str:
-    """What a class, function or preset is: its summary, its formula, its source."""
-    summary = (target.__doc__ or "").strip().split("\n\n")[0] if isinstance(target, type) or callable(target) else ""
-    law = getattr(target, "law", None)
-    says = ", ".join(f"`{name}: {_short(value)}`" for name, value in getattr(target, "says", {}).items())
-    source = law.source if law is not None else getattr(target, "source", "")
-    formula = f"`{law.formula}`" if law is not None else ""
-    return _cell(" ".join(filter(None, [summary, says, formula, f"({source})" if source else ""])))
-
-
-def _short(said: Any) -> str:
-    """A value that a preset gives a key: of a plugin, its kind."""
-    return str(said.get("kind", said)) if isinstance(said, dict) else str(said)
+    """What a class is for, in its own words or in those of its section."""
+    described = target if isinstance(target, type) else target.Config
+    return _cell((described.__doc__ or "").strip().split("\n\n")[0])
 
 
 def _table(rows: list[str]) -> str:

@@ -81,6 +81,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "asymre": "trivium.algorithms.presets:ASYMRE",
         "topr": "trivium.algorithms.presets:TOPR",
         "sppo": "trivium.algorithms.presets:SPPO",
+        "raft": "trivium.algorithms.presets:RAFT",
         "rec": "trivium.algorithms.presets:REC",
         "sft": "trivium.algorithms.presets:SFT",
         "dpo": "trivium.algorithms.presets:DPO",
@@ -91,6 +92,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "distill_top_k": "trivium.algorithms.presets:DISTILL_TOP_K",
     },
     "advantages": {
+        "accept": "trivium.algorithms.advantages.baselines:accept",
         "asymre": "trivium.algorithms.advantages.baselines:asymre",
         "cpgd": "trivium.algorithms.advantages.group:cpgd",
         "gae": "trivium.algorithms.advantages.returns:gae",

@@ -50,6 +50,16 @@ def members(group: int) -> list[float]:
     return [score for score, other in zip(SCORES, GROUPS, strict=True) if other == group]
 
 
+def test_accept_imitates_what_reached_the_threshold() -> None:
+    x = inputs(SCORES, GROUPS, dtype=torch.float64)
+    good = [float(score >= 0.5) for score in SCORES]
+    best = [float(score >= 0.5 and score == max(members(group))) for score, group in zip(SCORES, GROUPS, strict=True)]
+    done = ESTIMATORS["accept"](x, threshold=0.5)
+    assert per_row(done, x) == good
+    assert torch.equal(done.returns, done.advantages)
+    assert per_row(ESTIMATORS["accept"](x, threshold=0.5, best=True), x) == best == [1, 0, 1, 0, 1, 1, 0]
+
+
 def test_grpo_is_reward_against_the_group() -> None:
     x = inputs(SCORES, GROUPS, dtype=torch.float64)
     centred, normalised = [], []

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import algorithms_page
 import generate_docs
 import numpy as np
 import pytest
@@ -29,12 +30,16 @@ def test_the_committed_page_is_up_to_date(page: str) -> None:
 
 
 def test_no_section_kind_or_metric_is_left_out() -> None:
-    config, metrics = (generate_docs.PAGES[page]() for page in ("config.md", "metrics.md"))
+    algorithms, config, metrics = (generate_docs.PAGES[page]() for page in generate_docs.PAGES)
     assert [name for name in RunConfig.model_fields if f"## {name}\n" not in config] == []
     rooms = {room for room, _ in generate_docs.ROOMS.values()}
     assert [kind for room in rooms for kind in CATALOGUE[room] if f"`kind: {kind}`" not in config] == []
-    elsewhere = {"environments", "channels", "aggregations"}  # named by workflow.environment, sync.method, aggregate
-    assert {room for room in set(CATALOGUE) - rooms if CATALOGUE[room]} == elsewhere - {"environments"}
+    assert [kind for kind in CATALOGUE["algorithms"] if f"| `{kind}` |" not in algorithms] == []
+    heads = [line for line in algorithms.splitlines() if line.startswith("### ")]
+    for room in algorithms_page.ROOMS:
+        assert [kind for kind in CATALOGUE[room] if not any(f"`{kind}`" in head for head in heads)] == []
+    # The others are named by workflow.environment and sync.method.
+    assert set(CATALOGUE) - rooms - set(algorithms_page.ROOMS) == {"environments", "channels"}
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 

@@ -3,123 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+from pydantic import Field
 
 from trivium.algorithms.advantages.finishing import Normalise
 from trivium.algorithms.algorithm import Estimator, GroupAlgorithm
+from trivium.algorithms.config_parts import (
+    AdvantagePlugin,
+    CorrectionPlugin,
+    CriticConfig,
+    EntropyConfig,
+    FilterPlugin,
+    GatePlugin,
+    KlConfig,
+    ShapingPlugin,
+    UpdateConfig,
+    changed,
+    is_explored,
+    law_or_problem,
+    ratio_problems,
+    section_problems,
+)
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
 from trivium.algorithms.objective import Gate, PolicyObjective, Term, ValueObjective
 from trivium.algorithms.registered import (
-    AggregationLaw,
     EntropyLaw,
     EstimatorLaw,
     FilterLaw,
     GateLaw,
-    GateSection,
     KlLaw,
-    Law,
-    LawT,
     PolicyLossLaw,
     ShapingLaw,
     bound,
     chosen,
-    law_of,
 )
 from trivium.algorithms.shaping import Moments, Shaping
 from trivium.algorithms.teacher import TeacherConfig, teacher_problems
-from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
-from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.config import Plugin, RunConfig
+from trivium.errors import Problem
 from trivium.registry import resolve
-
-AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]
-PolicyLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("policy_losses"))]
-KlPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("kl_estimators"))]
-FilterPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("filters"))]
-ShapingPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("shapings"))]
-EntropyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("entropies"))]
-
-
-def _aggregation(name: str) -> str:
-    """A name of the room `aggregations`, or the path of a function decorated for it."""
-    path = plugin_path(name)
-    try:
-        law_of(resolve("aggregations", path), AggregationLaw, name)
-    except TriviumError as error:
-        raise ValueError(f"{error.asked}: {error.found}; {error.do}") from error
-    return path
-
-
-Aggregation = Annotated[str, AfterValidator(_aggregation)]
-
-
-CorrectionPlugin = Annotated[SerializeAsAny[Correction], BeforeValidator(plugin("corrections", Correction, "custom"))]
-GatePlugin = Annotated[SerializeAsAny[GateSection], BeforeValidator(plugin("gates"))]
-
-
-class EntropyConfig(Config):
-    """A bonus for variety."""
-
-    coef: float = 0.0
-    """Its weight."""
-    term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
-    """Whose entropy: a name, or a function of yours."""
-
-
-class KlConfig(Config):
-    """A penalty for leaving the reference model: the policy as the stage began."""
-
-    coef: float = Field(default=0.0, ge=0)
-    """Its weight; 0 needs no reference model."""
-    place: Literal["loss", "reward"] = "loss"
-    """`loss` adds it to the objective, `reward` takes it off each token's reward."""
-    estimator: KlPlugin = Field(default={"kind": "low_var_kl"})  # pyright: ignore[reportAssignmentType]
-    """How it is estimated from the sampled tokens: a name, or a function of yours. In a loss, `kl` and `k1` have a
-    gradient of mean zero: use `k1+`."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` steers the coefficient of a penalty in the reward towards a target."""
-    target: float = Field(default=0.1, gt=0)
-    """The KL per token, in nats, that `adaptive` aims at."""
-    horizon: int = Field(default=10000, ge=1)
-    """Sequences over which `adaptive` may change the coefficient by a fifth."""
-
-
-class CriticConfig(Config):
-    """The critic's objective; read where the advantage estimator needs values."""
-
-    clip: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from the old one before its error stops improving; null for any distance."""
-    aggregate: Aggregation = "token-mean"
-    """How token losses become one number."""
-
-
-class PassesConfig(AlgorithmConfig):
-    """What every algorithm has: how often a step's data are used."""
-
-    epochs: int = Field(default=1, ge=1)
-    """Passes over a step's data."""
-    mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass."""
-
-    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        if self.mini_batches > run.schedule.groups_per_step:
-            yield Problem(
-                f"{where}.mini_batches", f"{self.mini_batches} mini-batches",
-                f"a step has {run.schedule.groups_per_step} group(s) (schedule.groups_per_step)",
-                "use fewer mini-batches, or more groups",
-            )  # fmt: skip
-
-
-class UpdateConfig(PassesConfig):
-    """What algorithms with a loss per token have."""
-
-    policy_loss: PolicyLossPlugin
-    """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
-    aggregate: Aggregation = "token-mean"
-    """How token losses become one number."""
 
 
 class SupervisedConfig(UpdateConfig):
@@ -133,10 +58,8 @@ class SupervisedConfig(UpdateConfig):
                 f"imitation learns from one reply per task, the expert's in buffer.kind {run.buffer.kind!r}",
                 "set it to 1",
             )  # fmt: skip
-        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
-        if isinstance(loss, Problem):
-            yield loss
-        elif loss.needs:
+        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, where)
+        if isinstance(loss, PolicyLossLaw) and loss.needs:
             yield Problem(
                 f"{where}.policy_loss", f"the loss {self.policy_loss.kind!r} on expert data",
                 f"it needs {', '.join(sorted(loss.needs))}, and nothing is judged here",
@@ -174,8 +97,8 @@ class PolicyGradientConfig(UpdateConfig):
     """What happens to a trajectory's reward before any KL penalty and the estimator, in this order: names, or functions
     of yours."""
     mask_truncated: bool = False
-    """Whether replies that a length limit cut are left out of the loss. Their group is judged with them all the
-    same."""
+    """Whether replies that a length limit cut are left out of the loss and of the counts it is divided by. Their group
+    is judged with them all the same."""
     teacher: TeacherConfig | None = None
     """Whom the estimator or the loss asks, where one of them asks a teacher."""
 
@@ -189,7 +112,7 @@ class PolicyGradientConfig(UpdateConfig):
             return self
         law = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, "policy_loss")
         has_ratio = isinstance(law, Problem) or "old_log_prob" in law.needs
-        if has_ratio and self.old_log_prob == "rollout":
+        if (has_ratio and self.old_log_prob == "rollout") or (isinstance(law, PolicyLossLaw) and law.off_policy):
             return self
         name = "decoupled_token_is" if has_ratio else "bypass_token_is"
         correction = resolve("corrections", name).configure({"kind": name})
@@ -204,7 +127,9 @@ class PolicyGradientConfig(UpdateConfig):
             why = "default: groups are fresh"
         else:
             why = f"default: groups may be {run.max_staleness} version(s) old"
-            why += "" if correction.active else ", and old_log_prob: rollout takes the ratio against the engine"
+            by_loss = f", and the loss {self.policy_loss.kind!r} is made for them"
+            by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
+            why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else by_loss
         return {"correction": f"{correction.words}{recomputed} ({why})"}
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
@@ -215,30 +140,24 @@ class PolicyGradientConfig(UpdateConfig):
                 "the policy did not sample these replies and nothing judged them: there is no reward to learn from",
                 "use algorithm.kind sft, or buffer.kind memory",
             )  # fmt: skip
-        yield from _kl_problems(self.kl, f"{where}.kl")
-        if self.entropy.coef == 0:
-            for name in _changed(self.entropy):
-                yield Problem(
-                    f"{where}.entropy.{name}", f"an entropy bonus's {name}", "its coefficient is 0",
-                    f"set {where}.entropy.coef",
-                )  # fmt: skip
-        yield from _law_problems(
-            (self.kl.estimator, "kl_estimators", KlLaw, f"{where}.kl.estimator"),
-            (self.entropy.term, "entropies", EntropyLaw, f"{where}.entropy.term"),
-            *((gate, "gates", GateLaw, f"{where}.gates[{i}]") for i, gate in enumerate(self.gates)),
-            *((step, "shapings", ShapingLaw, f"{where}.shaping[{i}]") for i, step in enumerate(self.shaping)),
-        )
-        yield from self._filter_problems(run, where)
+        yield from self.kl.problems(run, f"{where}.kl")
+        yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
-        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
-        if isinstance(loss, Problem):
-            yield loss
-        else:
+        for number, gate in enumerate(self.gates):
+            yield from section_problems(gate, "gates", GateLaw, f"{where}.gates[{number}]")
+        for number, step in enumerate(self.shaping):
+            yield from section_problems(step, "shapings", ShapingLaw, f"{where}.shaping[{number}]")
+        for number, rule in enumerate(self.filters):
+            yield from section_problems(rule, "filters", FilterLaw, f"{where}.filters[{number}]")
+        yield from section_problems(self.advantage, "advantages", EstimatorLaw, f"{where}.advantage")
+        yield from self._filter_problems(run, where)
+        loss, estimator = (
+            law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, where),
+            law_or_problem(self.advantage, "advantages", EstimatorLaw, where),
+        )
+        if isinstance(loss, PolicyLossLaw):
             yield from self._loss_problems(loss, run, where)
-        estimator = law_or_problem(self.advantage, "advantages", EstimatorLaw, f"{where}.advantage")
-        if isinstance(estimator, Problem):
-            yield estimator
-        else:
+        if isinstance(estimator, EstimatorLaw):
             yield from self._estimator_problems(estimator, run, where)
         if isinstance(loss, PolicyLossLaw) and isinstance(estimator, EstimatorLaw):
             yield from teacher_problems(self.teacher, loss.needs | estimator.needs, f"{where}.teacher")
@@ -246,9 +165,7 @@ class PolicyGradientConfig(UpdateConfig):
     def _filter_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         for number, rule in enumerate(self.filters):
             law = law_or_problem(rule, "filters", FilterLaw, f"{where}.filters[{number}]")
-            if isinstance(law, Problem):
-                yield law
-            elif run.schedule.group_size < law.min_group:
+            if isinstance(law, FilterLaw) and run.schedule.group_size < law.min_group:
                 yield Problem(
                     f"{where}.filters[{number}]", f"the filter {rule.kind!r}",
                     f"it refuses no group of {run.schedule.group_size} (schedule.group_size)",
@@ -304,6 +221,12 @@ class PolicyGradientConfig(UpdateConfig):
                 f"{where}.shaping", "shaped rewards", f"the estimator {self.advantage.kind!r} reads no total reward",
                 "leave the key out, or use another estimator",
             )  # fmt: skip
+        if self.shaping and estimator.baseline:
+            yield Problem(
+                f"{where}.shaping", "shaped rewards",
+                f"the estimator {self.advantage.kind!r} compares them with that of a greedy reply, as it was given",
+                "leave the key out, or use another estimator",
+            )  # fmt: skip
         if self.kl.coef and self.kl.place == "reward" and not estimator.reads_total:
             yield Problem(
                 f"{where}.kl.place", "a KL penalty in the reward",
@@ -314,7 +237,7 @@ class PolicyGradientConfig(UpdateConfig):
                 f"{where}.normalise_advantages", "normalised advantages",
                 f"the estimator {self.advantage.kind!r} whitens them already", "leave the key out",
             )  # fmt: skip
-        for name in _changed(self.critic) if "values" not in estimator.needs else ():
+        for name in changed(self.critic) if "values" not in estimator.needs else ():
             yield Problem(
                 f"{where}.critic.{name}", f"a critic's {name}",
                 f"the estimator {self.advantage.kind!r} reads no values, so there is no critic",
@@ -391,88 +314,3 @@ def _controller(kl: KlConfig) -> KlController | None:
     if not kl.coef or kl.place == "loss":
         return None
     return get_kl_controller({"type": kl.controller, "kl_coef": kl.coef, "target_kl": kl.target, "horizon": kl.horizon})
-
-
-def _changed(section: Config) -> list[str]:
-    """The fields that differ from their default."""
-    defaults = type(section)()
-    return [name for name in type(section).model_fields if getattr(section, name) != getattr(defaults, name)]
-
-
-def _kl_problems(kl: KlConfig, where: str) -> Iterator[Problem]:
-    """Keys that have no effect."""
-    in_reward = kl.coef > 0 and kl.place == "reward"
-    for name in _changed(kl):
-        if kl.coef == 0:
-            yield Problem(f"{where}.{name}", f"a KL penalty's {name}", "its coefficient is 0", f"set {where}.coef")
-        elif name == "controller" and not in_reward:
-            yield Problem(
-                f"{where}.controller", "an adaptive KL coefficient", "it works on a penalty in the reward",
-                f"set {where}.place: reward",
-            )  # fmt: skip
-        elif name in ("target", "horizon") and kl.controller == "fixed":
-            yield Problem(
-                f"{where}.{name}", f"an adaptive controller's {name}", "the controller is fixed",
-                f"set {where}.controller: adaptive",
-            )  # fmt: skip
-    law = law_or_problem(kl.estimator, "kl_estimators", KlLaw, f"{where}.estimator")
-    if in_reward and isinstance(law, KlLaw) and law.needs > {"ref_log_prob"}:
-        yield Problem(
-            f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
-            f"it needs {', '.join(sorted(law.needs - {'ref_log_prob'}))}, and rewards are judged before the update",
-            f"set {where}.place: loss, or use low_var_kl",
-        )  # fmt: skip
-    if in_reward and kl.estimator.kind.endswith("+"):
-        yield Problem(
-            f"{where}.estimator", f"the estimator {kl.estimator.kind!r} in the reward",
-            "the + changes the gradient, and a reward has none", f"use {kl.estimator.kind[:-1]!r}",
-        )  # fmt: skip
-
-
-def ratio_problems(
-    config: UpdateConfig,
-    loss: PolicyLossLaw,
-    run: RunConfig,
-    where: str,
-    instead: str,
-    correction: Correction | None = None,
-) -> Iterator[Problem]:
-    """A loss over samples without ratio and weights is right for samples of the current weights alone."""
-    updates = config.epochs * config.mini_batches
-    if "old_log_prob" in loss.needs:
-        return
-    weights = correction.against if correction is not None and correction.weights != "none" else "none"
-    if run.max_staleness > 0 and weights == "none":
-        yield Problem(
-            f"{where}.policy_loss",
-            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
-            "it has no ratio, so samples of older weights would bias its gradient",
-            f"use {instead}, or set schedule.max_staleness to 0",
-        )  # fmt: skip
-    elif updates > 1 and weights != "current":
-        yield Problem(
-            f"{where}.policy_loss", f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
-            "it has no ratio, so the later ones would take samples of older weights for their own",
-            f"use {instead}, or leave epochs and mini_batches at 1",
-        )  # fmt: skip
-
-
-def _law_problems(*sections: tuple[Plugin, str, type[Law], str]) -> Iterator[Problem]:
-    """The functions that were not made for the place where they are named."""
-    for section, room, kind, where in sections:
-        law = law_or_problem(section, room, kind, where)
-        if isinstance(law, Problem):
-            yield law
-
-
-def is_explored(run: RunConfig) -> bool:
-    """Whether the policy itself plays what it is trained on."""
-    return resolve("buffers", run.buffer.kind).explored
-
-
-def law_or_problem(section: Plugin, room: str, kind: type[LawT], where: str) -> LawT | Problem:
-    """The law of the function a section names, or what is wrong with it."""
-    try:
-        return chosen(room, section, kind)[1]
-    except ConfigError as error:
-        return Problem(where, error.asked, error.found, error.do)

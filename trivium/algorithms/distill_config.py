@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.config import UpdateConfig, is_explored, law_or_problem, ratio_problems, supervised
+from trivium.algorithms.config import supervised
+from trivium.algorithms.config_parts import UpdateConfig, is_explored, law_or_problem, ratio_problems
 from trivium.algorithms.registered import PolicyLossLaw
 from trivium.algorithms.teacher import TeacherConfig, teacher_problems
 from trivium.config import RunConfig
@@ -29,10 +30,9 @@ class DistillConfig(UpdateConfig):
                 "schedule.group_size", f"{run.schedule.group_size} trajectories per task",
                 f"buffer.kind {run.buffer.kind!r} has one reply per task, so it would have no effect", "set it to 1",
             )  # fmt: skip
-        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, f"{where}.policy_loss")
+        loss = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, where)
         if isinstance(loss, Problem):
-            yield loss
-            return
+            return  # said already
         yield from teacher_problems(self.teacher, loss.needs, f"{where}.teacher")
         if "advantages" in loss.needs:
             yield Problem(

@@ -11,7 +11,9 @@ from trivium.algorithms.registered import entropy_term
 from trivium.errors import DataError
 
 
-@entropy_term(formula="H", source="Williams and Peng 1991; Mnih et al. 2016", needs=("entropy",))
+@entropy_term(
+    formula="-sum of p log p over the vocabulary", source="Williams and Peng 1991; Mnih et al. 2016", needs=("entropy",)
+)
 def exact(x: PolicyInputs) -> Tensor:
     """The entropy of the whole next-token distribution, for every trained token."""
     return given_entropy(x)

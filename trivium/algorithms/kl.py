@@ -12,8 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.formulas import written
 from trivium.algorithms.inputs import PolicyInputs, bounded_log_ratio, policy_inputs
-from trivium.algorithms.registered import KlLaw, kl_estimator
+from trivium.algorithms.registered import KlLaw, kl_estimator, options_of
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError, DataError, UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
@@ -25,14 +26,14 @@ Cap = Annotated[
 ]
 
 
-@kl_estimator(formula="p - q{cap: , within +-cap}", source=_SCHULMAN, gradient="zero")
+@kl_estimator(formula="p - q{cap:, within +-cap}", source=_SCHULMAN, gradient="zero")
 def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Unbiased; its own gradient has mean zero, so in a loss it teaches nothing."""
     return _capped(x.log_prob - x.columns["ref_log_prob"], cap)
 
 
 @kl_estimator(
-    formula="abs(p - q){cap: , at most cap}",
+    formula="abs(p - q){cap:, at most cap}",
     source=_SCHULMAN,
     gradient="biased: the sign of p - q instead of p - q",
     mean="biased: what the two disagree on does not cancel",
@@ -43,7 +44,7 @@ def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
 
 
 @kl_estimator(
-    formula="(p - q)^2 / 2{cap: , at most cap}",
+    formula="(p - q)^2 / 2{cap:, at most cap}",
     source=_SCHULMAN,
     gradient="unbiased",
     mean="biased: right to second order in p - q",
@@ -54,7 +55,7 @@ def k2(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
 
 
 @kl_estimator(
-    formula="exp(q - p) - (q - p) - 1{cap: , at most cap}",
+    formula="exp(q - p) - (q - p) - 1{cap:, at most cap}",
     source=_SCHULMAN,
     gradient="biased: that of KL(reference, policy)",
 )
@@ -88,13 +89,15 @@ def corrected_k3(
 def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[PolicyInputs], Tensor]:
     """The estimator's value with the gradient of `k2`."""
     law: KlLaw = vars(estimator)["law"]
+    value = written(law.formula, {name: default for name, (_, default) in options_of(estimator).items()})
 
     def plus(x: PolicyInputs) -> Tensor:
         return k2(x) - k2(x).detach() + estimator(x).detach()
 
     plus.__name__ = f"{estimator.__name__}_plus"
     plus.__doc__ = f"The value of `{estimator.__name__}` with the gradient of `k2`: unbiased on policy."
-    return kl_estimator(formula=law.formula, source=law.source, gradient="unbiased", mean=law.mean)(plus)
+    formula = f"{value}, with the gradient of (p - q)^2 / 2"
+    return kl_estimator(formula=formula, source=law.source, gradient="unbiased", mean=law.mean)(plus)
 
 
 k1_plus, absolute_plus, k2_plus, k3_plus = map(_straight_through, (k1, absolute, k2, k3))

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.config import PassesConfig, is_explored, law_or_problem
+from trivium.algorithms.config_parts import PassesConfig, is_explored, section_problems
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.registered import PairLossLaw, ScoreLossLaw, chosen
 from trivium.config import Plugin, RunConfig, plugin
@@ -46,9 +46,7 @@ class PreferenceConfig(PairsConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        law = law_or_problem(self.pair_loss, "pair_losses", PairLossLaw, f"{where}.pair_loss")
-        if isinstance(law, Problem):
-            yield law
+        yield from section_problems(self.pair_loss, "pair_losses", PairLossLaw, f"{where}.pair_loss")
 
 
 class RewardModelConfig(PairsConfig):
@@ -59,9 +57,7 @@ class RewardModelConfig(PairsConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        law = law_or_problem(self.score_loss, "score_losses", ScoreLossLaw, f"{where}.score_loss")
-        if isinstance(law, Problem):
-            yield law
+        yield from section_problems(self.score_loss, "score_losses", ScoreLossLaw, f"{where}.score_loss")
         if run.evaluation.taskset is not None:
             yield Problem(
                 "evaluation.taskset", "an evaluation of the policy",

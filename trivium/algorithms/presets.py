@@ -135,6 +135,8 @@ TOPR = GRPO.replace("TOPR, Le Roux et al. 2025", advantage={"kind": "reinforce"}
 
 SPPO = GRPO.replace("sPPO, Trinity-RFT, Pan et al. 2025", advantage={"kind": "opmd"}, policy_loss={"kind": "sppo"})
 
+RAFT = GRPO.replace("RAFT, Dong et al. 2023", advantage={"kind": "accept"}, policy_loss={"kind": "reinforce"})
+
 REC = GRPO.replace("REC, Yao et al. 2025", advantage={"kind": "rec"}, policy_loss={"kind": "rec"})
 
 # --------------------------------------------------------------------------- imitation, preferences, reward models

@@ -49,6 +49,8 @@ class PolicyLossLaw(Law):
     """Whether tokens of an expert and tokens that were sampled are averaged separately, each over its own count."""
     anchored: bool = False
     """Whether a term of it holds the policy to the old one: off policy it has a gradient where no advantage is."""
+    off_policy: bool = False
+    """Whether it is meant for samples of older policies although it takes no ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,13 @@ def policy_loss(
     select: Callable[..., Any] | None = None,
     split: bool = False,
     anchored: bool = False,
+    off_policy: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> PerToken` a policy loss that `policy_loss.kind` can name.
 
     The options of `select` (a function decorated with `selection`) join those of the loss in one section.
     """
-    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split, anchored))
+    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split, anchored, off_policy))
 
 
 def advantage(

@@ -56,6 +56,26 @@ def asymre(
 
 
 @advantage(
+    formula="1 where R >= threshold{best: and R is the best of the group}, else 0",
+    source="RAFT, Dong et al. 2023: rejection sampling, here without a second data set",
+)
+def accept(
+    x: AdvantageInputs,
+    *,
+    threshold: Annotated[float, Field(description="the reward from which on a reply is imitated")] = 1.0,
+    best: Annotated[bool, Field(description="whether to imitate the best of a group alone, ties included")] = False,
+) -> Advantages:
+    """Good replies count one, others nothing: with the loss `reinforce` the policy imitates what it did well."""
+    who = members(x)
+    accepted = who.score >= threshold
+    if best:
+        ids, group, _ = distinct(who.group)
+        highest = who.score.new_full((len(ids),), -torch.inf).scatter_reduce(0, group, who.score, "amax")
+        accepted &= who.score == highest[group]
+    return spread(accepted.to(who.score.dtype), who.of_row, x)
+
+
+@advantage(
     formula="(R - mean(R over those kept)){norm_by_std: / (population std(R over those kept) + epsilon)}{drop=balance:; kept are as many members below the group's mean as others}",  # noqa: E501
     source="REC and RED-drop, Yao et al. 2025 (arXiv 2509.24203), section 3",
     needs=("uniform",),

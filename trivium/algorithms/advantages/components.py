@@ -15,7 +15,7 @@ from trivium.errors import DataError
 
 
 @advantage(
-    formula="sum over components c of {weights:weights[c] }(R_c - mean(R_c over the group)){norm_by_std: / (std(R_c over the group) + epsilon)}, whitened over the batch",  # noqa: E501
+    formula="sum over components c of {weights:weight_c *} (R_c - mean(R_c over the group)){norm_by_std: / (std(R_c over the group) + epsilon)}, whitened over the batch{weights:; weight_c from weights}",  # noqa: E501
     source="GDPO, Liu et al. 2026, section 3",
     min_group=2,
     centred=True,

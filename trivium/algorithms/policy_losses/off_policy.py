@@ -22,6 +22,7 @@ from trivium.algorithms.registered import policy_loss
     source="OPMD: mirror descent as in Kimi k1.5, 2025, section 2.3.2, simplified by Trinity-RFT, Pan et al. 2025",
     needs=("advantages",),
     on_policy="factor: 1 / (1 + tau)",
+    off_policy=True,
 )
 def opmd(
     x: PolicyInputs,

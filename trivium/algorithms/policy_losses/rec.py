@@ -92,6 +92,7 @@ def rec_regularized(
     source=f"RED-Weight, {_PAPER}",
     needs=("advantages",),
     on_policy="none: exp(A / temperature) shifts the weight from bad replies to good ones",
+    off_policy=True,
 )
 def red_weight(
     x: PolicyInputs,
