@@ -19,7 +19,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
-	@echo "make docs    regenerate docs/config.md and docs/metrics.md"
+	@echo "make docs    regenerate docs/config.md, docs/metrics.md and docs/algorithms.md"
 
 demo: $(FOR_DEMO)
 	$(BIN)/trivium demo $(DEMO_ARGS)

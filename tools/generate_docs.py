@@ -1,4 +1,4 @@
-"""Writes docs/config.md and docs/metrics.md from the code: fields with their docstrings, the metrics' catalogue."""
+"""Writes docs/algorithms.md, docs/config.md and docs/metrics.md from the code."""
 
 from __future__ import annotations
 

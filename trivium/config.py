@@ -230,6 +230,11 @@ class AlgorithmConfig(Plugin):
         """Whether what is played must be judged."""
         return True
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return False
+
     def settled(self, run: RunConfig) -> AlgorithmConfig:
         """The section with what it leaves to the rest of the config filled in: what an algorithm is built from."""
         del run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 import yaml
 
 from trivium.algorithms import AdvantageInputs, GroupAlgorithm, build_algorithm, policy_inputs
+from trivium.algorithms.explain import explain
 from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, plugin
 from trivium.metrics import METRICS
 from trivium.protocols import RolloutEngine
 from trivium.registry import CATALOGUE
 from trivium.testing import check_engine
+from trivium.types import Group, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +97,34 @@ def test_the_algorithm_page_holds_an_estimator_and_a_preset(tmp_path: Path, monk
     assert algorithm.estimator.function(inputs).advantages.tolist() == [[0, 0.75, 0.75], [0, -0.25, 0]]
     mine = algorithm_in({"algorithm": {"kind": "my_algorithms.py:MINE"}}, monkeypatch, tmp_path)
     assert mine.needs == {"ref"}
+
+
+def test_the_algorithm_page_holds_a_part_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = algorithm_in(unpacked("extend-algorithm.md", tmp_path)["my_parts.yaml"], monkeypatch, tmp_path)
+    (objective,) = algorithm.objectives
+    x = policy_inputs(
+        torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]), torch.tensor([[1, 1], [1, 0]]),
+        uniform=torch.tensor([[0.1, 0.9]] * 2),
+        advantages=torch.ones(2, 2), old_log_prob=torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]),
+        ref_log_prob=torch.tensor([[-0.01, 1.0], [-2.0, 0.0]]),
+    )  # fmt: skip
+    assert objective.select_tokens is not None
+    selected = objective.select_tokens(x)
+    assert selected.tolist() == [[True, False], [True, False]]
+    loss = objective.policy_loss(replace(x, columns={**x.columns, "selected": selected.float()})).loss
+    assert loss.tolist() == [[-1, 0], [-1, 0]]
+    assert objective.gates[0].function(x).tolist() == [[0, 1], [1, 0]]
+    assert objective.kl is not None
+    assert objective.kl.function(x).tolist() == [[0, 16], [0, 0]]
+    (rule,) = algorithm.filters
+    group = Group(0, Task("a", ()), (Trajectory(0, rewards={"r": 0.0}), Trajectory(1, rewards={"r": -1.0})))
+    assert not rule.keeps(group)
+    text = explain(algorithm, "")
+    for words in (
+        "-A r where the token is selected", "a random 0.25 of the tokens", "0.95", "sum over tokens / sqrt(tokens)",
+        "keep if a member got more than 0", "max(R, -1)", "(p - q)^4",
+    ):  # fmt: skip
+        assert words in text
 
 
 async def test_the_engine_page_holds_an_engine_that_keeps_its_promises(

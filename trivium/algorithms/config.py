@@ -107,6 +107,11 @@ class PolicyGradientConfig(UpdateConfig):
         law = law_or_problem(self.advantage, "advantages", EstimatorLaw, "advantage")
         return isinstance(law, Problem) or law.judged
 
+    @property
+    def has_critic(self) -> bool:
+        law = law_or_problem(self.advantage, "advantages", EstimatorLaw, "advantage")
+        return isinstance(law, EstimatorLaw) and "values" in law.needs
+
     def settled(self, run: RunConfig) -> PolicyGradientConfig:
         if self.correction.kind != "auto" or run.max_staleness == 0:
             return self

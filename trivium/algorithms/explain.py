@@ -86,6 +86,9 @@ def _(objective: PolicyObjective) -> Iterator[Line]:
     yield Line("minimise", f"mean of {weights}l{terms}, over the tokens of the policy")
     chosen = () if objective.select_tokens is None else (objective.select_tokens,)
     yield Line("l", line_of(objective.policy_loss, objective.law, *chosen), objective.law.source)
+    for function in chosen:
+        law: Law = vars(objective.law.select)["law"]
+        yield Line("selected", line_of(function, law), law.source)
     if objective.weighted:
         yield Line("w", "the importance weight of the correction")
     if objective.correction is not None:

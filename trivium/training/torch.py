@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from pydantic import Field
 
-from trivium.config import TrainConfig, free
-from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.config import RunConfig, TrainConfig, free
+from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
@@ -67,6 +67,13 @@ class TorchTrainEngine(TrainEngine):
         """The policy's optimizer, or the reward model's where that is what is trained."""
         critic_optimizer: OptimizerConfig | None = None
         """The critic's; nothing means the same as the policy's."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            if self.critic_optimizer is not None and not run.algorithm.has_critic:
+                yield Problem(
+                    f"{where}.critic_optimizer", "an optimizer for a critic",
+                    f"the algorithm {run.algorithm.kind!r} trains none", "leave the key out, or use algorithm.kind ppo",
+                )  # fmt: skip
 
     def __init__(
         self,
