@@ -198,7 +198,7 @@ class Step:
 
     @property
     def totals(self) -> Totals:
-        return count(self.batch(), self.mask.shape[1])
+        return count(self.batch({"open"} & self.columns.keys()), self.mask.shape[1])
 
     def on_policy(self) -> Step:
         """The same step, sampled by the current weights."""

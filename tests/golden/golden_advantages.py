@@ -40,7 +40,7 @@ def _verl(inputs: Arguments, kind: str, **options: Any) -> Arguments:
     rows = torch.arange(len(mask))
     rewards = inputs.get("token_level_rewards", torch.zeros(mask.shape))
     x = AdvantageInputs(rewards, mask, inputs.get("index", rows), rows, components=_components(inputs))
-    columns = {**inputs, "old_log_prob": inputs.get("old_log_probs")}
+    columns = {**inputs, "old_log_prob": inputs.get("old_log_probs"), "log_prob": inputs.get("old_log_probs")}
     if "reward_baselines" in inputs:
         columns["greedy_reward"] = inputs["reward_baselines"].unsqueeze(-1).expand(mask.shape)
     done = estimated(x, kind, columns, **options)
@@ -249,7 +249,7 @@ def _clipped(inputs: Arguments, log_prob: Tensor, gate: Arguments) -> tuple[Argu
 
 
 def _selected(mask: Tensor, columns: Arguments, gate: Arguments) -> Tensor:
-    """The mask after a config's gate has seen the whole mini-batch."""
+    """What a config's gate leaves to the policy loss, having seen the whole mini-batch."""
     objective = policy_objective("ppo", "token-mean", gates=({"narrow": True, **gate},))
     shifted = {name: torch.nn.functional.pad(column, (1, 0)) for name, column in columns.items()}
     padded = torch.nn.functional.pad(mask, (1, 0))
@@ -263,7 +263,7 @@ def _selected(mask: Tensor, columns: Arguments, gate: Arguments) -> Tensor:
         )
     ).with_columns(**{name: [row.numpy() for row in column] for name, column in shifted.items()})  # fmt: skip
     chosen = objective.select(batch, 0)
-    return torch.stack([torch.from_numpy(e.response_mask.copy()) for e in chosen.experiences])[:, 1:]
+    return torch.stack([torch.from_numpy(row.copy()) for row in chosen.columns["open"]])[:, 1:].bool()
 
 
 @answers("trinity", "adv_clip_b")

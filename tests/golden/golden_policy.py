@@ -6,7 +6,6 @@ import torch
 from golden_runners import Arguments, answers, minimised, policy_objective
 
 from trivium.algorithms import ValueObjective, compute_policy_loss, kl_penalty
-from trivium.algorithms.inputs import row_mean
 from trivium.algorithms.stats import masked_mean
 from trivium.models.loss import LossInputs, Totals
 
@@ -77,9 +76,6 @@ def _sapo(inputs: Arguments, kwargs: Arguments) -> Arguments:
 @answers("policy_loss", "geo_mean")
 def _geo_mean(inputs: Arguments, kwargs: Arguments) -> Arguments:
     mask = inputs["response_mask"]
-    if "rollout_is_weights" in inputs:  # the peer's weight of a sequence: the geometric mean of its tokens'
-        weights = row_mean(inputs["rollout_is_weights"].log(), mask.bool()).exp().expand_as(mask)
-        inputs = {**inputs, "rollout_is_weights": weights}
     metrics = {
         "actor/pg_clipfrac": "train/clip_fraction_up",
         "actor/ppo_kl": "train/kl",

@@ -383,7 +383,7 @@ def slow_token_baseline(played: Sequence[Row], compact: bool, zero_tail: bool, w
         for s in row.trained[: row.trained.index(t) + 1]:
             scale = row.columns["rollout_is_weights"][s] ** 2 if weighted else 1.0
             squares = row.columns["sum_pi_squared"][s]
-            total += scale * (1 - 2 * exp(row.columns["old_log_prob"][s]) + squares)
+            total += scale * (1 - 2 * exp(row.columns["log_prob"][s]) + squares)
         return total / several
 
     def length(who: int) -> int:
@@ -405,10 +405,12 @@ def slow_token_baseline(played: Sequence[Row], compact: bool, zero_tail: bool, w
 
 
 def scored(weighted: bool = False) -> list[Row]:
-    played = rows(names=["old_log_prob"])
+    played = rows(names=["log_prob"])
     rng = np.random.default_rng(1)
     for row in played:
-        row.columns["sum_pi_squared"] = rng.uniform(0.2, 1, 4).tolist()
+        row.columns["log_prob"] = [-abs(value) for value in row.columns["log_prob"]]
+        likely = [exp(value) for value in row.columns["log_prob"]]  # the rest of the vocabulary has 1 - p to share
+        row.columns["sum_pi_squared"] = [p**2 + float(rng.uniform(0.1, 1)) * (1 - p) ** 2 for p in likely]
         row.columns["rollout_is_weights"] = rng.uniform(0.5, 2, 4).tolist()
         row.rewards = [r + float(rng.normal()) * inside for r, inside in zip(row.rewards, row.mask, strict=True)]
     return played
@@ -418,7 +420,7 @@ def scored(weighted: bool = False) -> list[Row]:
 @pytest.mark.parametrize("zero_tail", [False, True])
 def test_token_baselines_weigh_returns_by_the_size_of_the_gradient(zero_tail: bool, weighted: bool) -> None:
     played = scored()
-    names = ["old_log_prob", "sum_pi_squared", *(["rollout_is_weights"] if weighted else [])]
+    names = ["log_prob", "sum_pi_squared", *(["rollout_is_weights"] if weighted else [])]
     for kind, compact in (("optimal_token_baseline", False), ("tir_optimal_token_baseline", True)):
         done = ESTIMATORS[kind](inputs(played, *names), handle_zero_tail=zero_tail)
         compare(done.advantages, played, slow_token_baseline(played, compact, zero_tail, weighted), 1e-6)
@@ -780,7 +782,7 @@ def test_the_weights_of_a_correction_reach_the_token_baselines() -> None:
     estimator = Estimator(ESTIMATORS["optimal_token_baseline"], ESTIMATORS["optimal_token_baseline"].law)
     batch = batch_of(two_groups())
     batch = batch.with_columns(
-        **{name: [np.full(len(e), -0.5) for e in batch.experiences] for name in ("old_log_prob", "sum_pi_squared")}
+        **{name: [np.full(len(e), -0.5) for e in batch.experiences] for name in ("log_prob", "sum_pi_squared")}
     )
     assert "rollout_is_weights" not in estimator.columns(batch)
     weighted = batch.with_columns(rollout_is_weights=[np.full(len(e), 2.0) for e in batch.experiences])
@@ -798,7 +800,7 @@ def test_clip_gates_are_decided_before_the_mini_batch_is_cut() -> None:
 
 def test_every_estimator_has_a_law_that_names_columns_somebody_can_fill() -> None:
     batch = batch_of(two_groups())
-    scores = {"values", "old_log_prob", "sum_pi_squared", "teacher_log_prob"}
+    scores = {"values", "log_prob", "old_log_prob", "sum_pi_squared", "teacher_log_prob"}
     for kind, function in ESTIMATORS.items():
         law = function.law
         assert isinstance(law, EstimatorLaw), kind

@@ -73,8 +73,10 @@ def test_top_entropy_keeps_what_lies_at_or_above_the_quantile_of_the_batch(fract
         x = inputs(seed)
         assert x.entropy is not None
         weight = GATES["top_entropy"](x, fraction=fraction)
-        limit = quantile(x.entropy[MASK].tolist(), 1 - fraction)
-        assert weight[MASK].tolist() == [float(value >= limit - 1e-12) for value in x.entropy[MASK].tolist()]
+        sampled = MASK & ~x.expert
+        limit = quantile(x.entropy[sampled].tolist(), 1 - fraction)
+        assert weight[sampled].tolist() == [float(value >= limit - 1e-12) for value in x.entropy[sampled].tolist()]
+        assert weight[x.expert].eq(1).all()
         assert weight[~MASK].eq(0).all()
         assert weight.sum() >= 1
 

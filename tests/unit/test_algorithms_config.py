@@ -45,9 +45,16 @@ def least(kind: str, teacher: str) -> dict[str, object]:
     return {"kind": kind, "teacher": {"path": teacher}} if kind.startswith("distill") else {"kind": kind}
 
 
+def as_it_runs(algorithm: dict[str, object]) -> RunConfig:
+    """A config in which the preset can run."""
+    if algorithm["kind"] == "sft":
+        return configured(algorithm, buffer={"kind": "files"}, group_size=1)
+    return configured(algorithm)
+
+
 @pytest.mark.parametrize("kind", PRESETS)
 def test_a_preset_is_complete_and_survives_being_saved(kind: str, teacher: str) -> None:
-    config = configured(least(kind, teacher))
+    config = as_it_runs(least(kind, teacher))
     assert isinstance(PRESETS[kind], Preset)
     assert PRESETS[kind].source
     assert build_algorithm(config.algorithm).name == kind
@@ -56,12 +63,12 @@ def test_a_preset_is_complete_and_survives_being_saved(kind: str, teacher: str) 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_an_algorithm_crosses_a_process_boundary(kind: str, teacher: str) -> None:
-    algorithm = built(least(kind, teacher))
+    algorithm = build_algorithm(as_it_runs(least(kind, teacher)).algorithm)
     assert pickle.loads(pickle.dumps(algorithm)).objectives[0].needs == algorithm.objectives[0].needs
 
 
 def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher: str) -> None:
-    needs = {kind: set(built(least(kind, teacher)).needs) for kind in PRESETS}
+    needs = {kind: set(build_algorithm(as_it_runs(least(kind, teacher)).algorithm).needs) for kind in PRESETS}
     assert {kind: what for kind, what in needs.items() if what} == {
         "ppo": {"values"}, "distill": {"teacher"}, "distill_top_k": {"teacher_top"}, "decoupled_ppo": {"old"},
         "dpo": {"ref"}, "ipo": {"ref"}, "kto": {"ref"},
@@ -109,7 +116,13 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
         ({"kind": "grpo", "kl": {"coef": 0.1, "place": "reward", "estimator": "k3+"}}, "algorithm.kl.estimator"),
         ({"kind": "reinforce", "old_log_prob": "recompute"}, "algorithm.old_log_prob"),
         ({"kind": "grpo", "policy_loss": "sft"}, "algorithm.policy_loss"),
-        ({"kind": "sft", "policy_loss": "ppo"}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "policy_loss": "mix"}, "algorithm.policy_loss"),
+        ({"kind": "grpo", "entropy": {"coef": 0.1, "term": "sampled"}}, "algorithm.entropy.term"),
+        ({"kind": "grpo", "kl": {"coef": 0.1, "estimator": "k1"}}, "algorithm.kl.estimator"),
+        ({"kind": "grpo", "gates": ["top_entropy"], "policy_loss": "gmpo"}, "algorithm.gates[0]"),
+        ({"kind": "max_rl", "kl": {"coef": 0.1, "place": "reward"}}, "algorithm.kl.place"),
+        ({"kind": "gigpo", "shaping": ["scale_shift"]}, "algorithm.shaping"),
+        ({"kind": "sft"}, "algorithm.kind"),
         ({"kind": "sft", "advantage": "grpo"}, "algorithm.advantage"),
         ({"kind": "grpo", "policy_loss": {"clip_low": -0.1}}, "algorithm.policy_loss.clip_low"),
         ({"kind": "grpo", "advantage": "gdpo", "kl": {"coef": 0.1, "place": "reward"}}, "algorithm.kl.place"),
@@ -157,8 +170,25 @@ def test_a_loss_without_ratio_and_weights_wants_fresh_samples() -> None:
         assert "no ratio" in problem[2]
         assert configured("reinforce", **stale)
         assert configured("rloo", **stale)
-        assert configured("sft", **stale)
+        assert configured("sft", buffer={"kind": "files"}, group_size=1, **stale)
     assert configured("reinforce", max_staleness=0)
+
+
+def test_what_is_made_for_stale_groups_is_left_alone() -> None:
+    for algorithm in ("m2po", "topr", "vespo", "sppo", "rec", "prime", "dppo", "opmd", "asymre"):
+        stale = configured(algorithm, max_staleness=2)
+        assert not stale.algorithm.settled(stale).correction.active, algorithm
+        assert "made for them" in stale.algorithm.describe(stale)["correction"]
+        assert not build_algorithm(stale.algorithm.settled(stale)).recompute_old
+    for algorithm in ({"kind": "grpo", "gates": ["sequence_drift"]}, {"kind": "grpo", "gates": ["top_entropy"]}):
+        stale = configured(algorithm, max_staleness=2)
+        assert stale.algorithm.settled(stale).correction.active == (algorithm["gates"] == ["top_entropy"])
+
+
+def test_old_log_probs_are_asked_of_whoever_reads_them() -> None:
+    for reader in ({"gates": ["sequence_drift"]}, {"kl": {"coef": 0.1, "estimator": "corrected_k3"}}):
+        assert built({"kind": "reinforce", "old_log_prob": "recompute", **reader}).recompute_old
+    assert built({"kind": "reinforce", "advantage": "optimal_token_baseline"}).needs == {"log_prob", "sum_pi_squared"}
 
 
 @pytest.mark.parametrize("several", [{"mini_batches": 2}, {"epochs": 2}])

@@ -111,7 +111,8 @@ class GroupAlgorithm:
     @property
     def needs(self) -> frozenset[str]:
         """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
-        columns = self.columns - LIVE
+        asked = self.estimator.law.needs if self.estimator else frozenset[str]()
+        columns = (self.columns - LIVE) | asked
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
         return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
@@ -140,7 +141,7 @@ class GroupAlgorithm:
         """The rule that refuses a group: it cannot be judged, or a filter says no; None for a group to train on."""
         if self.pairs and pair_of(group) is None:
             return "no_pair"
-        if len(group.alive) < (self.estimator.law.min_group if self.estimator else 1):
+        if sum(bool(member.turns) for member in group.alive) < (self.estimator.law.min_group if self.estimator else 1):
             return "too_few_alive"
         if self.greedy_baseline:
             if group.greedy is None:

@@ -35,6 +35,7 @@ from trivium.algorithms.registered import (
     FilterLaw,
     GateLaw,
     KlLaw,
+    Law,
     PolicyLossLaw,
     ShapingLaw,
     bound,
@@ -52,7 +53,13 @@ class SupervisedConfig(UpdateConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        if not is_explored(run) and run.schedule.group_size != 1:
+        if is_explored(run):
+            yield Problem(
+                f"{where}.kind", f"the algorithm {self.kind!r} on buffer.kind {run.buffer.kind!r}",
+                "it would imitate whatever the policy itself samples, good or bad",
+                "use buffer.kind files, or algorithm.kind raft to imitate what earned a reward",
+            )  # fmt: skip
+        elif run.schedule.group_size != 1:
             yield Problem(
                 "schedule.group_size", f"{run.schedule.group_size} trajectories per task",
                 f"imitation learns from one reply per task, the expert's in buffer.kind {run.buffer.kind!r}",
@@ -117,11 +124,20 @@ class PolicyGradientConfig(UpdateConfig):
             return self
         law = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, "policy_loss")
         has_ratio = isinstance(law, Problem) or "old_log_prob" in law.needs
-        if (has_ratio and self.old_log_prob == "rollout") or (isinstance(law, PolicyLossLaw) and law.off_policy):
+        if (has_ratio and self.old_log_prob == "rollout") or self._made_for_stale_groups:
             return self
         name = "decoupled_token_is" if has_ratio else "bypass_token_is"
         correction = resolve("corrections", name).configure({"kind": name})
         return self.model_copy(update={"correction": correction})
+
+    @property
+    def _made_for_stale_groups(self) -> list[str]:
+        """The loss and the gates whose ratio is against the policy that sampled: a correction would leave them idle."""
+        sections = [(self.policy_loss, "policy_losses"), *((gate, "gates") for gate in self.gates)]
+        laws = [(section, law_or_problem(section, room, Law, "")) for section, room in sections]
+        return [
+            repr(section.kind) for section, law in laws if isinstance(law, PolicyLossLaw | GateLaw) and law.off_policy
+        ]
 
     def describe(self, run: RunConfig) -> dict[str, str]:
         correction = self.settled(run).correction
@@ -132,9 +148,9 @@ class PolicyGradientConfig(UpdateConfig):
             why = "default: groups are fresh"
         else:
             why = f"default: groups may be {run.max_staleness} version(s) old"
-            by_loss = f", and the loss {self.policy_loss.kind!r} is made for them"
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
-            why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else by_loss
+            made_for = f", and {' and '.join(self._made_for_stale_groups)} are made for them"
+            why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
         return {"correction": f"{correction.words}{recomputed} ({why})"}
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
@@ -170,6 +186,12 @@ class PolicyGradientConfig(UpdateConfig):
     def _filter_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         for number, rule in enumerate(self.filters):
             law = law_or_problem(rule, "filters", FilterLaw, f"{where}.filters[{number}]")
+            if isinstance(law, FilterLaw) and law.judged and not self.reads_rewards and not run.rewards:
+                yield Problem(
+                    f"{where}.filters[{number}]", f"the filter {rule.kind!r}, which reads rewards",
+                    f"nobody gives any, and the estimator {self.advantage.kind!r} needs none",
+                    "leave the filter out, or name a reward",
+                )  # fmt: skip
             if isinstance(law, FilterLaw) and run.schedule.group_size < law.min_group:
                 yield Problem(
                     f"{where}.filters[{number}]", f"the filter {rule.kind!r}",
@@ -193,13 +215,23 @@ class PolicyGradientConfig(UpdateConfig):
             instead = f"algorithm.kind rloo or grpo, {where}.correction bypass_token_is"
             yield from ratio_problems(self, loss, run, where, instead, self.settled(run).correction)
         yield from self._correction_problems(loss, self.settled(run).correction, where)
+        yield from self._sequence_problems(loss, where)
+        entropy = law_or_problem(self.entropy.term, "entropies", EntropyLaw, where)
+        about_experts = [f"the loss {self.policy_loss.kind!r}"] if loss.split else []
+        if self.entropy.coef and isinstance(entropy, EntropyLaw) and entropy.sampled:
+            about_experts.append(f"the entropy term {self.entropy.term.kind!r}")
+        for what in about_experts if not getattr(resolve("buffers", run.buffer.kind), "mixed", False) else ():
+            yield Problem(
+                f"{where}.{'policy_loss' if 'loss' in what else 'entropy.term'}",
+                f"{what}, which tells an expert's tokens from the policy's own",
+                f"buffer.kind {run.buffer.kind!r} never holds both", "use another one, or a buffer that mixes the two",
+            )  # fmt: skip
 
     def _correction_problems(self, loss: PolicyLossLaw, correction: Correction, where: str) -> Iterator[Problem]:
-        penalty = self.kl.coef > 0 and self.kl.place == "reward"
-        if self.old_log_prob != "auto" and not ("old_log_prob" in loss.needs or penalty or correction.decoupled):
+        if self.old_log_prob != "auto" and not (self._reads_old(loss) or correction.decoupled):
             yield Problem(
                 f"{where}.old_log_prob", f"old log-probabilities by {self.old_log_prob}",
-                f"the loss {self.policy_loss.kind!r} does not read them", "leave the key out",
+                f"neither the loss {self.policy_loss.kind!r} nor anything else here reads them", "leave the key out",
             )  # fmt: skip
         if correction.decoupled and self.old_log_prob == "rollout":
             yield Problem(
@@ -213,6 +245,31 @@ class PolicyGradientConfig(UpdateConfig):
                 f"the ratio of the loss {self.policy_loss.kind!r} is one already: it would count twice",
                 f"set {where}.correction.against: old, or leave the weights out",
             )  # fmt: skip
+
+    def _reads_old(self, loss: PolicyLossLaw) -> bool:
+        """Whether anything reads the log-probabilities of before the step."""
+        further = [(self.advantage, "advantages"), *((gate, "gates") for gate in self.gates)]
+        if self.kl.coef:
+            further.append((self.kl.estimator, "kl_estimators"))
+        laws = [law_or_problem(section, room, Law, "") for section, room in further]
+        penalised = self.kl.coef > 0 and self.kl.place == "reward"
+        return penalised or any("old_log_prob" in law.needs for law in (loss, *laws) if isinstance(law, Law))
+
+    def _sequence_problems(self, loss: PolicyLossLaw, where: str) -> Iterator[Problem]:
+        """Weights for single tokens where a loss knows sequences only, and counts that would not be split."""
+        for number, gate in enumerate(self.gates):
+            law = law_or_problem(gate, "gates", GateLaw, where)
+            if isinstance(law, GateLaw) and loss.per_sequence and not law.per_sequence:
+                yield Problem(
+                    f"{where}.gates[{number}]", f"the gate {gate.kind!r}, which judges tokens",
+                    f"the loss {self.policy_loss.kind!r} has one ratio for a whole sequence",
+                    "use the gate sequence_drift, or another loss (gspo in the place of gspo_sequence)",
+                )  # fmt: skip
+            if loss.split and gate.narrow:
+                yield Problem(
+                    f"{where}.gates[{number}].narrow", "counts without the tokens that a gate shuts",
+                    f"the loss {self.policy_loss.kind!r} divides by counts of its own", "leave the key out",
+                )  # fmt: skip
 
     def _estimator_problems(self, estimator: EstimatorLaw, run: RunConfig, where: str) -> Iterator[Problem]:
         if run.schedule.group_size < estimator.min_group:
@@ -231,6 +288,18 @@ class PolicyGradientConfig(UpdateConfig):
                 f"{where}.shaping", "shaped rewards",
                 f"the estimator {self.advantage.kind!r} compares them with that of a greedy reply, as it was given",
                 "leave the key out, or use another estimator",
+            )  # fmt: skip
+        if self.shaping and "turn_reward" in estimator.needs:
+            yield Problem(
+                f"{where}.shaping", "shaped rewards",
+                f"the estimator {self.advantage.kind!r} takes them apart into what each turn was paid, as it was given",
+                "leave the key out, or use advantage.kind step_wise_grpo",
+            )  # fmt: skip
+        if self.kl.coef and self.kl.place == "reward" and estimator.nonnegative:
+            yield Problem(
+                f"{where}.kl.place", "a KL penalty in the reward",
+                f"the estimator {self.advantage.kind!r} makes no sense of rewards below 0",
+                f"set {where}.kl.place: loss",
             )  # fmt: skip
         if self.kl.coef and self.kl.place == "reward" and not estimator.reads_total:
             yield Problem(

@@ -106,6 +106,12 @@ class KlConfig(Config):
                 f"it needs {', '.join(sorted(law.needs - {'ref_log_prob'}))}, and rewards are judged before the update",
                 f"set {where}.place: loss, or use low_var_kl",
             )  # fmt: skip
+        if self.coef and not in_reward and isinstance(law, KlLaw) and law.gradient == "zero":
+            yield Problem(
+                f"{where}.estimator", f"the estimator {self.estimator.kind!r} in the loss",
+                "its gradient has mean zero: it adds noise, and pulls nowhere",
+                f"use {self.estimator.kind}+, or set {where}.place: reward",
+            )  # fmt: skip
         if in_reward and self.estimator.kind.endswith("+"):
             yield Problem(
                 f"{where}.estimator", f"the estimator {self.estimator.kind!r} in the reward",

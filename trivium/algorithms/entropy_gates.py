@@ -29,8 +29,8 @@ def clip_b(
     x: PolicyInputs, *, mu: Annotated[float, Field(gt=0, description="standard deviations below the mean")] = 2.5
 ) -> Tensor:
     """Shuts discouraged tokens whose discriminant is far below the mini-batch's mean."""
-    signal, mean, std = _measured(discriminant(x), x.response_mask)
-    return 1.0 - ((x.advantages < 0) & (signal < mean - mu * std)).to(signal.dtype)
+    signal, mean, std = _measured(discriminant(x), x.response_mask & ~x.expert)
+    return 1.0 - (~x.expert & (x.advantages < 0) & (signal < mean - mu * std)).to(signal.dtype)
 
 
 @gate(
@@ -48,9 +48,10 @@ def clip_v(
     ] = 1e-4,
 ) -> Tensor:
     """Shuts tokens whose discriminant is far below its expectation under the policy at that place."""
-    excess, _, std = _measured(x.columns["mean_discriminant"] - discriminant(x), x.response_mask)
-    shut = x.response_mask & (x.advantages <= 0) & (excess > mu * std)
-    tokens, discouraged = int(x.response_mask.sum()), shut & (x.advantages < 0)
+    sampled = x.response_mask & ~x.expert
+    excess, _, std = _measured(x.columns["mean_discriminant"] - discriminant(x), sampled)
+    shut = sampled & (x.advantages <= 0) & (excess > mu * std)
+    tokens, discouraged = int(sampled.sum()), shut & (x.advantages < 0)
     room = max(int(max_fraction * tokens), 1)
     if int(shut.sum()) > max_fraction * tokens and int(discouraged.sum()) > room:
         bound = excess[discouraged].topk(room).values[-1]

@@ -80,6 +80,7 @@ def difficulty(
 @group_filter(
     formula="keep if the fraction of members that a length limit cut < below",
     source="overlong filtering: DAPO, Yu et al. 2025, section 3.4, for whole groups",
+    judged=False,
 )
 def overlong(
     group: Group,

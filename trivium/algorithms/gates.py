@@ -23,6 +23,8 @@ from trivium.algorithms.registered import gate
     formula="0 where A < 0 and the row's mean of old_log_prob - log_prob exceeds delta, else 1",
     source="off-policy sequence masking, DeepSeek-V3.2, 2025, section 3.1",
     needs=("advantages", "old_log_prob", "log_prob"),
+    off_policy=True,
+    per_sequence=True,
 )
 def sequence_drift(
     x: PolicyInputs,
@@ -38,6 +40,7 @@ def sequence_drift(
     formula="0 where A > 0 and exp(log_prob) - exp(old_log_prob) > limit, or A <= 0 and it is < -limit, else 1",
     source="prime-rl, Prime Intellect 2026; as a trust region in total variation, DPPO, 2026 (arXiv 2602.04879)",
     needs=("advantages", "old_log_prob", "log_prob"),
+    off_policy=True,
 )
 def probability_difference(
     x: PolicyInputs,
@@ -70,13 +73,14 @@ def top_entropy(
     At least one token of a mini-batch (of a row) counts, and of equal ones all do. In a mini-batch the limit is the
     1 - fraction quantile of the entropies; in a row, fraction times its tokens are counted, rounded down.
     """
-    given = given_entropy(x).masked_fill(~x.response_mask, -torch.inf)
+    compared = x.response_mask & ~x.expert
+    given = given_entropy(x).masked_fill(~compared, -torch.inf)
     candidates = given.flatten().unsqueeze(0) if per == "batch" else given
     tokens = (candidates > -torch.inf).sum(-1, keepdim=True)
     kept = 1 + (tokens - 1) * fraction if per == "batch" else tokens * fraction
     last = kept.double().floor().long().clamp(min=1) - 1
     lowest = candidates.sort(-1, descending=True).values.gather(-1, last)
-    return ((given >= lowest) & x.response_mask).to(given.dtype)
+    return (x.response_mask & (x.expert | (given >= lowest))).to(given.dtype)
 
 
 def _open_unless(shut: Tensor, x: PolicyInputs) -> Tensor:

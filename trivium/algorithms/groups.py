@@ -167,7 +167,7 @@ def advantage_inputs(batch: Batch) -> AdvantageInputs:
     return AdvantageInputs(
         torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
         mask, torch.from_numpy(group), torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
-        components=_components(batch),
+        components=_components(batch), reward=torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64),
     )  # fmt: skip
 
 
@@ -180,11 +180,11 @@ def _components(batch: Batch) -> dict[str, Tensor]:
 
 
 def rewarded(x: AdvantageInputs, rewards: Tensor) -> AdvantageInputs:
-    """The inputs with these rewards (B,) in the place of those on the last trained token of each row."""
+    """The inputs with these rewards (B,) in the place of the trajectories' own."""
     place = torch.arange(x.response_mask.shape[1])
     last = torch.where(x.response_mask, place, -1).amax(-1, keepdim=True)
     placed = torch.where(place == last, rewards.unsqueeze(-1), 0.0)
-    return replace(x, token_level_rewards=placed.to(x.token_level_rewards.dtype))
+    return replace(x, token_level_rewards=placed.to(x.token_level_rewards.dtype), reward=rewards)
 
 
 def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> ShapingInputs:

@@ -81,9 +81,13 @@ def corrected_k3(
     *,
     bound: Annotated[float | None, Field(gt=0, description="largest importance ratio; null for none")] = 2.0,
 ) -> Tensor:
-    """`k3` weighted with the ratio of current and old policy, through which its gradient becomes that of the KL."""
+    """`k3` weighted with the ratio of current and old policy, through which its gradient becomes that of the KL.
+
+    Where an off-policy correction weighs the old policy against the engine's, its weights enter as well.
+    """
     ratio = x.log_ratio.exp()
-    return (ratio if bound is None else ratio.clamp(max=bound)) * k3(x)
+    weights = x.columns.get("rollout_is_weights", torch.ones_like(ratio))
+    return weights * (ratio if bound is None else ratio.clamp(max=bound)) * k3(x)
 
 
 def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[PolicyInputs], Tensor]:

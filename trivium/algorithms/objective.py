@@ -18,7 +18,7 @@ from trivium.algorithms.aggregation import Counts
 from trivium.algorithms.correction import Correction, live_weights
 from trivium.algorithms.corrections import corrected, measured
 from trivium.algorithms.groups import padded, ragged, token_uniforms
-from trivium.algorithms.inputs import PerToken, PolicyInputs, expert_rows, inside
+from trivium.algorithms.inputs import PerToken, PolicyInputs, expert_rows, inside, row_mean
 from trivium.algorithms.mismatch import compared, with_sample_sizes
 from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, SelectionLaw
 from trivium.algorithms.value_loss import clipped_value_loss
@@ -91,7 +91,7 @@ class PolicyObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns of the loss, its terms and gates, those that `select` adds (`selected`, `gate`) included."""
+        """Columns of the loss, its terms and gates, those that `select` adds included."""
         wanted = set(self.law.needs)
         for term in (self.entropy, self.kl):
             wanted |= term.law.needs if term is not None else set()
@@ -101,6 +101,7 @@ class PolicyObjective:
         further = {
             "rollout_is_weights": self.weighted or made,
             "gate": any(gate.ahead for gate in self.gates),
+            "open": any(gate.narrow for gate in self.gates),
             "selected": self.select_tokens is not None,
         }
         return frozenset(wanted) | {name for name, is_there in further.items() if is_there}
@@ -121,10 +122,11 @@ class PolicyObjective:
         return (vars(self.law.select)["law"],) if self.law.select is not None else ()
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with the columns `selected` (1 or 0), `gate` and `rollout_is_weights`.
+        """The mini-batch with the columns `selected`, `gate`, `open` (0 where a narrow gate shuts) and
+        `rollout_is_weights`.
 
-        Tokens that are rejected, or shut out by a narrow gate, leave the mask; how far apart engine and trainer were is
-        measured before they do, where the current log-probabilities are there.
+        Tokens that are rejected leave the mask; how far apart engine and trainer were is measured before they do, where
+        the current log-probabilities are there.
         """
         if "log_prob" in self.looks_at:
             current = padded(batch.columns["log_prob"])
@@ -141,9 +143,10 @@ class PolicyObjective:
         if ahead:
             weights = reduce(torch.mul, (gate.function(x) for gate in ahead)).to(x.log_prob.dtype)
             batch = batch.with_columns(gate=ragged(weights, batch))
-            shut = [gate.function(x) == 0 for gate in ahead if gate.narrow]
-            if shut:
-                batch = batch.masked(ragged(~reduce(torch.logical_or, shut), batch))
+            passed = [gate.function(x) != 0 for gate in ahead if gate.narrow]
+            if passed:
+                opened = reduce(torch.logical_and, passed) & x.response_mask
+                batch = batch.with_columns(open=ragged(opened.to(x.log_prob.dtype), batch))
         return batch
 
     def _whole(self, batch: Batch, address: tuple[int, ...]) -> PolicyInputs:
@@ -160,26 +163,14 @@ class PolicyObjective:
         """This micro-batch's part of the step's loss, and its metrics."""
         x = _policy_inputs(inputs)
         done = self.policy_loss(x)
-        per_token, metrics = done.loss, dict(done.metrics)
-        for gate in self.gates:
-            if not gate.ahead:
-                weight = gate.function(x.detached())
-                per_token = per_token * weight
-                metrics["train/gate_closed"] = (weight == 0).to(per_token.dtype)
-        for name in ("gate", "rollout_is_weights"):
-            if name in x.columns:
-                per_token = per_token * x.columns[name]
-        if self.correction is not None and self.correction.live:
-            weights, said = _live_weights(x, self.correction, totals)
-            per_token, metrics = per_token * weights, metrics | said
-        if "gate" in x.columns:
-            metrics["train/gate_closed"] = (x.columns["gate"] == 0).to(per_token.dtype)
-        loss = self._mean(per_token, x, totals, split=self.law.split)
+        weights, metrics = self._weights(x, totals)
+        metrics |= done.metrics
+        loss = self._policy_mean(done.loss if weights is None else done.loss * weights, x, totals)
         if self.entropy is not None:
             loss = loss - self.entropy.coef * self._entropy_mean(self.entropy, x, totals)
         if self.kl is not None:
             metrics["train/ref_kl"] = self.kl.function(x)
-            loss = loss + self.kl.coef * self._mean(metrics["train/ref_kl"], x, totals)
+            loss = loss + self.kl.coef * aggregated(metrics["train/ref_kl"], x.response_mask, self.aggregate, totals)
         if "advantages" in self.law.needs:
             metrics |= {"train/advantage_mean": x.advantages, "train/advantage_abs": x.advantages.abs()}
         if "old_log_prob" in self.law.needs:
@@ -193,17 +184,34 @@ class PolicyObjective:
         """The means with the effective sample sizes that follow from them."""
         return with_sample_sizes(means)
 
-    def _mean(self, per_token: Tensor, x: PolicyInputs, totals: Totals, *, split: bool = False) -> Tensor:
-        """The mean over trained tokens; `split` gives an expert's and the policy's own a mean each, and adds them."""
-        if not split:
-            return aggregated(per_token, x.response_mask, self.aggregate, totals)
-        expert = aggregated(per_token, x.expert, self.aggregate, totals.expert)
-        return expert + aggregated(per_token, x.response_mask & ~x.expert, self.aggregate, totals.sampled)
+    def _weights(self, x: PolicyInputs, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(what multiplies the policy loss of each token, if anything does; what is logged of it)."""
+        metrics: dict[str, Tensor] = {}
+        corrections = [x.columns["rollout_is_weights"]] if "rollout_is_weights" in x.columns else []
+        if self.correction is not None and self.correction.live:
+            live, metrics = _live_weights(x, self.correction, totals)
+            corrections.append(live)
+        if self.law.per_sequence:  # there is no weighing one token by itself
+            corrections = [row_mean(weights.log(), x.response_mask).exp().expand_as(weights) for weights in corrections]
+        gates = [gate.function(x.detached()) for gate in self.gates if not gate.ahead]
+        gates += [x.columns["gate"]] if "gate" in x.columns else []
+        if gates:
+            metrics["train/gate_closed"] = (reduce(torch.mul, gates) == 0).to(x.log_prob.dtype)
+        factors = [*gates, *corrections]
+        return (reduce(torch.mul, factors) if factors else None), metrics
+
+    def _policy_mean(self, per_token: Tensor, x: PolicyInputs, totals: Totals) -> Tensor:
+        """The mean of the policy loss; a split one gives an expert's tokens and the policy's own a mean each."""
+        if self.law.split:
+            expert = aggregated(per_token, x.expert, self.aggregate, totals.expert)
+            return expert + aggregated(per_token, x.response_mask & ~x.expert, self.aggregate, totals.sampled)
+        counted = x.response_mask & (x.columns["open"] != 0) if "open" in x.columns else x.response_mask
+        return aggregated(per_token, counted, self.aggregate, totals.open)
 
     def _entropy_mean(self, term: Term, x: PolicyInputs, totals: Totals) -> Tensor:
         """The mean of an entropy term over the tokens that it is about."""
         if not (isinstance(term.law, EntropyLaw) and term.law.sampled):
-            return self._mean(term.function(x), x, totals)
+            return aggregated(term.function(x), x.response_mask, self.aggregate, totals)
         return aggregated(term.function(x), x.response_mask & ~x.expert, self.aggregate, totals.sampled)
 
 

@@ -104,7 +104,11 @@ M2PO = GRPO.replace("M2PO, Zheng et al. 2025", policy_loss={"kind": "m2po"})
 
 VESPO = GRPO.replace("VESPO, 2026", policy_loss={"kind": "vespo"}, aggregate="token-mean")
 
-CPGD = GRPO.replace("CPGD, Liu et al. 2025", advantage={"kind": "cpgd"}, policy_loss={"kind": "cpgd"})
+CPGD = GRPO.replace(
+    "CPGD, Liu et al. 2025, without the drift (policy_loss.drift_coef adds it)",
+    advantage={"kind": "cpgd"},
+    policy_loss={"kind": "cpgd"},
+)
 
 PRIME = GRPO.replace(
     "the default objective of prime-rl (INTELLECT-3, 2025)",
@@ -131,7 +135,11 @@ ASYMRE = GRPO.replace(
     "AsymRE, Arnal et al. 2025", advantage={"kind": "asymre"}, policy_loss={"kind": "opmd", "tau": 0.0}
 )
 
-TOPR = GRPO.replace("TOPR, Le Roux et al. 2025", advantage={"kind": "reinforce"}, policy_loss={"kind": "topr"})
+TOPR = GRPO.replace(
+    "TOPR, Le Roux et al. 2025, made for rewards of -1 and 1",
+    advantage={"kind": "reinforce"},
+    policy_loss={"kind": "topr"},
+)
 
 SPPO = GRPO.replace("sPPO, Trinity-RFT, Pan et al. 2025", advantage={"kind": "opmd"}, policy_loss={"kind": "sppo"})
 

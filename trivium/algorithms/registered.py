@@ -50,7 +50,10 @@ class PolicyLossLaw(Law):
     anchored: bool = False
     """Whether a term of it holds the policy to the old one: off policy it has a gradient where no advantage is."""
     off_policy: bool = False
-    """Whether it is meant for samples of older policies although it takes no ratio."""
+    """Whether it is made for samples of older policies: it asks no ratio of them, or its ratio is against the policy
+    that sampled. A run with stale groups then corrects nothing by itself."""
+    per_sequence: bool = False
+    """Whether the loss of a token is that of its whole sequence: there is no weighing one token by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class EstimatorLaw(Law):
     penalty) has no effect."""
     whitens: bool = False
     """Whether its advantages have mean 0 and variance 1 over the batch, unless an option `whiten` says no."""
+    nonnegative: bool = False
+    """Whether it makes sense of rewards of at least 0 alone."""
 
     @property
     def reads_total(self) -> bool:
@@ -88,13 +93,17 @@ class GateLaw(Law):
 
     scope: Literal["row", "batch"] = "row"
     """What it must see at once: one sequence, or the whole mini-batch."""
+    off_policy: bool = False
+    """Whether its ratio is against the policy that sampled."""
+    per_sequence: bool = False
+    """Whether all tokens of a sequence get the same weight."""
 
 
 class GateSection(Plugin):
     """What the section of every gate has."""
 
     narrow: bool = False
-    """Whether tokens of weight zero also leave the counts that the loss is divided by."""
+    """Whether tokens of weight zero also leave the counts that the policy loss is divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,9 @@ class ScoreLossLaw(Law):
 class FilterLaw(Law):
     """The law of a rule that refuses groups."""
 
+    judged: bool = True
+    """Whether it reads rewards."""
+
     min_group: int = 1
     """Fewest trajectories per task at which it can refuse anything."""
 
@@ -158,12 +170,15 @@ def policy_loss(
     split: bool = False,
     anchored: bool = False,
     off_policy: bool = False,
+    per_sequence: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> PerToken` a policy loss that `policy_loss.kind` can name.
 
     The options of `select` (a function decorated with `selection`) join those of the loss in one section.
     """
-    return with_law(PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split, anchored, off_policy))
+    return with_law(
+        PolicyLossLaw(formula, source, frozenset(needs), on_policy, select, split, anchored, off_policy, per_sequence)
+    )
 
 
 def advantage(
@@ -177,13 +192,16 @@ def advantage(
     judged: bool = True,
     components: bool = False,
     whitens: bool = False,
+    nonnegative: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: AdvantageInputs, *, options...) -> Advantages` one that `advantage.kind` can name.
 
     `needs` may name columns of `AdvantageInputs` that no engine scores (`turn`, `uniform`, ...) beside scores.
     """
     return with_law(
-        EstimatorLaw(formula, source, frozenset(needs), min_group, centred, baseline, judged, components, whitens)
+        EstimatorLaw(
+            formula, source, frozenset(needs), min_group, centred, baseline, judged, components, whitens, nonnegative
+        )
     )
 
 
@@ -197,13 +215,19 @@ def selection(*, formula: str, source: str, needs: Collection[str] = ()) -> Call
 
 
 def gate(
-    *, formula: str, source: str, needs: Collection[str] = (), scope: Literal["row", "batch"] = "row"
+    *,
+    formula: str,
+    source: str,
+    needs: Collection[str] = (),
+    scope: Literal["row", "batch"] = "row",
+    off_policy: bool = False,
+    per_sequence: bool = False,
 ) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(x: PolicyInputs, *, options...) -> (B, L) weights` one that an entry of `gates` can name.
 
     `needs` as for `selection`. No gradient flows through a gate.
     """
-    return with_law(GateLaw(formula, source, frozenset(needs), scope))
+    return with_law(GateLaw(formula, source, frozenset(needs), scope, off_policy, per_sequence))
 
 
 def kl_estimator(
@@ -228,12 +252,14 @@ def aggregation(*, formula: str, source: str) -> Callable[[FunctionT], FunctionT
     return with_law(AggregationLaw(formula, source, frozenset()))
 
 
-def group_filter(*, formula: str, source: str, min_group: int = 1) -> Callable[[FunctionT], FunctionT]:
+def group_filter(
+    *, formula: str, source: str, min_group: int = 1, judged: bool = True
+) -> Callable[[FunctionT], FunctionT]:
     """Makes `f(group: Group, *, options...) -> bool` (keep it?) a rule that an entry of `filters` can name.
 
     It sees one group at a time, with at least one living member, and answers the same whenever it is asked.
     """
-    return with_law(FilterLaw(formula, source, frozenset(), min_group))
+    return with_law(FilterLaw(formula, source, frozenset(), judged, min_group))
 
 
 def reward_shaping(*, formula: str, source: str, needs: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:

@@ -54,10 +54,21 @@ class Totals:
     """Those of `tokens` that no policy of this run sampled."""
     expert_sequences: int = 0
     """Those of `sequences` with at least one such token."""
+    open_tokens: int | None = None
+    """Those of `tokens` that the policy loss is divided by, where a selection left fewer (the column `open`)."""
+    open_sequences: int | None = None
+    """Sequences with at least one of those."""
     pairs: int = 0
     """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
     dp_size: int = 1
     """Data-parallel ranks whose gradients are averaged."""
+
+    @property
+    def open(self) -> Totals:
+        """The counts of what the policy loss is about."""
+        if self.open_tokens is None or self.open_sequences is None:
+            return self
+        return replace(self, tokens=self.open_tokens, sequences=self.open_sequences)
 
     @property
     def expert(self) -> Totals:

@@ -22,10 +22,15 @@ def count(batch: Batch, max_response_length: int) -> Totals:
     """The counts that a whole mini-batch is normalised by; the limit of one reply is a constant of the run."""
     counts = [e.num_response_tokens for e in batch.experiences]
     trained = [e for e in batch.experiences if e.response_mask.any()]
+    opened = [
+        int(row[e.response_mask].sum())
+        for row, e in zip(batch.columns.get("open", ()), batch.experiences, strict=False)
+    ]
     expert = [e for e in trained if (e.policy_version[e.response_mask] == EXPERT_VERSION).any()]
     return Totals(
         sum(e.num_response_tokens for e in trained), len(trained), max_response_length,
         expert_tokens=sum(e.num_response_tokens for e in expert), expert_sequences=len(expert),
+        open_tokens=sum(opened) if opened else None, open_sequences=sum(n > 0 for n in opened) if opened else None,
         pairs=sum(chosen > 0 and rejected > 0 for chosen, rejected in zip(counts[::2], counts[1::2], strict=False)),
     )  # fmt: skip
 

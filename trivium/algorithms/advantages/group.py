@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trivium.algorithms.advantages.finishing import whitened
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, spread
+from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, per_member, spread
 from trivium.algorithms.registered import advantage
 from trivium.algorithms.stats import GroupStatistics, distinct, group_statistics
 from trivium.errors import DataError
@@ -54,7 +54,10 @@ def grpo_rank_penalty(
     std_level: StdLevel = "group",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """A member gets less of its reward the likelier it was among its group, so that rare right replies count more."""
+    """A member gets less of its reward the likelier it was among its group, so that rare right replies count more.
+
+    Made for rewards of at least 0: less of a negative reward is more.
+    """
     who = members(x)
     likelihood = _mean_log_prob(x, who)
     below = (who.group[:, None] == who.group) & (likelihood < likelihood[:, None])
@@ -101,7 +104,7 @@ def opo(x: AdvantageInputs) -> Advantages:
 
 
 @advantage(
-    formula="(T / number of R that are not 0) (R - mean(R over the group)) / f_norm, T trajectories in the batch",
+    formula="(T / number of rewards given that are not 0) (R - mean(R over the group)) / f_norm, T trajectories at all",
     source="GPG, Chu et al. 2025, section 3.3",
     min_group=2,
     centred=True,
@@ -111,7 +114,9 @@ def gpg(
 ) -> Advantages:
     """Centred rewards, scaled up when few of the batch's rewards say anything."""
     who = members(x)
-    scale = len(who.score) / max(int(torch.count_nonzero(who.score)), 1)
+    given = sum(x.components.values(), torch.zeros(())) if x.components else members(x.unpenalised()).score[who.of_row]
+    informative = int(torch.count_nonzero(per_member(given.double().expand(len(who.of_row)), who)))
+    scale = len(who.score) / max(informative, 1)
     return spread(scale * _centred(who.score, group_statistics(who.score, who.group)) / f_norm, who.of_row, x)
 
 
@@ -137,6 +142,7 @@ def grpo_passk(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Ep
     source="MaxRL, Tajwar et al. 2026 (arXiv 2602.02710)",
     min_group=2,
     centred=True,
+    nonnegative=True,
 )
 def max_rl(x: AdvantageInputs) -> Advantages:
     """Reward relative to the group's success rate: with rewards 0 and 1, the first G - 1 terms of the gradient of

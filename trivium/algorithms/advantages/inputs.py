@@ -45,6 +45,9 @@ class AdvantageInputs:
     such component."""
     token_level_scores: Tensor | None = None
     """(B, L): the rewards before the KL penalty; None where there is none."""
+    reward: Tensor | None = None
+    """(B,): the trajectory's reward after shaping, for rows without a trained token to put it on; None where there is
+    no such row."""
 
     def unpenalised(self) -> AdvantageInputs:
         """The same without the KL penalty in the rewards."""
@@ -63,7 +66,8 @@ class Members(NamedTuple):
     """The trajectories behind the rows."""
 
     score: Tensor
-    """(T,) float64: the mean over a trajectory's rows of the row's summed reward."""
+    """(T,) float64: the mean over a trajectory's rows of the row's summed reward. Rows without a trained token say
+    nothing; a trajectory of nothing else has its reward."""
     group: Tensor
     """(T,) int64."""
     of_row: Tensor
@@ -73,8 +77,13 @@ class Members(NamedTuple):
 def members(x: AdvantageInputs) -> Members:
     """The trajectories of a batch and what each was rewarded with."""
     ids, of_row, _ = distinct(x.trajectory)
-    per_row = group_statistics(x.token_level_rewards.double().sum(-1), of_row)
-    score = per_row.mean.new_zeros(len(ids)).scatter(0, of_row, per_row.mean)
+    per_row, trained = x.token_level_rewards.double().sum(-1), x.response_mask.any(-1)
+    any_trained = torch.zeros(len(ids), dtype=torch.bool).index_put((of_row[trained],), torch.tensor(True))
+    if x.reward is not None:
+        per_row = torch.where(trained, per_row, x.reward.double())
+    counts = trained | ~any_trained[of_row]
+    mean = group_statistics(per_row[counts], of_row[counts]).mean
+    score = per_row.new_zeros(len(ids)).scatter(0, of_row[counts], mean)
     return Members(score, x.group.new_zeros(len(ids)).scatter(0, of_row, x.group), of_row)
 
 

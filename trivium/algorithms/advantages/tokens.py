@@ -22,10 +22,10 @@ ZeroTail = Annotated[
 ]
 _FORMULA = (
     "G - sum(W G over the group's replies at that {}) / sum(W), G = rewards from the token on, "
-    "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary){}"
+    "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary), p = exp(log_prob) as the step begins{}"
 )
 _TAIL = "{handle_zero_tail:; G alone where a group's longest reply goes on by itself}"
-_NEEDS = ("old_log_prob", "sum_pi_squared")
+_NEEDS = ("log_prob", "sum_pi_squared")
 
 
 @advantage(
@@ -94,7 +94,7 @@ def _weight(x: AdvantageInputs, of_row: Tensor) -> Tensor:
 def _gradient_size(x: AdvantageInputs) -> Tensor:
     """(B, L): the expected squared size of the gradient of all tokens up to each one, at the output layer."""
     likely, squares = (torch.where(x.response_mask, x.columns[name].double(), 0.0) for name in _NEEDS)
-    size = 1 - 2 * likely.exp() + squares
+    size = (1 - 2 * likely.exp() + squares).clamp(min=0)  # below 0 by rounding alone: both are of the same weights
     if "rollout_is_weights" in x.columns:
         size = size * x.columns["rollout_is_weights"].double().square()
     return torch.where(x.response_mask, size, 0.0).cumsum(-1)

@@ -39,6 +39,7 @@ def opmd(
     source="TOPR, Le Roux et al. 2025 (arXiv 2503.14286), its canonical form; per token, as Trinity-RFT 0.6 does",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def topr(
     x: PolicyInputs,
@@ -61,6 +62,7 @@ def topr(
     source="VESPO, 2026 (arXiv 2602.10693)",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def vespo(
     x: PolicyInputs,
@@ -85,6 +87,7 @@ def vespo(
     source="sPPO, Vaswani et al. 2022 (arXiv 2108.05828), section 4",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def sppo(
     x: PolicyInputs,

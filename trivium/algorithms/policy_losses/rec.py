@@ -31,6 +31,7 @@ _RING = (
     source=f"REC, {_PAPER}",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def rec(
     x: PolicyInputs,
@@ -66,6 +67,7 @@ def rec(
     needs=("advantages", "old_log_prob"),
     on_policy="none: the regularizer pulls as well",
     anchored=True,
+    off_policy=True,
 )
 def rec_regularized(
     x: PolicyInputs,

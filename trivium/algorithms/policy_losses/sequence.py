@@ -42,6 +42,7 @@ def gspo(
     source="GSPO, Zheng et al. 2025, arXiv 2507.18071",
     needs=("advantages", "old_log_prob"),
     on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
+    per_sequence=True,
 )
 def gspo_sequence(
     x: PolicyInputs, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4, dual_clip: DualClip = None
@@ -70,6 +71,7 @@ def _clipped(
     source="GMPO, Zhao et al. 2025, arXiv 2507.20673",
     needs=("advantages", "old_log_prob"),
     on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
+    per_sequence=True,
 )
 def gmpo(
     x: PolicyInputs,

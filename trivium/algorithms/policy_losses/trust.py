@@ -30,6 +30,7 @@ def probabilities(log_prob: Tensor) -> Tensor:
     source=f"{_DPPO} (binary total variation)",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def dppo_tv(
     x: PolicyInputs,
@@ -48,6 +49,7 @@ def dppo_tv(
     source=f"{_DPPO} (binary KL)",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def dppo_kl(
     x: PolicyInputs,
@@ -78,6 +80,7 @@ def _within(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
     anchored=True,
+    off_policy=True,
 )
 def prime(
     x: PolicyInputs,
@@ -101,6 +104,7 @@ def prime(
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
     anchored=True,
+    off_policy=True,
 )
 def dro(
     x: PolicyInputs,
@@ -141,6 +145,7 @@ def heaviest(
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
     select=heaviest,
+    off_policy=True,
 )
 def m2po(x: PolicyInputs) -> PerToken:
     """Importance sampling without the few tokens that are far off policy: for very stale data."""

@@ -27,6 +27,7 @@ def reinforce(x: PolicyInputs) -> PerToken:
     source="importance sampling, Kahn and Marshall 1953; for policies, Precup et al. 2000",
     needs=("advantages", "old_log_prob"),
     on_policy="plain",
+    off_policy=True,
 )
 def importance_sampling(x: PolicyInputs) -> PerToken:
     """The score function weighed with the ratio: unbiased for one step off policy, unbounded."""
