@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
+from types_in_words import type_of
 
-from trivium.algorithms.correction import Correction
+from trivium.algorithms.correction import OPTIONS, Correction
 from trivium.algorithms.formulas import general, shown
 from trivium.algorithms.registered import EstimatorLaw, GateLaw, GateSection, KlLaw, Law, PolicyLossLaw
 from trivium.config import Plugin
@@ -19,9 +20,11 @@ Generated from the registry by `make docs`: the formulas below are those of the 
 advantage estimator, a policy loss, terms, gates and an aggregation; a preset names them, and a config may say otherwise
 part by part. `trivium explain CONFIG` prints the same with the values of a config.
 
-In the formulas `A` is the advantage of a token, `R` a trajectory's reward, `r = exp(log_prob - old_log_prob)`, `p` and
-`q` the log-probabilities of the token under policy and reference, `H` the entropy, `V` a critic's value. Names of
-options stand for their values; what is in square brackets depends on an option. Losses are minimised.
+In the formulas `A` is the advantage of a token, `R` a trajectory's reward, `r = exp(log_prob - old_log_prob)`,
+`p = exp(log_prob)` the token's probability, `H` the entropy of the distribution it was drawn from, `G` a return or the
+size of a group, `V` a critic's value. A *row* is one sequence of tokens. Names of options stand for their values, and
+`[option: text]` is there only if the option is set. Losses are minimised. "On policy its gradient is plain" says that
+at `r = 1` a loss has the gradient of `-A log_prob`.
 """
 
 ROOMS = {
@@ -30,7 +33,11 @@ ROOMS = {
     "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
     "corrections": (
         "Off-policy corrections",
-        "`algorithm.correction: NAME`, or its keys spelled out, or both: keys are laid over what the name says.",
+        "`algorithm.correction: NAME`, or its keys spelled out, or both: keys are laid over what the name says. "
+        f"What `rejection` knows: {', '.join(f'`{option}`' for option in OPTIONS)}, with k1 = -log(trainer / engine), "
+        "k2 = k1^2 / 2 and k3 = exp(-k1) - 1 + k1 of a token, or their sum, mean or maximum over a sequence. The "
+        "narrow bounds of `geo` are made for an engine that computes a little differently; stale groups need wider "
+        "ones.",
     ),
     "kl_estimators": ("KL estimators", "`algorithm.kl.estimator: NAME`: from the sampled tokens, in nats."),
     "entropies": ("Entropy terms", "`algorithm.entropy.term: NAME`."),
@@ -38,7 +45,7 @@ ROOMS = {
     "filters": ("Filters", "`algorithm.filters: [{kind: NAME, ...}]`: which groups are not trained on."),
     "shapings": ("Reward shaping", "`algorithm.shaping: [{kind: NAME, ...}]`: what happens to a reward, in order."),
     "pair_losses": ("Preference losses", "`algorithm.pair_loss: {kind: NAME, ...}`: the loss of a pair of replies."),
-    "score_losses": ("Reward-model losses", "the loss of a pair of scores."),
+    "score_losses": ("Reward-model losses", "`algorithm.score_loss: {kind: NAME, ...}`: the loss of a pair of scores."),
 }
 
 
@@ -130,12 +137,13 @@ def _facts(law: Law) -> Iterator[str]:
 def _options(fields: Mapping[str, FieldInfo]) -> str:
     if not fields:
         return ""
-    return "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_option, fields, fields.values()), ""])
+    head = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *map(_option, fields, fields.values()), ""])
 
 
 def _option(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"`{shown(field.default)}`"
-    return f"| `{name}` | {default} | {_cell(field.description or '')} |"
+    return f"| `{name}` | {_cell(type_of(field))} | {default} | {_cell(field.description or '')} |"
 
 
 def _value(thing: Any) -> Iterator[str]:

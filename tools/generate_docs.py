@@ -5,11 +5,12 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from algorithms_page import algorithms_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from types_in_words import type_of
 
 from trivium.config import (
     AlgorithmConfig,
@@ -166,12 +167,8 @@ def _is_section(annotation: Any) -> bool:
 
 def _row(key: str, field: FieldInfo, resume: str, default: Any) -> str:
     shown = "required" if field.is_required() else f"`{_value(default)}`"
-    limits = [f"{sign} {getattr(m, word)}" for m in field.metadata for word, sign in LIMITS.items() if hasattr(m, word)]
-    kind = ", ".join([_type(field.annotation), *limits])
+    kind = type_of(field)
     return f"| `{key}` | {kind} | {shown} | {resume} | {_cell(field.description)} |"
-
-
-LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def _value(default: Any) -> str:
@@ -182,25 +179,6 @@ def _value(default: Any) -> str:
     if default is None or isinstance(default, bool):
         return str({None: "null", True: "true", False: "false"}[default])
     return str(default) or '""'
-
-
-def _type(annotation: Any) -> str:
-    """A type in words."""
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type(inside[0])
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in inside)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type(kind) for kind in inside)
-    if origin in (tuple, list):
-        return f"list of {_type(inside[0])}"
-    if origin is dict:
-        return f"mapping to {_type(inside[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "section with `kind`" if issubclass(annotation, Plugin) else "section"
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}
-    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))
 
 
 def _paragraph(text: str | None) -> str:

@@ -265,13 +265,17 @@ def _open_run_dir(config: RunConfig) -> Generator[Path]:
         _claim(config, run_dir)
         handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        _log.addHandler(handler)
+        terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
+        terminal.setLevel(logging.WARNING)
         _log.setLevel(logging.INFO)
+        for each in (handler, terminal):
+            _log.addHandler(each)
         try:
             yield run_dir
         finally:
-            _log.removeHandler(handler)
-            handler.close()
+            for each in (handler, terminal):
+                _log.removeHandler(each)
+                each.close()
 
 
 def _claim(config: RunConfig, run_dir: Path) -> None:

@@ -203,3 +203,22 @@ def test_the_step_does_not_depend_on_the_order_of_groups() -> None:
     for slot in range(4):
         for member in range(2):
             np.testing.assert_array_equal(forward[2 * slot + member], backward[2 * (3 - slot) + member])
+
+
+def test_a_row_without_a_trained_token_takes_nothing_from_its_group() -> None:
+    members = [trajectory(0, 1.0), trajectory(1, 1.0), trajectory(2, 1.0, turn([1, 2], [3, 4]), turn([9, 9], [5]))]
+    which = algorithm(GRPO)
+    batch = which.batch([group(0, *members)])
+    assert len(batch) == 4  # the third member rewrote its history
+    masks = [np.ones(len(e), np.bool_) for e in batch.experiences]
+    masks[1][:], masks[3][:] = False, False  # one member is masked whole, another one in part
+    done, _ = which.advantages(batch.masked(masks))
+    for row in done.columns["advantages"]:
+        assert not row.any()
+
+
+def test_a_member_that_never_spoke_is_nobody_to_compare_with() -> None:
+    silent = Trajectory(1, (), {"exact": 0.0})
+    kept, metrics = algorithm(GRPO).filter([group(0, trajectory(0, 1.0), silent)])
+    assert kept == []
+    assert metrics["rollout/refused/too_few_alive"] == 1

@@ -30,7 +30,7 @@ def test_values_of_the_config_stand_in_the_formulas() -> None:
     assert re.search(r"^A +\(R - mean\(R over the group\)\)$", text, re.MULTILINE)
     assert "clip(r, 1 - 0.2, 1 + 0.28)); r = exp" in text
     assert "mean of l - 0.01 H + 0.003 KL" in text
-    assert re.search(r"^KL +\(p - q\)\^2 / 2$", text, re.MULTILINE)
+    assert re.search(r"^KL +d\^2 / 2; d = log_prob - ref_log_prob$", text, re.MULTILINE)
     assert "seq-mean-token-mean: mean over sequences of the mean over tokens" in text
     assert "8 per train step: 2 pass(es) over 4 mini-batch(es)" in text
     assert "[PPO, Schulman et al. 2017" in text

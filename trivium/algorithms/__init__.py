@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.aggregation import Counts, agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.correction import Correction, correct
 from trivium.algorithms.corrections import NamedCorrection
@@ -56,6 +56,7 @@ __all__ = [
     "AdvantageInputs",
     "Advantages",
     "Correction",
+    "Counts",
     "FixedKLController",
     "GroupAlgorithm",
     "NamedCorrection",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from trivium.algorithms.groups import (
     shaping_inputs,
     truncated_rows,
 )
-from trivium.algorithms.inputs import PolicyInputs
+from trivium.algorithms.inputs import PolicyInputs, per_token
 from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
 from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
@@ -67,7 +67,11 @@ class Estimator:
 
     def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
         """The function's answer, normalised and clipped."""
-        values, returns = self.function(x)
+        done = cast(object, self.function(x))
+        if not isinstance(done, Advantages):
+            name = getattr(getattr(self.function, "func", self.function), "__name__", "the estimator")
+            raise DataError(f"Advantages(advantages, returns) from {name!r}", f"a {type(done).__name__}", "wrap them")
+        values, returns = (per_token(each, x.response_mask, "the advantage estimator") for each in done)
         if self.normalise != "none":
             values = normalised(values, x.response_mask, by_std=self.normalise == "std")
         if self.clip is None:
@@ -151,7 +155,7 @@ class GroupAlgorithm:
                 )  # fmt: skip
             if group.greedy.failure is not None:
                 return "greedy_failed"
-        return next((rule.name for rule in self.filters if not rule.keeps(group)), None)
+        return next((rule.name for rule in self.filters if not rule.passes(group)), None)
 
     @property
     def greedy_baseline(self) -> bool:

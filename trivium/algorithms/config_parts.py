@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from trivium.algorithms.correction import Correction
-from trivium.algorithms.formulas import shown, silenced
+from trivium.algorithms.formulas import out_of_order, shown, silenced
 from trivium.algorithms.registered import (
     AggregationLaw,
     EntropyLaw,
@@ -171,7 +171,14 @@ def section_problems(section: Plugin, room: str, kind: type[Law], where: str) ->
         laws.append(vars(law.select)["law"])
     formula = "; ".join(each.formula for each in laws)
     declared = {name: default for f in functions for name, (_, default) in options_of(f).items()}
-    for name in silenced(formula, {name: getattr(section, name) for name in declared}):
+    values = {name: getattr(section, name) for name in declared}
+    for low, high in out_of_order(formula, values):
+        yield Problem(
+            f"{where}.{high}",
+            f"{section.kind!r} between {low} = {shown(values[low])} and {high} = {shown(values[high])}",
+            "nothing lies there", f"make {low} the smaller one",
+        )  # fmt: skip
+    for name in silenced(formula, values):
         if name in section.model_fields_set and getattr(section, name) != declared[name]:
             yield Problem(
                 f"{where}.{name}", f"{section.kind!r} with {name} = {shown(getattr(section, name))}",

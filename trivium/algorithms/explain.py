@@ -8,12 +8,18 @@ from typing import NamedTuple
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.formulas import line_of, shown, written
+from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import PolicyObjective, Term, ValueObjective
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.registered import AggregationLaw, Law, law_of
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
 from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
 from trivium.registry import resolve
+
+LEGEND = (
+    "A advantage, R a trajectory's reward, r = exp(log_prob - old_log_prob), p = exp(log_prob), H entropy, "
+    "G return, V value; l loss of a token; several w multiply"
+)
 
 
 class Line(NamedTuple):
@@ -33,6 +39,7 @@ def explain(algorithm: GroupAlgorithm, source: str) -> str:
     for objective in algorithm.objectives:
         lines += about(objective)
     lines += _updates(algorithm)
+    lines.append(Line("where", LEGEND))
     width = max(len(line.label) for line in lines) + 2
     return "\n".join(_written(line, width) for line in lines)
 
@@ -44,13 +51,17 @@ def _written(line: Line, width: int) -> str:
 def _groups(algorithm: GroupAlgorithm) -> Iterator[Line]:
     """Which groups are trained on, and what becomes of their rewards."""
     if algorithm.pairs:
-        yield Line("pairs", "the best member of each group against its worst; a group of equals is refused")
+        yield Line("pairs", "a file's chosen reply against its rejected one, or the best of a group against its worst")
     for rule in algorithm.filters:
         yield Line(f"filter {rule.name}", line_of(rule.keeps, rule.law), rule.law.source)
     if algorithm.refill:
         yield Line("refill", f"refused groups are replaced by freshly played ones, {algorithm.refill} time(s) at most")
     for step in algorithm.shapings:
         yield Line("R becomes", line_of(step.function, step.law), step.law.source)
+    if any("L_max" in step.law.formula for step in algorithm.shapings) and algorithm.max_new_tokens:
+        yield Line("L_max", f"{algorithm.max_new_tokens} tokens, the longest reply, unless said otherwise")
+    if algorithm.teacher is not None:
+        yield Line("teacher", f"{algorithm.teacher.path}, its {algorithm.teacher.top_k} likeliest tokens where asked")
 
 
 def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
@@ -58,10 +69,12 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
     if estimator is None:
         return
     if estimator.kl_controller is not None:
-        yield Line(
-            "reward", f"that of each token less {shown(estimator.kl_controller.value)} KL, "
-            f"KL = {line_of(estimator.kl, estimator.kl_law)}", estimator.kl_law.source,
-        )  # fmt: skip
+        controller = estimator.kl_controller
+        coef, how = shown(controller.value), ""
+        if isinstance(controller, AdaptiveKLController):
+            how = f", the {coef} being steered to a KL of {shown(controller.target)}"
+        yield Line("reward", f"that of each token less {coef} KL{how}")
+        yield Line("KL", line_of(estimator.kl, estimator.kl_law), estimator.kl_law.source)
     yield Line("A", line_of(estimator.function, estimator.law), estimator.law.source)
     if estimator.normalise != "none":
         yield Line("A becomes", {"mean": "A - mean(A)", "std": "(A - mean(A)) / std(A)"}[estimator.normalise])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean, stdev
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 from pydantic import Field
 
@@ -25,6 +25,15 @@ class Filter(NamedTuple):
     """What it refuses is counted as `rollout/refused/<name>`."""
     keeps: Callable[[Group], bool]
     law: FilterLaw
+
+    def passes(self, group: Group) -> bool:
+        """What the rule says; raises DataError where it says neither yes nor no."""
+        answer = cast(object, self.keeps(group))
+        if isinstance(answer, bool):
+            return answer
+        raise DataError(
+            f"yes or no from the filter {self.name!r}", f"{answer!r} for task {group.task.task_id!r}", "return a bool"
+        )
 
 
 @group_filter(

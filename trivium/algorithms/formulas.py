@@ -42,9 +42,25 @@ def written(formula: str, options: Mapping[str, Any]) -> str:
     return re.sub(rf"\b({names})\b", lambda m: shown(options[m.group()]), kept) if names else kept
 
 
+def out_of_order(formula: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of options that a formula puts around something, `low < x < high`, and whose values leave it no room."""
+    pairs = [(low, high) for low in options for high in options if low != high]
+    between = r"\b{} <=? [^<>;]* <=? {}\b"
+    return [
+        (low, high) for low, high in pairs
+        if re.search(between.format(re.escape(low), re.escape(high)), _applying(formula, options))
+        and None not in (options[low], options[high]) and options[low] >= options[high]
+    ]  # fmt: skip
+
+
 def general(formula: str) -> str:
-    """The formula with every clause, in square brackets, for readers who have not chosen yet."""
-    return _CLAUSE.sub(lambda m: f"[{m.group(3).strip()}]", formula)
+    """The formula for readers who have not chosen yet: each clause in square brackets, after what switches it on."""
+
+    def clause(match: re.Match[str]) -> str:
+        name, wanted, text = match.groups()
+        return f" [{name}{f' = {wanted}' if wanted else ''}: {text.strip(' ,;')}] "
+
+    return re.sub(r" ([,;)])", r"\1", " ".join(_CLAUSE.sub(clause, formula).split()))
 
 
 def mentioned(formula: str, name: str) -> bool:

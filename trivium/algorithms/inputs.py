@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from trivium.errors import DataError
 from trivium.types import EXPERT_VERSION
 
 LOG_RATIO_BOUND = 20.0
@@ -39,11 +40,18 @@ class PolicyInputs:
 
     @property
     def advantages(self) -> Tensor:
-        return self.columns["advantages"]
+        return self._asked("advantages")
 
     @property
     def old_log_prob(self) -> Tensor:
-        return self.columns["old_log_prob"]
+        return self._asked("old_log_prob")
+
+    def _asked(self, name: str) -> Tensor:
+        if name not in self.columns:
+            raise DataError(
+                f"the column {name!r}", "the function did not say that it needs it", "list it under `needs`"
+            )
+        return self.columns[name]
 
     @property
     def log_ratio(self) -> Tensor:
@@ -64,6 +72,17 @@ class PerToken:
     """(B, L), to be minimised; what stands outside the mask is ignored."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Declared metric key -> (B, L), logged as the mean over trained tokens."""
+
+
+def per_token(values: object, like: Tensor, what: str) -> Tensor:
+    """The values, a tensor of shape (B, L) as `like`; raises DataError for anything else, naming who gave it."""
+    if isinstance(values, Tensor) and values.shape == like.shape:
+        return values
+    found = f"a tensor {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+    raise DataError(
+        f"a number for each token, {tuple(like.shape)}, from {what}", found,
+        "return a tensor of the shape of x.log_prob: the objective averages, not the function",
+    )  # fmt: skip
 
 
 def policy_inputs(log_prob: Tensor, response_mask: Tensor, **columns: Tensor) -> PolicyInputs:

@@ -26,16 +26,16 @@ Cap = Annotated[
 ]
 
 
-@kl_estimator(formula="p - q{cap:, within +-cap}", source=_SCHULMAN, gradient="zero")
+@kl_estimator(formula="d{cap:, within +-cap}; d = log_prob - ref_log_prob", source=_SCHULMAN, gradient="zero")
 def k1(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Unbiased; its own gradient has mean zero, so in a loss it teaches nothing."""
     return _capped(x.log_prob - x.columns["ref_log_prob"], cap)
 
 
 @kl_estimator(
-    formula="abs(p - q){cap:, at most cap}",
+    formula="abs(d){cap:, at most cap}; d = log_prob - ref_log_prob",
     source=_SCHULMAN,
-    gradient="biased: the sign of p - q instead of p - q",
+    gradient="biased: the sign of d instead of d",
     mean="biased: what the two disagree on does not cancel",
 )
 def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
@@ -44,10 +44,10 @@ def absolute(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
 
 
 @kl_estimator(
-    formula="(p - q)^2 / 2{cap:, at most cap}",
+    formula="d^2 / 2{cap:, at most cap}; d = log_prob - ref_log_prob",
     source=_SCHULMAN,
     gradient="unbiased",
-    mean="biased: right to second order in p - q",
+    mean="biased: right to second order in d",
 )
 def k2(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
     """Biased in value; on policy its gradient is that of the KL."""
@@ -55,7 +55,7 @@ def k2(x: PolicyInputs, *, cap: Cap = None) -> Tensor:
 
 
 @kl_estimator(
-    formula="exp(q - p) - (q - p) - 1{cap:, at most cap}",
+    formula="exp(-d) + d - 1{cap:, at most cap}; d = log_prob - ref_log_prob",
     source=_SCHULMAN,
     gradient="biased: that of KL(reference, policy)",
 )
@@ -71,7 +71,7 @@ def _capped(estimate: Tensor, cap: float | None) -> Tensor:
 
 
 @kl_estimator(
-    formula="min(exp(p - old), bound) (exp(q - p) - (q - p) - 1)",
+    formula="{bound:min(}r{bound:, bound)} (exp(-d) + d - 1); d = log_prob - ref_log_prob",
     source="the importance-weighted k3 of DeepSeek-V3.2, 2025, section 3.1",
     gradient="unbiased",
     needs=("old_log_prob",),
@@ -99,8 +99,9 @@ def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[
         return k2(x) - k2(x).detach() + estimator(x).detach()
 
     plus.__name__ = f"{estimator.__name__}_plus"
-    plus.__doc__ = f"The value of `{estimator.__name__}` with the gradient of `k2`: unbiased on policy."
-    formula = f"{value}, with the gradient of (p - q)^2 / 2"
+    name = "abs" if estimator is absolute else estimator.__name__
+    plus.__doc__ = f"The value of `{name}` with the gradient of `k2`: unbiased on policy."
+    formula = f"{value}; with the gradient of d^2 / 2"
     return kl_estimator(formula=formula, source=law.source, gradient="unbiased", mean=law.mean)(plus)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from trivium.algorithms.aggregation import Counts
 from trivium.algorithms.correction import Correction, live_weights
 from trivium.algorithms.corrections import corrected, measured
 from trivium.algorithms.groups import padded, ragged, token_uniforms
-from trivium.algorithms.inputs import PerToken, PolicyInputs, expert_rows, inside, row_mean
+from trivium.algorithms.inputs import PerToken, PolicyInputs, expert_rows, inside, per_token, row_mean
 from trivium.algorithms.mismatch import compared, with_sample_sizes
 from trivium.algorithms.registered import EntropyLaw, GateLaw, KlLaw, PolicyLossLaw, SelectionLaw
 from trivium.algorithms.value_loss import clipped_value_loss
@@ -51,6 +52,10 @@ class Gate:
     law: GateLaw
     narrow: bool = False
     """Whether tokens of weight zero also leave the counts that the loss is divided by."""
+
+    def of(self, x: PolicyInputs) -> Tensor:
+        """(B, L): the weight of each token."""
+        return per_token(self.function(x), x.log_prob, _name(self.function))
 
     @property
     def ahead(self) -> bool:
@@ -139,11 +144,12 @@ class PolicyObjective:
             return batch
         x = self._whole(batch, address)
         if self.select_tokens is not None:
-            batch = batch.with_columns(selected=ragged(self.select_tokens(x).to(x.log_prob.dtype), batch))
+            chosen = per_token(self.select_tokens(x), x.log_prob, _name(self.select_tokens))
+            batch = batch.with_columns(selected=ragged(chosen.to(x.log_prob.dtype), batch))
         if ahead:
-            weights = reduce(torch.mul, (gate.function(x) for gate in ahead)).to(x.log_prob.dtype)
+            weights = reduce(torch.mul, (gate.of(x) for gate in ahead)).to(x.log_prob.dtype)
             batch = batch.with_columns(gate=ragged(weights, batch))
-            passed = [gate.function(x) != 0 for gate in ahead if gate.narrow]
+            passed = [gate.of(x) != 0 for gate in ahead if gate.narrow]
             if passed:
                 opened = reduce(torch.logical_and, passed) & x.response_mask
                 batch = batch.with_columns(open=ragged(opened.to(x.log_prob.dtype), batch))
@@ -162,7 +168,12 @@ class PolicyObjective:
     def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
         """This micro-batch's part of the step's loss, and its metrics."""
         x = _policy_inputs(inputs)
-        done = self.policy_loss(x)
+        done = cast(object, self.policy_loss(x))
+        if not isinstance(done, PerToken):
+            raise DataError(
+                f"PerToken(loss, metrics) from {_name(self.policy_loss)}", f"a {type(done).__name__}", "wrap it"
+            )
+        per_token(done.loss, x.log_prob, _name(self.policy_loss))
         weights, metrics = self._weights(x, totals)
         metrics |= done.metrics
         loss = self._policy_mean(done.loss if weights is None else done.loss * weights, x, totals)
@@ -193,20 +204,20 @@ class PolicyObjective:
             corrections.append(live)
         if self.law.per_sequence:  # there is no weighing one token by itself
             corrections = [row_mean(weights.log(), x.response_mask).exp().expand_as(weights) for weights in corrections]
-        gates = [gate.function(x.detached()) for gate in self.gates if not gate.ahead]
+        gates = [gate.of(x.detached()) for gate in self.gates if not gate.ahead]
         gates += [x.columns["gate"]] if "gate" in x.columns else []
         if gates:
             metrics["train/gate_closed"] = (reduce(torch.mul, gates) == 0).to(x.log_prob.dtype)
         factors = [*gates, *corrections]
         return (reduce(torch.mul, factors) if factors else None), metrics
 
-    def _policy_mean(self, per_token: Tensor, x: PolicyInputs, totals: Totals) -> Tensor:
+    def _policy_mean(self, losses: Tensor, x: PolicyInputs, totals: Totals) -> Tensor:
         """The mean of the policy loss; a split one gives an expert's tokens and the policy's own a mean each."""
         if self.law.split:
-            expert = aggregated(per_token, x.expert, self.aggregate, totals.expert)
-            return expert + aggregated(per_token, x.response_mask & ~x.expert, self.aggregate, totals.sampled)
+            expert = aggregated(losses, x.expert, self.aggregate, totals.expert)
+            return expert + aggregated(losses, x.response_mask & ~x.expert, self.aggregate, totals.sampled)
         counted = x.response_mask & (x.columns["open"] != 0) if "open" in x.columns else x.response_mask
-        return aggregated(per_token, counted, self.aggregate, totals.open)
+        return aggregated(losses, counted, self.aggregate, totals.open)
 
     def _entropy_mean(self, term: Term, x: PolicyInputs, totals: Totals) -> Tensor:
         """The mean of an entropy term over the tokens that it is about."""
@@ -233,15 +244,25 @@ class ValueObjective(CutAnywhere):
         mask = inputs.response_mask.bool()
         values = inside(_given(inputs.values, "values"), mask)
         old, returns = inside(inputs.columns["values"], mask), inside(inputs.columns["returns"], mask)
-        per_token, clipped = clipped_value_loss(values, old, returns, self.clip)
-        loss = aggregated(per_token, mask, self.aggregate, totals)
+        losses, clipped = clipped_value_loss(values, old, returns, self.clip)
+        loss = aggregated(losses, mask, self.aggregate, totals)
         return LossOutputs(loss, _sums({"train/value_clip_fraction": clipped.to(values.dtype)}, mask))
 
 
-def aggregated(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
+def aggregated(losses: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
     """The aggregation `mode`, a name of the room `aggregations`, with the counts of the whole step."""
     counts = Counts(max(totals.tokens, 1), max(totals.sequences, 1), max(totals.max_response_length, 1))
-    return resolve("aggregations", mode)(per_token, mask, counts) * totals.dp_size
+    value = resolve("aggregations", mode)(losses, mask, counts)
+    if value.dim() != 0:
+        raise DataError(
+            f"one number from the aggregation {mode!r}", f"a tensor {tuple(value.shape)}", "sum or average it"
+        )
+    return value * totals.dp_size
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What a function is called, whether its options are bound or not."""
+    return repr(getattr(getattr(function, "func", function), "__name__", str(function)))
 
 
 def _policy_inputs(inputs: LossInputs) -> PolicyInputs:

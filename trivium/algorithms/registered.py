@@ -17,7 +17,14 @@ from pydantic import create_model
 
 from trivium.config import Plugin
 from trivium.errors import ConfigError
-from trivium.registry import CATALOGUE, resolve
+from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.types import SCORES
+
+COLUMNS = frozenset(SCORES.values()) | {
+    "advantages", "returns", "rollout_log_prob", "rollout_is_weights", "selected",
+    "turn", "turn_reward", "turn_state", "greedy_reward", "uniform", "moments",
+}  # fmt: skip
+"""What a function may need: scores of the train engine, and what is made of a batch."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 LawT = TypeVar("LawT", bound="Law")
@@ -243,7 +250,7 @@ def kl_estimator(
 def entropy_term(
     *, formula: str, source: str, needs: Collection[str] = (), sampled: bool = False
 ) -> Callable[[FunctionT], FunctionT]:
-    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `entropy.kind` can name."""
+    """Makes `f(x: PolicyInputs, *, options...) -> (B, L) nats` one that `entropy.term` can name."""
     return with_law(EntropyLaw(formula, source, frozenset(needs), sampled))
 
 
@@ -293,12 +300,33 @@ def with_law(law: Law) -> Callable[[FunctionT], FunctionT]:
     """Attaches a law and the Config that a function's options (and those of its selection) amount to."""
 
     def decorate(function: FunctionT) -> FunctionT:
+        _check(function, law)
         functions = [function, law.select] if isinstance(law, PolicyLossLaw) and law.select else [function]
         base = GateSection if isinstance(law, GateLaw) else Plugin
         vars(function).update(law=law, Config=_config_of(functions, base))
         return function
 
     return decorate
+
+
+def _check(function: Callable[..., Any], law: Law) -> None:
+    """Raises ConfigError for a function that no config could use as its author meant."""
+    asked = f"@{_decorator_of(type(law))} on {function.__name__}"
+    parameters = list(inspect.signature(function).parameters.values())
+    inputs = 3 if isinstance(law, AggregationLaw) else 1
+    if any(p.kind is not p.KEYWORD_ONLY for p in parameters[inputs:]):
+        raise ConfigError(
+            asked, f"it takes {', '.join(p.name for p in parameters)} by position",
+            f"its options come after a star: f({', '.join(p.name for p in parameters[:inputs])}, *, option=...)",
+        )  # fmt: skip
+    for p in parameters[inputs:]:
+        if p.annotation is p.empty:
+            raise ConfigError(
+                asked, f"the option {p.name!r} has no type",
+                f'annotate it: {p.name}: Annotated[float, Field(description="...")]',
+            )  # fmt: skip
+    for name in sorted(law.needs - COLUMNS):
+        raise ConfigError(asked, f"it needs {name!r}, which nobody computes", suggest(name, COLUMNS))
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -329,7 +357,7 @@ def law_of(function: object, kind: type[LawT], name: str) -> LawT:
     if not isinstance(law, kind):
         raise ConfigError(
             f"use {name!r} here",
-            f"it does not carry a {kind.__name__}",
+            f"it carries no {kind.__name__}",
             f"decorate it with @{_decorator_of(kind)} from trivium.algorithms, saying what it needs",
         )
     return law

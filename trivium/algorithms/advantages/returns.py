@@ -21,7 +21,7 @@ Discount = Annotated[float, Field(ge=0, le=1, description="discount from one tra
 Whiten = Annotated[
     bool, Field(description="whether to give the batch's advantages mean 0 and variance 1; needs two tokens")
 ]
-_RETURN = "sum over later trained tokens of gamma^distance * reward"
+_RETURN = "sum over this and later trained tokens of gamma^distance * reward"
 
 
 @advantage(formula=_RETURN, source="REINFORCE, Williams 1992")
@@ -43,7 +43,7 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: Discount = 1.0) -> Advanta
 
 
 @advantage(
-    formula="sum over later trained tokens of reward - R of the greedy reply",
+    formula="(sum over this and later trained tokens of reward) - R of the greedy reply",
     source="ReMax, Li et al. 2024, algorithm 2",
     needs=("greedy_reward",),
     baseline=True,
@@ -56,7 +56,7 @@ def remax(x: AdvantageInputs) -> Advantages:
 
 
 @advantage(
-    formula="sum over later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R{whiten:, whitened over the batch}",  # noqa: E501
+    formula="sum over this and later trained tokens of gamma^distance * reward, with R - mean(R over the {baseline=mean:group}{baseline=others:other members of the group}) in the place of R{whiten:, whitened over the batch}",  # noqa: E501
     source="the group baseline of OpenRLHF, Hu et al. 2024; `others`, Ahmadian et al. 2024",
     min_group=2,
     centred=True,
@@ -81,7 +81,7 @@ def reinforce_baseline(
 
 
 @advantage(
-    formula="sum over later trained tokens of gamma^distance * reward, with (R - mean(R over the group)) / (std(R over the group) + epsilon) in the place of R",  # noqa: E501
+    formula="sum over this and later trained tokens of gamma^distance * reward, with (R - mean(R over the group)) / (std(R over the group) + epsilon) in the place of R",  # noqa: E501
     source="GRPO, Shao et al. 2024, as a reward: the group normalisation of OpenRLHF, Hu et al. 2024",
     min_group=2,
     centred=True,
@@ -94,7 +94,7 @@ def group_norm(x: AdvantageInputs, *, gamma: Discount = 1.0, epsilon: Epsilon = 
 
 
 @advantage(
-    formula="sum over later trained tokens of (gamma lam)^distance * (r + gamma V_next - V){whiten:, whitened over the batch}",  # noqa: E501
+    formula="sum over this and later trained tokens of (gamma * lam)^distance * (reward + gamma * V_next - V){whiten:, whitened over the batch}",  # noqa: E501
     source="GAE, Schulman et al. 2016, eq. 16",
     needs=("values",),
     whitens=True,
