@@ -241,9 +241,9 @@ class AlgorithmConfig(Plugin):
         return self
 
     def describe(self, run: RunConfig) -> dict[str, str]:
-        """What of it follows from the rest of the config, for the plan."""
+        """What it is, and what of it follows from the rest of the config, for the plan."""
         del run
-        return {}
+        return {"kind": self.kind}
 
 
 class CurriculumConfig(Config):

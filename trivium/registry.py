@@ -272,9 +272,18 @@ def resolve(room: str, name: str, base: Path | None = None) -> Any:
         raise UnknownName(
             f"{room}: {path!r}",
             f"{module_name} has no {attribute!r}",
-            suggest(attribute, [n for n in vars(module) if not n.startswith("_")]),
+            suggest(attribute, _offered(module)),
         )
     return getattr(module, attribute)
+
+
+def _offered(module: ModuleType) -> list[str]:
+    """What a module itself has to offer: not what it imports."""
+    return [
+        name for name, thing in vars(module).items()
+        if not (name.startswith("_") or isinstance(thing, ModuleType))
+        and (not callable(thing) or getattr(thing, "__module__", None) == module.__name__ or not hasattr(thing, "__name__"))
+    ]  # fmt: skip
 
 
 def _load_module(module_name: str, path: str) -> ModuleType:

@@ -107,7 +107,7 @@ def test_algorithms_that_judge_nothing_have_no_correction() -> None:
         {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": "sft",
          "engine": {"kind": "scripted"}, "buffer": {"kind": "files"}, "schedule": {"group_size": 1}}
     )  # fmt: skip
-    assert plan_run(config, cores=1).stages[0].algorithm == {}
+    assert plan_run(config, cores=1).stages[0].algorithm == {"kind": "sft"}
     with pytest.raises(ConfigError, match="'correction'"):
         configured({"kind": "sft", "correction": "decoupled_token_is"})
 

@@ -151,7 +151,7 @@ class PolicyGradientConfig(UpdateConfig):
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
             made_for = f", and {' and '.join(self._made_for_stale_groups)} are made for them"
             why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
-        return {"correction": f"{correction.words}{recomputed} ({why})"}
+        return {**super().describe(run), "correction": f"{correction.words}{recomputed} ({why})"}
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
