@@ -278,12 +278,13 @@ def resolve(room: str, name: str, base: Path | None = None) -> Any:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """What a module itself has to offer: not what it imports."""
+    """What a module itself has to offer: its values, functions and classes, not what it imports."""
+    public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
     return [
-        name for name, thing in vars(module).items()
-        if not (name.startswith("_") or isinstance(thing, ModuleType))
-        and (not callable(thing) or getattr(thing, "__module__", None) == module.__name__ or not hasattr(thing, "__name__"))
-    ]  # fmt: skip
+        name
+        for name, thing in public.items()
+        if not hasattr(thing, "__name__") or getattr(thing, "__module__", None) == module.__name__
+    ]
 
 
 def _load_module(module_name: str, path: str) -> ModuleType:
