@@ -14,6 +14,7 @@ from trivium.algorithms import (
     catalogue,
     get_kl_controller,
     kl_penalty,
+    policy_inputs,
 )
 from trivium.algorithms.registered import KlLaw, chosen
 from trivium.errors import ConfigError, DataError, UnknownName
@@ -146,3 +147,15 @@ def test_get_kl_controller_reads_a_mapping_or_an_object() -> None:
     assert isinstance(get_kl_controller(Section()), AdaptiveKLController)
     with pytest.raises(UnknownName, match="did you mean 'adaptive'"):
         get_kl_controller({"type": "adaptiv"})
+
+
+def test_a_corrected_kl_takes_the_weights_of_a_correction_along() -> None:
+    generator = torch.Generator().manual_seed(1)
+    policy, old, reference = (torch.randn(2, 3, generator=generator, dtype=torch.float64) * 0.3 - 1 for _ in range(3))
+    weights = torch.rand(2, 3, generator=generator, dtype=torch.float64)
+    columns = {"old_log_prob": old, "ref_log_prob": reference}
+    plain = catalogue("kl_estimators")["corrected_k3"](policy_inputs(policy, torch.ones(2, 3), **columns))
+    weighted = catalogue("kl_estimators")["corrected_k3"](
+        policy_inputs(policy, torch.ones(2, 3), **columns, rollout_is_weights=weights)
+    )
+    torch.testing.assert_close(weighted, weights * plain)

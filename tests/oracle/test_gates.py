@@ -1,6 +1,8 @@
 """Gates against slow loops, and what shutting a token does to the loss, its mean and its gradient."""
 
 import math
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from algebra import Step, make_step, policy_objective, run, shut
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, catalogue, policy_inputs
+from trivium.algorithms.objective import Term
 
 GATES = catalogue("gates")
 MASK = torch.tensor(
@@ -17,6 +20,11 @@ MASK = torch.tensor(
 
 def numbers(seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def term(room: str, kind: str, coef: float) -> Term:
+    function = catalogue(room)[kind]
+    return Term(coef, function, function.law)
 
 
 def inputs(seed: int) -> PolicyInputs:
@@ -141,6 +149,27 @@ def test_a_closed_token_teaches_nothing_and_counts_unless_narrow(kind: str, opti
     torch.testing.assert_close(done.gradients["log_prob"], expected, rtol=1e-6, atol=1e-9)
     if not narrow:
         assert done.metrics["train/gate_closed"] == pytest.approx(int(shut_out.sum()) / int(STEP.mask.sum()))
+
+
+def test_a_narrow_gate_leaves_kl_and_entropy_to_every_token() -> None:
+    terms = {"kl": term("kl_estimators", "k2", 0.3), "entropy": term("entropies", "exact", 0.2)}
+    gates = [{"kind": "top_entropy", "fraction": 0.3, "narrow": True}]
+    both = run(policy_objective("ppo", gates=gates, terms=terms), STEP).gradients
+    gated = run(policy_objective("ppo", gates=gates), STEP).gradients
+    plain, free = (run(policy_objective("ppo", terms=given), STEP).gradients for given in (None, terms))
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient - gated[name], free[name] - plain[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gmpo", "gspo_sequence"])
+def test_weights_of_a_loss_per_sequence_enter_by_their_geometric_mean(kind: str) -> None:
+    weights = torch.rand(STEP.mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    weighted = replace(STEP, columns={**STEP.columns, "rollout_is_weights": weights})
+    done = run(policy_objective(kind, "token-sum", weighted=True), weighted).gradients["log_prob"]
+    plain = run(policy_objective(kind, "token-sum"), STEP).gradients["log_prob"]
+    for row, mask in enumerate(STEP.mask):
+        factor = math.exp(fmean(math.log(w) for w in weights[row][mask].tolist())) if mask.any() else 0.0
+        torch.testing.assert_close(done[row], plain[row] * factor, rtol=1e-9, atol=1e-12)
 
 
 def test_gates_multiply() -> None:

@@ -289,3 +289,11 @@ def test_advantages_that_are_not_whitened_may_be_normalised() -> None:
     estimator = built(said).estimator
     assert estimator is not None
     assert (estimator.normalise, estimator.clip) == ("std", 5.0)
+
+
+def test_a_filter_of_rewards_wants_rewards(teacher: str) -> None:
+    said = {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "engine": {"kind": "scripted"}}
+    algorithm = {"kind": "grpo", "advantage": "on_policy_distill", "teacher": {"path": teacher}}
+    assert RunConfig.from_mapping({**said, "algorithm": {**algorithm, "filters": ["overlong"]}})
+    with pytest.raises(ConfigError, match=r"algorithm\.filters"):
+        RunConfig.from_mapping({**said, "algorithm": {**algorithm, "filters": ["zero_variance"]}})
