@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from trivium.assemble import evaluate, run
+from trivium.assemble import evaluate
+from trivium.launch import run
 from trivium.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]

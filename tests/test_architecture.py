@@ -22,7 +22,7 @@ DEPARTMENTS = {
     "models", "text", "tasks", "workflows", "rewards", "engines", "buffers", "algorithms", "training", "sync",
     "monitors",
 }  # fmt: skip
-SHELL = {"frontdoors", "cluster", "serving", "assemble", "viewer", "cli", "testing", "demo", "__main__"}
+SHELL = {"frontdoors", "cluster", "serving", "assemble", "launch", "viewer", "cli", "testing", "demo", "__main__"}
 CORE_PACKAGES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
@@ -41,7 +41,7 @@ PRINTED_WHOLE = {"Plan", "StagePlan"}
 
 LAZY_DOORS = {
     ("trivium.protocols", "trivium.loops"): "the seeds' TrainEngine.train_step is loops.train_step under another name",
-    ("trivium", "trivium.assemble"): "`from trivium import run`, imported when asked for",
+    ("trivium", "trivium.launch"): "`from trivium import run`, imported when asked for",
 }
 """Imports inside functions that the layering would forbid, and why."""
 

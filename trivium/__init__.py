@@ -11,6 +11,6 @@ __all__ = ["RunConfig", "run"]
 
 def run(config: RunConfig) -> dict[str, Any]:
     """Plays and trains what the config describes, continuing what its run directory holds; returns the summary."""
-    from trivium.assemble import run as run_all  # torch and every department come with it
+    from trivium.launch import run as run_all  # torch and every department come with it
 
     return run_all(config)

@@ -1,95 +1,38 @@
-"""RunConfig -> the parts, stage by stage. The one file that knows every department."""
+"""RunConfig -> the parts of a stage. The one file that knows every department."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
-import logging
-from collections.abc import Generator
-from contextlib import contextmanager
+import math
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
-from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
-from trivium.checkpoint import export as export_checkpoint
-from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
-from trivium.errors import ConfigError, RunDirError
-from trivium.evaluate import Evaluator
+from trivium.board import Board, MemoryBoard
+from trivium.checkpoint import Checkpoint, CheckpointStore
+from trivium.config import RunConfig, build, usable_cores
+from trivium.errors import ConfigError
+from trivium.evaluate import AskedEvaluator, Evaluator
 from trivium.explorer import Explorer
 from trivium.loops import Parts
-from trivium.loops import run as run_parts
 from trivium.monitors.fanout import FanOut
-from trivium.protocols import Monitor, TaskSource
+from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Curriculum, Schedule
-from trivium.synchronizer import MemoryBoard, Synchronizer
+from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
 from trivium.types import Metrics
 
-_log = logging.getLogger("trivium")
-_CARRIED = ("accuracy_before", "accuracy_after", "seconds")
-"""What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
-
-
 disable_progress_bar()  # transformers' own bars would break into the console's table
-
-
-def run(config: RunConfig) -> dict[str, Any]:
-    """Trains every stage that is not done yet and returns the summary, as written to `summary.json`.
-
-    Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
-    cause of whatever stopped the run.
-    """
-    if config.run.mode == "bench":
-        return bench(config)
-    with _open_run_dir(config) as run_dir:
-        store = CheckpointStore(
-            run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-        )
-        store.discard_unfinished()
-        latest = store.latest()
-        monitor = _build_monitor(config, run_dir, latest)
-        try:
-            summary = _run_stages(config, run_dir, store, latest, monitor)
-        finally:
-            monitor.close()
-        write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-        return {**summary, "run_dir": str(run_dir)}
-
-
-def _run_stages(
-    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, monitor: Monitor
-) -> dict[str, Any]:
-    """Each stage starts from the weights that the one before it left on disk, with a fresh optimizer."""
-    stages = config.stage_configs()
-    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    record: dict[str, Any] = {}
-    pinned: list[int] = []
-    first_version = 0
-    for number, stage_config in enumerate(stages):
-        last_version = first_version + stage_config.schedule.steps
-        resume = latest if latest is not None and latest.step > first_version else None
-        if resume is not None:
-            record = {name: resume.state[name] for name in _CARRIED if name in resume.state}
-        if resume is None or resume.step < last_version:
-            record |= {"stage": number, "pinned": list(pinned)}
-            stage = Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir)
-            _run_stage(stage, store, resume, monitor, record)
-            latest = None
-        first_version = last_version
-        pinned.append(last_version)
-        model_dir = store.directory / f"step-{last_version:06d}" / "policy"
-    return {"steps": first_version, **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
 
 
 @dataclass(frozen=True)
@@ -113,53 +56,98 @@ class Stage:
     def threads(self) -> int:
         return self.config.cluster.threads or usable_cores()
 
-
-def _run_stage(
-    stage: Stage, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor, record: dict[str, Any]
-) -> None:
-    _log.info("stage %d begins at step %d", stage.number, resume.step if resume else stage.first_version)
-    parts = _build_parts(stage, store, resume, monitor, record)
-    try:
-        parts.trainer.prepare()
-        asyncio.run(_play(parts))
-        record["seconds"] = parts.trainer.seconds
-    finally:
-        parts.trainer.engine.close()
+    @property
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(hf_tokenizer(str(self.model_dir)))
 
 
-async def _play(parts: Parts) -> None:
-    try:
-        await run_parts(parts)
-    finally:
-        if parts.explorer is not None:
-            await parts.explorer.engine.close()
+@dataclass(frozen=True)
+class Meeting:
+    """Where the roles of a stage meet: each process has its own ends of the same three things."""
+
+    buffer: Buffer
+    synchronizer: Synchronizer
+    channel: WeightChannel
 
 
-def _build_parts(
-    stage: Stage, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor, record: dict[str, Any]
-) -> Parts:
+def run_name(config: RunConfig) -> str:
+    """What separate commands call the run in a shared buffer."""
+    return config.run.name or Path(config.run.dir).name
+
+
+def explorer_name(config: RunConfig) -> str:
+    """The name of the explorer that this process is, unlike any other process's."""
+    return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def open_board(config: RunConfig) -> Board:
+    """The board: that of this process, or the one that comes with a buffer that several processes share."""
+    open_shared = getattr(resolve("buffers", config.buffer.kind), "open_board", None)
+    return MemoryBoard() if open_shared is None else open_shared(config.buffer, name=run_name(config))
+
+
+def build_synchronizer(config: RunConfig, board: Board, *, apart: bool) -> Synchronizer:
+    """One role's view of the board; `apart`: roles are processes that nobody holds a handle of."""
+    sync = config.sync
+    return Synchronizer(
+        board, deadline_s=sync.deadline_s, style=sync.style, interval=sync.interval,
+        collective=getattr(resolve("channels", sync.method), "collective", False),
+        heartbeat_s=sync.heartbeat_s if apart else None,
+    )  # fmt: skip
+
+
+def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
     config = stage.config
-    renderer = ChatRenderer(hf_tokenizer(str(stage.model_dir)))
-    schedule = _build_schedule(stage)
-    buffer = build(
+    return build(
         "buffers", config.buffer, schedule=schedule, rollouts=stage.run_dir / "rollouts" / f"stage-{stage.number}",
-        renderer=renderer, deadline_s=config.sync.deadline_s,
+        renderer=stage.renderer, deadline_s=config.sync.deadline_s, name=f"{run_name(config)}/stage-{stage.number}",
     )  # fmt: skip
-    # Explorers of a resumed run may need every version published since the oldest one a pending slot is played with.
-    channel = resolve("channels", config.sync.method)(keep=config.max_staleness // config.sync.interval + 2)
-    synchronizer = Synchronizer(MemoryBoard(), deadline_s=config.sync.deadline_s)
-    algorithm = algorithm_of(config)
-    explored = buffer.explored or stage.evaluated
-    explorer = _build_explorer(stage, renderer, algorithm.greedy_baseline) if explored else None
-    trainer = Trainer(
-        engine=_build_train_engine(stage, algorithm, channel, explored=buffer.explored),
-        buffer=buffer, channel=channel, synchronizer=synchronizer, schedule=schedule, monitor=monitor,
-        checkpoints=store,
-        cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
-        evaluator=_build_evaluator(stage, explorer) if explorer is not None and stage.evaluated else None,
-        resume=resume, max_failed_fraction=config.workflow.max_failed_fraction, record=record,
+
+
+def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
+    """The end of the channel that belongs to `role`."""
+    config = stage.config
+    return resolve("channels", config.sync.method)(
+        # Explorers of a resumed run may need every version since the oldest one a pending slot is played with.
+        keep=config.max_staleness // config.sync.interval + 2,
+        directory=Path(config.sync.dir) if config.sync.dir else stage.run_dir / "sync",
+        synchronizer=synchronizer, role=role,
     )  # fmt: skip
-    return Parts(trainer, buffer, schedule, synchronizer, channel, explorer)
+
+
+def meet_here(stage: Stage, synchronizer: Synchronizer, role: str) -> Meeting:
+    """This process's own ends of buffer and channel."""
+    return Meeting(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
+
+
+def build_trainer(
+    stage: Stage, meeting: Meeting, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor,
+    record: dict[str, Any],
+) -> Trainer:  # fmt: skip
+    """The trainer of a stage, nothing loaded yet."""
+    config, buffer = stage.config, meeting.buffer
+    return Trainer(
+        engine=_build_train_engine(stage, algorithm_of(config), meeting.channel, explored=buffer.explored),
+        buffer=buffer, strategy=build("sample_strategies", config.buffer.strategy, buffer=buffer),
+        channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=build_schedule(stage), monitor=monitor,
+        checkpoints=store, cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
+        evaluator=AskedEvaluator(meeting.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
+        resume=resume, max_failed_fraction=config.workflow.max_failed_fraction,
+        enable_preview=config.run.enable_preview, record=record, name=TRAINER,
+    )  # fmt: skip
+
+
+def trainer_parts(stage: Stage, meeting: Meeting, trainer: Trainer) -> Parts:
+    """The half of a run that trains."""
+    return Parts(meeting.buffer, trainer.schedule, meeting.synchronizer, meeting.channel, trainer, stage=stage.number)
+
+
+def explorer_parts(stage: Stage, meeting: Meeting, explorer: Explorer) -> Parts:
+    """The half of a run that explores and evaluates."""
+    return Parts(
+        meeting.buffer, build_schedule(stage), meeting.synchronizer, meeting.channel, explorer=explorer,
+        evaluator=_build_evaluator(stage, explorer) if stage.evaluated else None, stage=stage.number,
+    )  # fmt: skip
 
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:
@@ -168,7 +156,7 @@ def algorithm_of(config: RunConfig) -> GroupAlgorithm:
     return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
 
 
-def _build_schedule(stage: Stage) -> Schedule:
+def build_schedule(stage: Stage) -> Schedule:
     config, schedule = stage.config, stage.config.schedule
     tasks, said = _build_tasks(config, "train"), schedule.curriculum
     return Schedule(
@@ -177,7 +165,7 @@ def _build_schedule(stage: Stage) -> Schedule:
         group_size=schedule.group_size, max_staleness=config.max_staleness, sync_interval=config.sync.interval,
         deterministic=schedule.deterministic, shuffle=schedule.shuffle,
         curriculum=None if said is None else Curriculum.of(tasks, said.column, said.easy_first, said.spread),
-        max_attempts=schedule.max_attempts,
+        max_attempts=schedule.max_attempts, over_rollout=math.ceil(schedule.over_rollout * schedule.groups_per_step),
         steps=schedule.steps,
     )  # fmt: skip
 
@@ -186,20 +174,28 @@ def _build_tasks(config: RunConfig, name: str) -> TaskSource:
     return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
 
 
-def _build_explorer(stage: Stage, renderer: ChatRenderer, greedy_baseline: bool = False) -> Explorer:
-    config, judge = stage.config, make_judge(stage.config.rewards)
-    for name in {"train", stage.config.evaluation.taskset or "train"}:
-        judge.check_columns(_build_tasks(config, name)[0].columns)
-    engine = build(
-        "engines", config.engine, model_dir=stage.model_dir, eos_token_ids=renderer.eos_token_ids,
+def build_engine(stage: Stage) -> RolloutEngine:
+    """The rollout engine, its model loaded."""
+    renderer = stage.renderer
+    return build(
+        "engines", stage.config.engine, model_dir=stage.model_dir, eos_token_ids=renderer.eos_token_ids,
         decode=renderer.decode, threads=stage.threads,
     )  # fmt: skip
+
+
+def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
+    """An explorer that plays with `engine`, or with one of its own."""
+    config, judge = stage.config, make_judge(stage.config.rewards)
+    for taskset in {"train", stage.config.evaluation.taskset or "train"}:
+        judge.check_columns(_build_tasks(config, taskset)[0].columns)
+    engine = engine or build_engine(stage)
     return Explorer(
-        engine=engine, renderer=renderer, workflow=build("workflows", config.workflow),
+        engine=engine, renderer=stage.renderer, workflow=build("workflows", config.workflow),
         judge=judge, sampling=config.engine.sampling.sampling(),
         max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
-        max_concurrent=config.workflow.max_concurrent, greedy_baseline=greedy_baseline,
-        must_judge=config.algorithm.reads_rewards or stage.evaluated,
+        max_concurrent=config.workflow.max_concurrent, greedy_baseline=algorithm_of(config).greedy_baseline,
+        must_judge=config.algorithm.reads_rewards or stage.evaluated, name=name, in_flight=config.sync.in_flight,
+        operators=tuple(build("operators", section) for section in config.buffer.operators),
     )  # fmt: skip
 
 
@@ -238,62 +234,12 @@ def _check_vocabulary(teacher: Path, policy: Path) -> None:
         )  # fmt: skip
 
 
-def _build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
+def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
     step = latest.step if latest is not None else 0
     monitor = FanOut([build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors])
     if latest is not None:
         monitor.restore(latest.state["monitor"])
-        _log.info("continuing from %s", latest.path.name)
     return monitor
-
-
-# --------------------------------------------------------------------------- run directory
-
-
-@contextmanager
-def _open_run_dir(config: RunConfig) -> Generator[Path]:
-    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place."""
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunDirError(
-                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
-            ) from error
-        _claim(config, run_dir)
-        handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
-        terminal.setLevel(logging.WARNING)
-        _log.setLevel(logging.INFO)
-        for each in (handler, terminal):
-            _log.addHandler(each)
-        try:
-            yield run_dir
-        finally:
-            for each in (handler, terminal):
-                _log.removeHandler(each)
-                each.close()
-
-
-def _claim(config: RunConfig, run_dir: Path) -> None:
-    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
-    path = run_dir / "config.yaml"
-    if path.is_file():
-        if not config.run.resume:
-            raise RunDirError(
-                f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume"
-            )
-        problems = resume_differences(yaml.safe_load(path.read_text(encoding="utf-8")), config)
-        if problems:
-            raise ConfigError(
-                f"continue the run in {run_dir}", "it began with another config",
-                "choose another run.dir, or put these back:", problems,
-            )  # fmt: skip
-    write_aside(path, to_yaml(config))
-    write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores()).to_yaml())
 
 
 # --------------------------------------------------------------------------- before and after the run
@@ -325,27 +271,8 @@ def evaluate(config: RunConfig, step: int) -> Metrics:
 
 
 async def _evaluate(stage: Stage) -> Metrics:
-    explorer = _build_explorer(stage, ChatRenderer(hf_tokenizer(str(stage.model_dir))))
+    explorer = build_explorer(stage)
     try:
         return await _build_evaluator(stage, explorer).run(explorer.version)
     finally:
         await explorer.engine.close()
-
-
-def bench(config: RunConfig) -> dict[str, Any]:
-    """Evaluates every checkpoint of the run directory in order; one row each in `bench.jsonl`."""
-    run_dir = Path(config.run.dir)
-    rows = [{"step": step, **evaluate(config, step)} for step in CheckpointStore(run_dir / "checkpoints").steps()]
-    if not rows:
-        raise RunDirError(f"bench the checkpoints of {run_dir}", "it has none", "train first")
-    write_aside(run_dir / "bench.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return {"checkpoints": len(rows), "bench": str(run_dir / "bench.jsonl")}
-
-
-def export(run_dir: Path, step: int | None, out: Path) -> Path:
-    """Writes the policy of a checkpoint (None: the latest) as a plain Hugging Face directory."""
-    store = CheckpointStore(run_dir / "checkpoints")
-    checkpoint = store.latest() if step is None else store.open(step)
-    if checkpoint is None:
-        raise RunDirError(f"export the latest checkpoint of {run_dir}", "it has none", "train first")
-    return export_checkpoint(checkpoint, out)

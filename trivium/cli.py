@@ -65,7 +65,7 @@ def run(
         said = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
         loaded = RunConfig.load(config, said)
         outcome.log_dir = Path(loaded.run.dir)
-        from trivium.assemble import run as run_all
+        from trivium.launch import run as run_all
 
         show(run_all(loaded))
 
@@ -115,7 +115,7 @@ def export(
 ) -> None:
     """Writes a checkpoint's policy as a plain Hugging Face model directory."""
     with Outcome(debug):
-        from trivium.assemble import export as export_step
+        from trivium.launch import export as export_step
 
         export_step(run, step, out)
         print(f"wrote {out}")

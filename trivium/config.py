@@ -18,6 +18,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.save_monitor import SaveStrategy
+from trivium.synchronizer import SyncStyle
 from trivium.types import Sampling
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
@@ -149,10 +151,22 @@ class RunSection(Config):
     """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
     seed: int = 0
     """The seed of everything: weights, order, samples."""
-    mode: Literal["both", "bench"] = free("both")
-    """`both` explores and trains; `bench` evaluates every checkpoint of the run, in order."""
+    name: str = free("")
+    """What separate commands call the run in a shared buffer; empty means the last part of `run.dir`."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
+    """`both` explores and trains; `explore` and `train` do one of the two, in as many shells or machines as you like,
+    over a buffer and a channel that they share; `serve` offers the policy to agents instead of exploring, and trains
+    too unless the buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
+    explorer: str = free("")
+    """Name of the explorer that `explore` or `serve` starts; empty makes up one that nobody else has."""
+    enable_preview: bool = free(False)
+    """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
     resume: bool = free(True)
     """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
+
+
+StrategyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("sample_strategies"))]
+OperatorPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("operators"))]
 
 
 class SamplingConfig(Config):
@@ -199,6 +213,11 @@ class WorkflowConfig(Plugin):
     """The run ends when more than this part of the trajectories of a step, or of an evaluation, failed."""
     max_concurrent: int = free(4096, ge=1)
     """Trajectories in flight at once."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often a trajectory that its workflow failed is played again, from its first turn and with the same
+    randomness, within the same deadline."""
+    min_members: int = Field(default=1, ge=1)
+    """A group of which fewer trajectories succeeded is dropped, and another one played for it."""
 
 
 class RewardConfig(Plugin):
@@ -278,27 +297,44 @@ class ScheduleSection(Config):
     """Orders each epoch by difficulty."""
     max_attempts: int = Field(default=3, ge=1)
     """How often a slot is played before its group is given up as too stale."""
+    over_rollout: float = Field(default=0.0, ge=0)
+    """Plays so much more than a step needs, as a part of `groups_per_step`; the step takes what is finished first, and
+    what could only become too stale is called off and played again later. 0 waits for the slowest."""
 
 
 class SyncSection(Config):
     """When and how weights reach the explorers."""
 
     method: str = "memory"
-    """`memory`; further channels by name or path."""
-    style: Literal["fixed"] = "fixed"
-    """Who decides when: `fixed` publishes every `interval` steps."""
+    """`memory` (one process, or Ray's object store), `checkpoint` (files in a directory that both sides see), `nccl`
+    (a broadcast: nccl between GPUs, gloo between CPUs); further channels by name or path."""
+    style: SyncStyle = SyncStyle.FIXED
+    """Who decides when: `fixed` publishes every `interval` steps; `dynamic_by_trainer` asks the explorers after so many
+    steps; `dynamic_by_explorer` publishes when an explorer asks, after so many steps' worth of groups or without a
+    free slot."""
     interval: int = Field(default=1, ge=1)
     """Train steps between two publications."""
     offset: int | None = Field(default=None, ge=0)
     """Another way to say `max_staleness = interval - 1 + offset`."""
+    in_flight: Literal["finish", "update"] = "finish"
+    """What becomes of replies in progress when new weights arrive: `finish` ends them first; `update` goes on with the
+    new weights from the next token, every token keeping the version that sampled it."""
+    dir: ConfigPath | None = free(None)
+    """Directory of the `checkpoint` method; unset means `sync` in the run directory."""
     deadline_s: float = free(3600.0, gt=0)
     """Longest wait of one side for the other."""
+    heartbeat_s: float = free(10.0, gt=0)
+    """A role in another process that gave no sign of life for so long counts as dead."""
 
 
 class BufferConfig(Plugin):
     """Base of buffer sections."""
 
     kind: str = "memory"
+    strategy: StrategyPlugin = Field(default={"kind": "default"})  # pyright: ignore[reportAssignmentType]
+    """Which groups a step is trained on."""
+    operators: tuple[OperatorPlugin, ...] = ()
+    """The experience pipeline: what becomes of each finished group before it is stored, in order."""
 
 
 class EvaluationSection(Config):
@@ -327,13 +363,42 @@ class CheckpointSection(Config):
     """Newest checkpoints to keep."""
     keep_best: str | None = free(None)
     """A metric of the evaluation whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
+    save_strategy: SaveStrategy = free(SaveStrategy.UNRESTRICTED)
+    """Who may write at the same time: `single_thread`, `single_process`, `single_node`, `unrestricted`."""
+    remote: str | None = free(None)
+    """Where complete checkpoints are copied to as well: an fsspec URL (`s3://bucket/run`, `file:///mnt/run`)."""
 
 
 class ClusterSection(Config):
-    """What the roles, all in this process, may use."""
+    """Where the roles run and what they may use."""
 
+    kind: Literal["local", "ray"] = free("local")
+    """`local` keeps the roles of this command in its process; `ray` makes each an actor."""
+    address: str | None = free(None)
+    """A running Ray cluster (`auto`, `host:port`, `ray://...`); unset starts one on this machine for the run."""
+    explorers: int = free(1, ge=1)
+    """Explorer actors."""
+    engines: int = free(1, ge=1)
+    """Engine actors of each explorer; requests go to the least busy one."""
+    max_restarts: int = free(2, ge=0)
+    """How often explorers and engines that died are started again before their death ends the run."""
     threads: int = free(0, ge=0)
-    """Threads for model work; 0 takes every core. Results are bit-equal only at equal thread counts."""
+    """Threads for model work of each role; 0 takes every core. Results are bit-equal only at equal thread counts."""
+
+
+class ServeSection(Config):
+    """The endpoint of `run.mode: serve`."""
+
+    host: str = free("127.0.0.1")
+    """Address to listen on."""
+    port: int = free(8010, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory."""
+    model: str = free("policy")
+    """The name clients ask for."""
+    api_key: str | None = free(None)
+    """What clients must present; unset admits everybody who reaches the port."""
+    idle_s: float = free(3600.0, gt=0)
+    """A conversation without feedback for so long is forgotten, and counted as dropped."""
 
 
 _RunConfigT = TypeVar("_RunConfigT", bound="RunConfig")
@@ -374,6 +439,7 @@ class RunConfig(Config):
     monitors: tuple[MonitorPlugin, ...] = free(({"kind": "console"}, {"kind": "jsonl"}))
     """Where metrics go."""
     cluster: ClusterSection = ClusterSection()
+    serve: ServeSection = ServeSection()
     stages: tuple[dict[str, Any], ...] = ()
     """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them."""
 

@@ -6,8 +6,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from trivium.assemble import run
 from trivium.config import RunConfig
+from trivium.launch import run
 from trivium.monitors.plot import learning_curve
 
 

@@ -10,7 +10,8 @@ TriviumError
 │   ├── RewardError      a reward raised, or returned something that is not a finite number
 │   └── DeadlineExceeded a deadline fired; also a TimeoutError
 ├── RolloutsFailing      more rollouts failed than `workflow.max_failed_fraction` allows: ends the run
-└── SyncError            the trainer and an explorer lost each other, or weights arrived damaged
+├── SyncError            the trainer and an explorer lost each other, or weights arrived damaged
+└── RoleFailed           a role of the run (trainer, an explorer, its engine, the buffer, ...) died
 """
 
 from __future__ import annotations
@@ -96,3 +97,17 @@ class RolloutsFailing(TriviumError):
 
 class SyncError(TriviumError):
     """Weights could not be carried from the trainer to an explorer."""
+
+
+class RoleFailed(TriviumError):
+    """A role died, and the run cannot go on without it."""
+
+    def __init__(self, role: str, cause: str) -> None:
+        super().__init__(
+            f"a run whose {role} works", f"{role} failed: {cause}",
+            "mend the cause (its log says more) and run the same command again: it continues from the last checkpoint",
+        )  # fmt: skip
+        self.role, self.cause = role, cause
+
+    def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:
+        return type(self), (self.role, self.cause)  # by its own arguments, where it travels between processes

@@ -16,6 +16,7 @@ from trivium.randomness import SampleKey
 if TYPE_CHECKING:
     from trivium.explorer import Explorer
     from trivium.protocols import TaskSource
+    from trivium.synchronizer import Synchronizer
     from trivium.types import Group, Metrics, Sampling
 
 
@@ -115,3 +116,15 @@ class Evaluator:
                 f"evaluate version {version}", f"the explorer holds version {self.explorer.version}",
                 "publish the version and wait for its adoption before evaluating",
             )  # fmt: skip
+
+
+@dataclass
+class AskedEvaluator:
+    """The trainer's end of an evaluation: an explorer, wherever it is, plays it (see `loops.evaluate_loop`)."""
+
+    synchronizer: Synchronizer
+    taskset: str
+
+    async def run(self, version: int) -> Metrics:
+        """Metrics under `eval/<taskset>/`."""
+        return await self.synchronizer.evaluation(version)

@@ -16,7 +16,7 @@ from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.types import Failure, Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from trivium.protocols import Renderer, RolloutEngine, WeightChannel, Workflow
+    from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Workflow
     from trivium.randomness import SampleKey
     from trivium.types import Task
 
@@ -48,6 +48,10 @@ class Explorer:
     """Whether training rollouts want each task played once more without randomness."""
     must_judge: bool = True
     """Whether a trajectory that nobody rewarded failed."""
+    operators: Sequence[Operator] = ()
+    """The experience pipeline, in order."""
+    in_flight: str = "finish"
+    """What becomes of replies in progress when new weights arrive: `finish` or `update` (see `sync.in_flight`)."""
     _room: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +64,16 @@ class Explorer:
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; replies in flight finish first."""
-        await self.engine.load(version, channel.collect(version))
+        weights = await asyncio.to_thread(lambda: list(channel.collect(version)))  # may wait for the trainer
+        await self.engine.load(version, weights)
+
+    def refined(self, group: Group) -> Group:
+        """The group after the experience pipeline; the first operator that refuses it has the last word."""
+        for operator in self.operators:
+            if group.dropped:
+                break
+            group = operator(group)
+        return group
 
     async def play(
         self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,
@@ -84,7 +97,7 @@ class Explorer:
         members, baseline = await asyncio.gather(
             self._judge(task, trajectories[: len(keys)], left_s), self._judge(task, trajectories[len(keys) :], left_s)
         )
-        return Group(slot, task, tuple(members), epoch, attempt, version, *baseline)
+        return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
     async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """The trajectory, and the seconds it took once there was room for it."""

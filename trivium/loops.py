@@ -1,29 +1,32 @@
-"""The system, on two screens: one train step, three coroutines, one run.
+"""The system, on two screens: one train step, four coroutines, two halves, one run.
 
 explore_loop    waits for a free slot in the buffer        task -> workflow x group_size -> rewards -> Group -> buffer
 train_loop      waits for `groups_per_step` groups         buffer -> train_step -> publish -> evaluate, log, checkpoint
 follow_weights  waits for the next published version       channel -> engine -> the buffer may admit more slots
+evaluate_loop   waits for the trainer to ask               version -> Evaluator -> metrics
 
-Synchronous, one-step-off and asynchronous runs are this file with another `max_staleness`.
+Synchronous, one-step-off and asynchronous runs are this file with another `max_staleness`; one process, Ray actors and
+separate commands are this file with another buffer, board and channel.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trivium.metrics import aggregate
 from trivium.types import SCORES
 
 if TYPE_CHECKING:
+    from trivium.evaluate import Evaluator
     from trivium.explorer import Explorer
     from trivium.protocols import Algorithm, Buffer, Objective, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.trainer import Trainer
-    from trivium.types import Batch, Group, Metrics
+    from trivium.types import Batch, Group, Lease, Metrics
 
 
 def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
@@ -75,28 +78,42 @@ def mini_batches(batch: Batch, number: int) -> Iterator[Batch]:
         yield batch.select([row for row, e in enumerate(batch.experiences) if place[e.group_id] == part])
 
 
-async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule) -> None:
+async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> None:
     """Plays slot after slot, as many at once as the buffer admits.
 
     Consumes: slots. Waits for: the buffer's admission. Unblocked by: `take`, `advance`.
     """
+    playing: dict[int, asyncio.Task[None]] = {}
 
-    async def play(slot: int) -> None:
-        assignment = schedule.at(slot)
+    async def play(lease: Lease) -> None:
+        assignment = schedule.at(lease.slot)
         keys = [schedule.key(assignment, index) for index in range(schedule.group_size)]
         greedy = schedule.key(assignment, schedule.group_size) if explorer.greedy_baseline else None
         group = await explorer.play(
-            assignment.task, keys, slot=slot, epoch=assignment.epoch, attempt=buffer.attempt(slot), greedy=greedy
+            assignment.task, keys, slot=lease.slot, epoch=assignment.epoch, attempt=lease.attempt, greedy=greedy
         )
-        await buffer.put(explorer.name, group)
+        await buffer.put(explorer.name, explorer.refined(group))
 
-    async with asyncio.TaskGroup() as playing:
+    async def call_off() -> None:
+        while True:
+            for slot in await buffer.called_off(explorer.name):
+                playing[slot].cancel()
+
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(call_off(), name="call_off")
         while True:
             try:
-                slot = await buffer.lease(explorer.name)
+                lease = await buffer.lease(explorer.name, wait=False)
+                if lease is None:
+                    synchronizer.require(explorer.name)
+                    lease = await buffer.lease(explorer.name)
             except StopAsyncIteration:
-                return
-            playing.create_task(play(slot), name=f"slot-{slot}")
+                break
+            assert lease is not None
+            task = playing[lease.slot] = tasks.create_task(play(lease), name=f"slot-{lease.slot}")
+            task.add_done_callback(lambda _, slot=lease.slot: playing.pop(slot, None))
+        for task in (calling, *playing.values()):  # the stage is over: what is still being played has no use
+            task.cancel()
 
 
 async def follow_weights(
@@ -118,10 +135,21 @@ async def follow_weights(
         await buffer.advance(explorer.name, version)
 
 
-async def train_loop(trainer: Trainer) -> None:
-    """Trains step after step until the stage is done.
+async def evaluate_loop(explorer: Explorer, evaluator: Evaluator, synchronizer: Synchronizer) -> None:
+    """Plays the evaluations that the trainer asks for.
 
-    Consumes: groups. Waits for: the buffer, and for adoption where an evaluation is due. Unblocked by: `put`.
+    Consumes: requests. Waits for: a request for the version it has loaded. Unblocked by: `Synchronizer.evaluation`.
+    """
+    answered = 0
+    while True:
+        answered, version = await synchronizer.next_evaluation(explorer.name, answered)
+        synchronizer.answer_evaluation(answered, await evaluator.run(version))
+
+
+async def train_loop(trainer: Trainer) -> None:
+    """Trains step after step until the stage, or the data, is over.
+
+    Consumes: groups. Waits for: the buffer, and for an explorer where an evaluation is due. Unblocked by: `put`.
     """
     await trainer.begin()
     while trainer.train_continue:
@@ -134,29 +162,60 @@ async def train_loop(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one stage of a run consists of."""
+    """What one stage of a run consists of, or one half of it."""
 
-    trainer: Trainer
     buffer: Buffer
     schedule: Schedule
     synchronizer: Synchronizer
     channel: WeightChannel
-    explorer: Explorer | None
-    """None where nothing is explored and nothing evaluated."""
+    trainer: Trainer | None = None
+    """None in a process that only explores."""
+    explorer: Explorer | None = None
+    """None where nothing is explored and nothing evaluated, or somebody else does it."""
+    evaluator: Evaluator | None = None
+    """None where nothing is evaluated, or somebody else does it."""
+    stage: int = 0
+    explore: Callable[[Explorer, Buffer, Schedule, Synchronizer], Coroutine[Any, Any, None]] = explore_loop
+    """What fills the buffer: the schedule's tasks, or agents that come with their own."""
 
 
 async def run(parts: Parts) -> None:
     """Both halves in one task group: the first failure cancels the rest and is raised."""
-    async with asyncio.TaskGroup() as roles:
-        helpers: list[asyncio.Task[None]] = []
+    if parts.trainer is not None:
+        parts.synchronizer.open(parts.stage)
+    async with asyncio.TaskGroup() as halves:
         if parts.explorer is not None:
-            following = follow_weights(parts.explorer, parts.buffer, parts.schedule, parts.synchronizer, parts.channel)
-            helpers.append(roles.create_task(following, name="follow_weights"))
-        if parts.explorer is not None and parts.buffer.explored:
-            helpers.append(
-                roles.create_task(explore_loop(parts.explorer, parts.buffer, parts.schedule), name="explore_loop")
-            )
-        await train_loop(parts.trainer)
-        await parts.buffer.close()
-        for helper in helpers:
-            helper.cancel()
+            halves.create_task(explore_half(parts, parts.explorer), name=parts.explorer.name)
+        if parts.trainer is not None:
+            halves.create_task(train_half(parts, parts.trainer), name=parts.trainer.name)
+
+
+async def train_half(parts: Parts, trainer: Trainer) -> None:
+    """Trains to the end of the stage, beside whoever explores."""
+    with parts.synchronizer.obituary(trainer.name), parts.synchronizer.heart(trainer.name):
+        async with asyncio.TaskGroup() as tasks:
+            tending = tasks.create_task(parts.synchronizer.tend(trainer.name, parts.buffer.release), name="tend")
+            await train_loop(trainer)
+            await parts.buffer.close()
+            parts.synchronizer.finish()
+            tending.cancel()
+
+
+async def explore_half(parts: Parts, explorer: Explorer) -> None:
+    """Explores and evaluates until the trainer is done with the stage."""
+    synchronizer = parts.synchronizer
+    with synchronizer.obituary(explorer.name), synchronizer.heart(explorer.name):
+        synchronizer.join(explorer.name)
+        async with asyncio.TaskGroup() as tasks:
+            following = follow_weights(explorer, parts.buffer, parts.schedule, synchronizer, parts.channel)
+            roles: dict[str, Coroutine[Any, Any, None]] = {
+                "tend": synchronizer.tend(explorer.name), "follow_weights": following
+            }  # fmt: skip
+            if parts.buffer.explored:
+                roles["explore"] = parts.explore(explorer, parts.buffer, parts.schedule, synchronizer)
+            if parts.evaluator is not None:
+                roles["evaluate_loop"] = evaluate_loop(explorer, parts.evaluator, synchronizer)
+            helpers = [tasks.create_task(role, name=name) for name, role in roles.items()]
+            await synchronizer.finished(explorer.name)
+            for helper in helpers:
+                helper.cancel()

@@ -122,6 +122,12 @@ declare("rollout/truncated", "fraction of trajectories cut by a length limit", b
 declare("rollout/turns", "mean turns per trajectory")
 declare("rollout/staleness", "mean of trainer version minus the oldest version in a group", unit="versions")
 declare("rollout/staleness_max", "largest staleness trained on", unit="versions", aggregation="max")
+declare(
+    "rollout/called_off", "groups stopped while played: they could only have become too stale",
+    aggregation="sum", better="down",
+)  # fmt: skip
+declare("rollout/given_up", "slots given up after `schedule.max_attempts`", aggregation="sum", better="down")
+declare("rollout/dropped", "groups that the experience pipeline refused", aggregation="sum")
 declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
 declare("workflow/*", "a number that the workflow reported, averaged over trajectories")
 

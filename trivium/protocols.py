@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         FloatArray,
         Group,
         IntArray,
+        Lease,
         Message,
         Metrics,
         Request,
+        Sample,
         StopReason,
         Task,
         Teacher,
@@ -294,9 +296,10 @@ class TrainEngine(ABC):
         """Saves everything training needs under `checkpoint_dir`; always blocks here."""
         self.save(self.checkpoint_dir / f"step-{self.version:06d}")
 
-    def sync_weight(self) -> None:
-        """Offers the current weights to the explorers."""
-        self.channel.offer(self.version, self.export_weights())
+    def sync_weight(self) -> bool:
+        """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
+        Blocks."""
+        return self.channel.offer(self.version, self.export_weights())
 
     def upload_state_dict(self) -> None:
         """The seeds' name for `sync_weight` with method `memory`."""
@@ -308,29 +311,39 @@ class TrainEngine(ABC):
 
 
 class Buffer(Protocol):
-    """Issues slots, keeps finished groups, gives them to the trainer. Journals before it counts."""
+    """Issues slots, keeps finished groups, gives them to the trainer. Journals before it counts.
+
+    Any number of explorers lease and put, one trainer takes; they may be in other processes. A buffer that several
+    processes reach (`shared`) loses no group and gives none out twice when one of them dies at any moment.
+    """
 
     explored: bool
     """Whether explorers fill it; a buffer over files issues no slots."""
 
-    @property
-    def evicted(self) -> int:
-        """Groups given up as too stale, so far."""
-        ...
-
-    async def lease(self, owner: str) -> int:
-        """Waits for the right to play a slot with the version that `owner` has loaded; returns its number.
+    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
+        """The right to play a slot with the version that `owner` has loaded. Waits for one, or, without `wait`, returns
+        None where none is free.
 
         Raises StopAsyncIteration once the buffer is closed.
         """
         ...
 
     async def put(self, owner: str, group: Group) -> None:
-        """A finished group, failures included. Journaled before it counts."""
+        """A finished group, failures included. Journaled before it counts. One that was `dropped` is counted and its
+        slot given up: another is issued for it. A group whose lease was called off is counted and forgotten."""
+        ...
+
+    async def release(self, owner: str) -> int:
+        """The owner is dead or gone: its leases are issued again. How many there were."""
+        ...
+
+    async def called_off(self, owner: str) -> Sequence[int]:
+        """Waits until slots that `owner` plays can no longer be trained on; returns them, no longer leased."""
         ...
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """Waits for `count` groups to train version `version` on; evicts what became too stale.
+        """Waits for `count` groups to train version `version` on; evicts what became too stale, and calls off what
+        could only become too stale.
 
         Raises StopAsyncIteration once the buffer is closed.
         """
@@ -340,23 +353,28 @@ class Buffer(Protocol):
         """So many of the groups taken last will not be trained on: that many more slots are issued in their place."""
         ...
 
-    def attempt(self, slot: int) -> int:
-        """How often a slot had been given up before."""
+    async def past(self, slots: Sequence[int]) -> list[Group]:
+        """Groups that were taken before, by slot, as they were."""
         ...
 
     async def drained(self, version: int) -> None:
-        """Waits until every slot that `version` admits has been played."""
+        """Waits until every slot that `version` admits has been played, whoever plays it."""
         ...
 
     async def advance(self, owner: str, version: int) -> None:
         """The explorer `owner` adopted `version`: more slots may be admitted."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    async def counts(self) -> Mapping[str, int]:
+        """So far: groups `evicted` as too stale, `called_off` while they were played, `given_up` for good after
+        `max_attempts`, `dropped` by the experience pipeline."""
+        ...
+
+    async def state(self) -> dict[str, Any]:
         """What a checkpoint must know; JSON values."""
         ...
 
-    def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
+    async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Continues from a checkpoint of `version`, or from the start of the stage where there is none."""
         ...
 
@@ -365,15 +383,44 @@ class Buffer(Protocol):
         ...
 
 
+class SampleStrategy(Protocol):
+    """Which groups a step is trained on, among those the buffer has and others that were kept or written by experts."""
+
+    mixed: bool
+    """Whether a batch may hold experts' replies beside the policy's own."""
+
+    async def sample(self, count: int, version: int) -> Sample:
+        """`count` groups to train version `version` on. Raises StopAsyncIteration at the end of the data."""
+        ...
+
+    async def refuse(self, count: int) -> None:
+        """See `Buffer.refuse`."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must know; JSON values."""
+        ...
+
+    async def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Operator(Protocol):
+    """One step of the experience pipeline: a group in, the same, a changed or a refused one out. Only computes."""
+
+    def __call__(self, group: Group) -> Group:
+        """`group.refused("why")` drops it."""
+        ...
+
+
 class WeightChannel(Protocol):
     """Carries weights from the trainer to the explorers."""
 
-    def offer(self, version: int, weights: Weights) -> None:
-        """The trainer's side: keeps or sends version `version`."""
+    def offer(self, version: int, weights: Weights) -> bool:
+        """The trainer's side: keeps or sends version `version`. False where it reached nobody. Blocks."""
         ...
 
     def collect(self, version: int) -> Weights:
-        """The explorer's side: the weights of `version`, verified."""
+        """The explorer's side: the weights of `version`, every tensor verified against its hash. May block."""
         ...
 
     @property

@@ -239,6 +239,10 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "memory": "trivium.buffers.memory:MemoryBuffer",
         "files": "trivium.buffers.files:FileBuffer",
     },
+    "sample_strategies": {
+        "default": "trivium.buffers.strategies:DefaultStrategy",
+    },
+    "operators": {},
     "channels": {
         "memory": "trivium.sync.memory:MemoryChannel",
     },

@@ -94,13 +94,15 @@ class Schedule:
     curriculum: Curriculum | None = None
     """What orders the tasks of an epoch instead of a shuffle."""
     max_attempts: int = 3
+    over_rollout: int = 0
+    """Groups played beyond what a step needs, so that it need not wait for the slowest."""
     steps: int = field(default=1)
     """Train steps of the stage."""
 
     @property
     def ordered(self) -> bool:
         """Whether groups are trained in slot order, not in order of arrival."""
-        return self.max_staleness == 0 or self.deterministic
+        return (self.max_staleness == 0 and not self.over_rollout) or self.deterministic
 
     def at(self, slot: int) -> Assignment:
         """The task of a slot. Every epoch visits every task once."""
@@ -123,7 +125,7 @@ class Schedule:
     def admitted(self, version: int) -> int:
         """How many slots may have been issued to an explorer that has loaded `version`."""
         ahead = version - self.first_version + self.max_staleness + 1
-        return min(ahead, self.steps) * self.groups_per_step
+        return min(ahead, self.steps) * self.groups_per_step + self.over_rollout
 
     def published(self, version: int) -> bool:
         """Whether the trainer offers `version` to the explorers."""

@@ -1,18 +1,29 @@
-"""Synchronizer: who is where, which versions exist, who waits for whom; a state machine over a Board.
+"""Synchronizer: who is where, which versions exist, who waits for whom, who died; a state machine over a Board.
 
-The board holds plain values, so the same machine runs in one process (MemoryBoard), over Ray or over a database.
+Every way of running shares it: the board is a value in one process, a Ray actor, or a database row. The trainer
+publishes, explorers adopt; nobody waits without a deadline, and nobody waits for the dead.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from trivium.errors import SyncError
+from trivium.errors import RoleFailed, SyncError, TriviumError
+
+if TYPE_CHECKING:
+    from trivium.board import Board, Values
+    from trivium.types import Metrics
+
+TRAINER = "trainer"
+"""The role name of the trainer; any other name on a board is an explorer's."""
 
 
 class RunningStatus(StrEnum):
@@ -20,7 +31,7 @@ class RunningStatus(StrEnum):
 
     RUNNING = "running"
     REQUIRE_SYNC = "require_sync"
-    """It wants newer weights exchanged."""
+    """It wants newer weights exchanged: an explorer without a free slot, or a trainer whose interval is over."""
     WAITING_SYNC = "waiting_sync"
     """It stands at a collective exchange and cannot go on without the other side."""
     STOPPED = "stopped"
@@ -42,77 +53,82 @@ class SyncStyle(StrEnum):
     DYNAMIC_BY_EXPLORER = "dynamic_by_explorer"
 
 
-Values = Mapping[str, Any]
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective exchange of weights that everybody has agreed to enter."""
 
-
-class Board(Protocol):
-    """A small shared table of JSON values that can be waited on."""
-
-    def read(self) -> Values: ...
-
-    def write(self, change: Callable[[Values], Values]) -> None:
-        """Replaces the table by `change(table)`, atomically; wakes every waiter. Callable from any thread."""
-        ...
-
-    async def wait(self, until: Callable[[Values], bool], deadline_s: float, who: str, whom: str) -> Values:
-        """The table once `until` holds. SyncError naming `who` and `whom` after `deadline_s` without any sign of life:
-        every change of the table counts as one."""
-        ...
-
-
-class MemoryBoard:
-    """The board of one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-
-    def read(self) -> Values:
-        with self._lock:
-            return dict(self._values)
-
-    def write(self, change: Callable[[Values], Values]) -> None:
-        with self._lock:
-            self._values = dict(change(dict(self._values)))
-            for loop, event in self._waiting:
-                loop.call_soon_threadsafe(event.set)
-
-    async def wait(self, until: Callable[[Values], bool], deadline_s: float, who: str, whom: str) -> Values:
-        since = last = time.monotonic()
-        entry = (asyncio.get_running_loop(), asyncio.Event())
-        with self._lock:
-            self._waiting.add(entry)
-        try:
-            while not until(values := self.read()):
-                async with asyncio.timeout(deadline_s):
-                    await entry[1].wait()
-                entry[1].clear()
-                last = time.monotonic()
-            return values
-        except TimeoutError as error:
-            raise SyncError(
-                f"{who} waits for {whom}",
-                f"waiting for {time.monotonic() - since:.0f} s, no sign of life for {time.monotonic() - last:.0f} s; "
-                f"the board says {self.read()}",
-                "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
-            ) from error
-        finally:
-            with self._lock:
-                self._waiting.discard(entry)
+    number: int
+    version: int
+    members: tuple[str, ...]
+    """The explorers that take part; the trainer is rank 0, member i is rank i + 1."""
+    address: str
+    """Where the trainer's rendezvous store listens, `host:port`."""
 
 
 class Synchronizer:
-    """Statuses and versions. The trainer publishes, explorers adopt; nobody waits without a deadline."""
+    """Statuses, versions, heartbeats. One object per role, all over the same board."""
 
-    def __init__(self, board: Board, *, deadline_s: float) -> None:
+    def __init__(
+        self, board: Board, *, deadline_s: float, style: SyncStyle = SyncStyle.FIXED, interval: int = 1,
+        collective: bool = False, heartbeat_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.board, self.deadline_s = board, deadline_s
+        self.style, self.interval = style, interval
+        self.collective = collective
+        """Whether weights travel by an exchange that both sides enter, instead of lying somewhere to be fetched."""
+        self.heartbeat_s = heartbeat_s
+        """A role is dead that has not beaten for so long; None where process handles tell, or one process holds all."""
+        self._incarnation = ""
+
+    # ------------------------------------------------------------------ coming and going
+
+    def open(self, stage: int = 0) -> None:
+        """The trainer begins a stage: whatever an earlier life left on the board is gone, explorers may join."""
+        self._incarnation = uuid.uuid4().hex
+        opened = {"incarnation": self._incarnation, "stage": stage, "trainer": RunningStatus.RUNNING.value}
+        self.board.write(lambda values: opened)
+
+    async def meet(self, who: str) -> int:
+        """An explorer of another process looks for a trainer that is alive and has begun a stage it has not finished;
+        returns the stage. Raises SyncError if none comes within the deadline."""
+        first = self.board.read()
+        beat, left = first.get("beats", {}).get(TRAINER), self._incarnation
+
+        def ready(values: Values) -> bool:
+            # What a dead trainer left on the board says RUNNING for ever; a beat tells the living.
+            alive = self.heartbeat_s is None or values.get("beats", {}).get(TRAINER) != beat
+            return alive and values.get("incarnation", left) != left and not values.get("finished")
+
+        values = await self.board.poll(ready, self.deadline_s)
+        if not ready(values):
+            raise SyncError(
+                f"explorer {who!r} waits for a trainer", f"none came within {self.deadline_s:.0f} s",
+                "start one (`run.mode=train`) over the same buffer and under the same run.name",
+            )  # fmt: skip
+        self._incarnation = values["incarnation"]
+        return values["stage"]
+
+    def join(self, name: str) -> None:
+        """An explorer takes its place beside the trainer."""
+        self._explorer(name, status=RunningStatus.REQUIRE_SYNC.value, version=None)
+
+    def finish(self) -> None:
+        """The trainer is done: explorers may go."""
+        self.board.write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
+
+    async def finished(self, name: str) -> None:
+        """Waits until the trainer is done, for as long as it lives."""
+        values: Values = {}
+        while not values.get("finished"):
+            values = await self.board.poll(lambda v: bool(v.get("finished")) or self._broken(v), 60.0)
+            self._refuse_broken(values)
+        self.set_explorer_status(name, RunningStatus.STOPPED)
 
     def set_trainer_status(self, status: RunningStatus) -> None:
         self.board.write(lambda values: {**values, "trainer": status.value})
 
     def trained(self, step: int) -> None:
-        """The trainer says that it has taken a step: whoever waits for it sees that it is alive."""
+        """The trainer says that it has taken a step: whoever waits for it sees that it gets on."""
         self.board.write(lambda values: {**values, "step": step})
 
     def set_explorer_status(self, name: str, status: RunningStatus) -> None:
@@ -124,12 +140,114 @@ class Synchronizer:
         return RunningStatus(self.board.read().get("trainer", RunningStatus.STOPPED))
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many explorers are in each status."""
-        statuses = [entry["status"] for entry in self.board.read().get("explorers", {}).values()]
+        """How many living explorers are in each status."""
+        statuses = [entry["status"] for entry in living(self.board.read()).values()]
         return {status: statuses.count(status.value) for status in RunningStatus}
 
+    # ------------------------------------------------------------------ life and death
+
+    @contextmanager
+    def heart(self, role: str) -> Generator[None]:
+        """Beats for this role while the block runs. A thread beats, so that a busy event loop is not a death."""
+        if self.heartbeat_s is None:
+            yield
+            return
+        stopped, period_s = threading.Event(), self.heartbeat_s / 4
+
+        def beat(values: Values) -> Values:
+            beats: dict[str, int] = dict(values.get("beats", {}))
+            beats[role] = beats.get(role, 0) + 1
+            return {**values, "beats": beats}
+
+        def work() -> None:
+            while not stopped.is_set():
+                self.board.write(beat)
+                stopped.wait(period_s)
+
+        thread = threading.Thread(target=work, name=f"heart-{role}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join(self.deadline_s)
+
+    @contextmanager
+    def obituary(self, role: str) -> Generator[None]:
+        """Leaves word on the board when the role of this block ends by an error, so that nobody waits for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.report_death(role, first_cause(error))
+            raise
+
+    def report_death(self, role: str, cause: str, *, replaced: bool = False) -> None:
+        """Says on the board that a role has died. The death of an explorer is borne while another one lives, or while
+        a new one takes its place (`replaced`); any other ends the run."""
+
+        def change(values: Values) -> Values:
+            explorers: dict[str, dict[str, Any]] = dict(values.get("explorers", {}))
+            if role in explorers:
+                explorers[role] = {**explorers[role], "status": RunningStatus.STOPPED.value, "dead": cause}
+                values = {**values, "explorers": explorers}
+                evaluation = values.get("evaluation")
+                if evaluation is not None and evaluation["by"] == role and evaluation["metrics"] is None:
+                    values = {**values, "evaluation": {**evaluation, "by": None}}
+                if replaced or living(values):
+                    return values
+            return {"failed": {"role": role, "cause": cause}, **values}
+
+        self.board.write(change)
+
+    async def tend(self, role: str, bury: Callable[[str], Awaitable[object]] | None = None) -> None:
+        """Watches the other roles until it is cancelled; `bury` is awaited once for each explorer that died.
+
+        Raises RoleFailed for a death that the run cannot bear.
+        """
+        seen: dict[str, tuple[int, float]] = {}
+        buried: set[str] = set()
+        patience_s = 1.0 if self.heartbeat_s is None else self.heartbeat_s / 4
+        while True:
+            values = await self.board.poll(lambda v: self._broken(v) or bool(dead(v).keys() - buried), patience_s)
+            self._refuse_broken(values)
+            for name in dead(values).keys() - buried:
+                buried.add(name)
+                if bury is not None:
+                    await bury(name)
+            for peer in self._silent(values, role, seen):
+                self.report_death(peer, f"no heartbeat for {self.heartbeat_s} s")
+
+    def _silent(self, values: Values, role: str, seen: dict[str, tuple[int, float]]) -> list[str]:
+        """The roles whose heart has not beaten for too long. Compares beats, not clocks: machines disagree on time."""
+        if self.heartbeat_s is None:
+            return []
+        now, silent = time.monotonic(), list[str]()
+        gone = {name for name, entry in values.get("explorers", {}).items() if entry["status"] == "stopped"}
+        if values.get("finished"):
+            gone.add(TRAINER)
+        for peer, beats in values.get("beats", {}).items():
+            if peer == role or peer in gone:
+                continue
+            if peer not in seen or seen[peer][0] != beats:
+                seen[peer] = (beats, now)
+            elif now - seen[peer][1] > self.heartbeat_s:
+                silent.append(peer)
+        return silent
+
+    def _broken(self, values: Values) -> bool:
+        return "failed" in values or values.get("incarnation", "") != self._incarnation
+
+    def _refuse_broken(self, values: Values) -> None:
+        """Raises RoleFailed if this run is over for a reason other than being finished."""
+        if values.get("incarnation", "") != self._incarnation:
+            raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
+        if "failed" in values:
+            raise RoleFailed(values["failed"]["role"], values["failed"]["cause"])
+
+    # ------------------------------------------------------------------ versions
+
     def publish(self, version: int) -> None:
-        """Says that the channel can deliver `version`. Versions only grow."""
+        """Says that `version` has been delivered, or lies where it can be fetched. Versions only grow."""
 
         def change(values: Values) -> Values:
             versions: tuple[int, ...] = tuple(values.get("versions", ()))
@@ -139,7 +257,10 @@ class Synchronizer:
                     f"version {versions[-1]} is published already",
                     "publish versions in order",
                 )
-            return {**values, "versions": versions if versions[-1:] == (version,) else (*versions, version)[-256:]}
+            return {
+                **values,
+                "versions": list(versions if versions[-1:] == (version,) else (*versions, version)[-256:]),
+            }
 
         self.board.write(change)
 
@@ -148,28 +269,173 @@ class Synchronizer:
         """The versions published so far, oldest first (the last 256)."""
         return tuple(self.board.read().get("versions", ()))
 
-    async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
-        """Waits until something newer than `loaded` is published; the newest of it, or the next one."""
+    def require(self, name: str) -> None:
+        """An explorer says that it has nothing to play until newer weights come."""
         self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC)
-        values = await self.board.wait(
-            lambda values: any(loaded is None or v > loaded for v in values.get("versions", ())),
-            self.deadline_s, f"explorer {name!r} (version {loaded})", "the trainer's next version",
-        )  # fmt: skip
-        newer = [v for v in values["versions"] if loaded is None or v > loaded]
-        return newer[-1] if newest else newer[0]
+
+    async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
+        """Waits for something newer than `loaded` that can be had; the newest of it, or the next one.
+
+        With a collective method that is the version of an exchange about to begin.
+        """
+        newer: list[int] = []
+
+        def look(values: Values) -> bool:
+            newer[:] = [v for v in self._offered(values) if loaded is None or v > loaded]
+            return bool(newer)
+
+        def answers(values: Values) -> bool:
+            """The trainer's interval is over and it asks for an explorer at a sync point; here is one."""
+            mine = values.get("explorers", {}).get(name, {}).get("status")
+            return (
+                self.style is SyncStyle.DYNAMIC_BY_TRAINER
+                and values.get("trainer") == RunningStatus.REQUIRE_SYNC.value
+                and mine == RunningStatus.RUNNING.value
+            )
+
+        while True:
+            await self._wait(
+                lambda values: look(values) or answers(values),
+                f"explorer {name!r} (version {loaded})", "the trainer's next version",
+            )  # fmt: skip
+            if newer:
+                return newer[-1] if newest else newer[0]
+            self.require(name)
+
+    def _offered(self, values: Values) -> list[int]:
+        if not self.collective:
+            return list(values.get("versions", ()))
+        exchange = values.get("exchange")
+        return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int) -> None:
         """An explorer says that it now plays with `version`."""
         self._explorer(name, status=RunningStatus.RUNNING.value, version=version)
 
-    async def wait_adopted(self, version: int) -> None:
-        """Waits until every explorer plays with `version` or newer."""
+    def behind(self, version: int) -> list[str]:
+        """The living explorers that do not play with `version` yet."""
+        return _behind(self.board.read(), version)
 
-        def done(values: Values) -> bool:
-            explorers = values.get("explorers", {}).values()
-            return bool(explorers) and all(entry.get("version", -1) >= version for entry in explorers)
+    # ------------------------------------------------------------------ collective exchange
 
-        await self.board.wait(done, self.deadline_s, "the trainer", f"the explorers to adopt version {version}")
+    async def ready_to_nccl_sync(self, role: str, version: int, address: str = "") -> Exchange | None:
+        """Waits until the trainer and every living explorer that lacks `version` stand ready; None if no explorer does.
+
+        The trainer says at which `address` (`host:port`) it is met. Both sides then enter the exchange.
+        """
+        if role == TRAINER:
+            return await self._gather(version, address)
+        number: int = self.board.read()["exchange"]["number"]
+
+        def stand(values: Values) -> Values:
+            exchange = values["exchange"]
+            return {**values, "exchange": {**exchange, "ready": sorted({*exchange["ready"], role})}}
+
+        self.board.write(stand)
+        self.set_explorer_status(role, RunningStatus.WAITING_SYNC)
+        values = await self._wait(
+            lambda v: v["exchange"]["number"] != number or v["exchange"]["members"] is not None,
+            f"explorer {role!r}", f"the exchange of version {version}",
+        )  # fmt: skip
+        agreed = values["exchange"]
+        if agreed["number"] != number or role not in agreed["members"]:
+            return None
+        return Exchange(number, version, tuple(agreed["members"]), agreed["address"])
+
+    async def _gather(self, version: int, address: str) -> Exchange | None:
+        def begin(values: Values) -> Values:
+            number = values.get("exchange", {"number": 0})["number"] + 1
+            opened: Values = {"number": number, "version": version, "ready": [], "members": None, "address": address}
+            return {**values, "exchange": opened, "trainer": RunningStatus.WAITING_SYNC.value}
+
+        def agree(values: Values) -> Values:
+            exchange = values["exchange"]
+            members = [name for name in exchange["ready"] if name in living(values)]
+            return {**values, "exchange": {**exchange, "members": members}, "trainer": RunningStatus.RUNNING.value}
+
+        self.board.write(begin)
+        await self._wait(
+            lambda v: bool(living(v)) and not set(_behind(v, version)) - set(v["exchange"]["ready"]),
+            TRAINER, f"the explorers to enter the exchange of version {version}",
+        )  # fmt: skip
+        self.board.write(agree)
+        exchange = self.board.read()["exchange"]
+        members = tuple(exchange["members"])
+        return Exchange(exchange["number"], version, members, address) if members else None
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def evaluation(self, version: int) -> Metrics:
+        """The trainer asks for an evaluation of `version` and waits for the answer of whichever explorer plays it."""
+
+        def ask(values: Values) -> Values:
+            number = values.get("evaluation", {"number": 0})["number"] + 1
+            return {**values, "evaluation": {"number": number, "version": version, "by": None, "metrics": None}}
+
+        self.board.write(ask)
+        values = await self._wait(
+            lambda values: values["evaluation"]["metrics"] is not None, TRAINER, f"an evaluation of version {version}"
+        )
+        return values["evaluation"]["metrics"]
+
+    async def next_evaluation(self, name: str, answered: int) -> tuple[int, int]:
+        """Waits for an evaluation that this explorer can play, its version being loaded; (number, version), claimed."""
+
+        def mine(values: Values) -> bool:
+            asked = values.get("evaluation")
+            loaded = values.get("explorers", {}).get(name, {}).get("version")
+            return (
+                asked is not None and asked["number"] > answered and asked["by"] in (None, name)
+                and asked["metrics"] is None and loaded == asked["version"]
+            )  # fmt: skip
+
+        def claim(values: Values) -> Values:
+            return {**values, "evaluation": {**values["evaluation"], "by": name}} if mine(values) else values
+
+        while True:
+            # For as long as the run lives: there may be nothing to evaluate for hours.
+            values = await self.board.poll(lambda v: mine(v) or self._broken(v), 60.0)
+            self._refuse_broken(values)
+            if mine(values):
+                self.board.write(claim)
+                asked = self.board.read()["evaluation"]
+                if asked["by"] == name:
+                    return asked["number"], asked["version"]
+
+    def answer_evaluation(self, number: int, metrics: Metrics) -> None:
+        """An explorer gives the numbers of the evaluation that it claimed."""
+
+        def answer(values: Values) -> Values:
+            asked = values["evaluation"]
+            return {**values, "evaluation": {**asked, "metrics": metrics}} if asked["number"] == number else values
+
+        self.board.write(answer)
+
+    # ------------------------------------------------------------------ the board
+
+    async def _wait(self, until: Callable[[Values], bool], who: str, whom: str) -> Values:
+        """The board once `until` holds. Any change but a heartbeat counts as getting on; without one for `deadline_s`
+        SyncError says who waited for whom."""
+        since = last = time.monotonic()
+        seen = _progress(self.board.read())
+
+        def over(values: Values) -> bool:
+            return until(values) or self._broken(values) or _progress(values) != seen
+
+        while True:
+            values = await self.board.poll(over, max(0.0, last + self.deadline_s - time.monotonic()))
+            self._refuse_broken(values)
+            if until(values):
+                return values
+            if _progress(values) != seen:
+                seen, last = _progress(values), time.monotonic()
+            elif time.monotonic() >= last + self.deadline_s:
+                now = time.monotonic()
+                raise SyncError(
+                    f"{who} waits for {whom}",
+                    f"waiting for {now - since:.0f} s, nothing happened for {now - last:.0f} s; the board says {seen}",
+                    "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
+                )
 
     def _explorer(self, name: str, **entry: Any) -> None:
         def change(values: Values) -> Values:
@@ -178,3 +444,37 @@ class Synchronizer:
             return {**values, "explorers": explorers}
 
         self.board.write(change)
+
+
+def living(values: Values) -> Mapping[str, Mapping[str, Any]]:
+    """The explorers on a board that joined and have neither died nor gone."""
+    explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
+    stopped = RunningStatus.STOPPED.value
+    return {name: entry for name, entry in explorers.items() if entry["status"] != stopped}
+
+
+def dead(values: Values) -> Mapping[str, str]:
+    """Explorers that died, and of what."""
+    return {name: entry["dead"] for name, entry in values.get("explorers", {}).items() if "dead" in entry}
+
+
+def wanted(values: Values) -> bool:
+    """Whether a living explorer asks for newer weights."""
+    asking = (RunningStatus.REQUIRE_SYNC.value, RunningStatus.WAITING_SYNC.value)
+    return any(entry["status"] in asking for entry in living(values).values())
+
+
+def _behind(values: Values, version: int) -> list[str]:
+    return [name for name, entry in living(values).items() if entry.get("version") != version]
+
+
+def _progress(values: Values) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "beats"}
+
+
+def first_cause(error: BaseException) -> str:
+    """What went wrong first, in one line per part: the first leaf of a group of errors that is not a cancellation."""
+    while isinstance(error, BaseExceptionGroup):
+        parts: list[BaseException] = list(error.exceptions)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        error = next((part for part in parts if not isinstance(part, CancelledError)), parts[0])
+    return str(error) if isinstance(error, TriviumError) else f"{type(error).__name__}: {error}"

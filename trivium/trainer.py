@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
-from trivium.metrics import declared
-from trivium.synchronizer import RunningStatus
-from trivium.types import Group
+from trivium.metrics import aggregate, declared
+from trivium.synchronizer import RunningStatus, SyncStyle, living, wanted
+from trivium.types import Group, Sample
 
 if TYPE_CHECKING:
+    from trivium.board import Values
     from trivium.checkpoint import Checkpoint, CheckpointStore
-    from trivium.evaluate import Evaluator
-    from trivium.protocols import Buffer, Monitor, TrainEngine, WeightChannel
+    from trivium.evaluate import AskedEvaluator
+    from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.types import Metrics
@@ -44,16 +45,19 @@ class Trainer:
 
     engine: TrainEngine
     buffer: Buffer
+    strategy: SampleStrategy
     channel: WeightChannel
     synchronizer: Synchronizer
     schedule: Schedule
     monitor: Monitor
     checkpoints: CheckpointStore
     cadence: Cadence
-    evaluator: Evaluator | None = None
+    evaluator: AskedEvaluator | None = None
     resume: Checkpoint | None = None
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
+    enable_preview: bool = False
+    """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     """What else belongs to the run and must survive it: stage, accuracies, seconds. JSON values."""
     name: str = "trainer"
@@ -65,24 +69,20 @@ class Trainer:
         self.score: float | None = None
         """What `checkpoint.keep_best` compares, where this step was evaluated; more is better."""
         self._seconds: dict[str, float] = {}
-        self._evicted = 0
+        self._counts: Mapping[str, int] = {}
+        self._examples: list[dict[str, Any]] = []
         self._saved_step: int | None = None
         self._started = time.monotonic()
 
     def prepare(self) -> None:
-        """Loads models, and the checkpoint where there is one; tells the other side that training runs."""
+        """Loads models, and the checkpoint where there is one."""
         self.engine.prepare()
-        state: Mapping[str, Any] | None = None
         if self.resume is not None:
             self.engine.load(self.resume.path)
             self.channel.restore(self.resume.path / "versions")
             self.engine.algorithm.restore(self.resume.state["algorithm"])
-            state = self.resume.state["buffer"]
             self._saved_step = self.resume.step
-        self.buffer.restore(state, self.train_step_num)
-        self._evicted = self.buffer.evicted
         self.last_trainer_sync_step = self.train_step_num
-        self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
 
     async def train(self) -> str:
         """Trains until the stage is done; returns the trainer's name."""
@@ -90,12 +90,17 @@ class Trainer:
         return self.name
 
     async def begin(self) -> None:
-        """Publishes what explorers start from; evaluates it if this is where the stage starts."""
+        """Takes up the data, publishes what explorers start from; evaluates it if this is where the stage starts."""
+        state: Mapping[str, Any] = self.resume.state if self.resume is not None else {}
+        await self.buffer.restore(state.get("buffer"), self.train_step_num)
+        await self.strategy.restore(state.get("strategy", {}))
+        self._counts = await self.buffer.counts()
         for version in self.channel.versions:
             self.synchronizer.publish(version)
         version = self.train_step_num
         followed = self.buffer.explored or self.evaluator is not None
-        if followed and (self.schedule.published(version) or self.schedule.resume_version(version) == version):
+        started_from = self.schedule.resume_version(version) == version or self.schedule.published(version)
+        if followed and (started_from or self.synchronizer.style is not SyncStyle.FIXED):
             await asyncio.to_thread(self.sync_weight)
         at_start = version == self.schedule.first_version and self.cadence.evaluate_ends
         if at_start and self.evaluator is not None:
@@ -104,53 +109,102 @@ class Trainer:
         self.train_continue = self.train_step_num < self.last_step
 
     async def train_step(self) -> bool:
-        """Takes groups, trains on them, logs. Returns whether to go on.
+        """Takes groups, trains on them, logs. Returns whether to go on: not at the stage's last step, nor at the end of
+        the data.
 
         Raises RolloutsFailing when too many of the step's trajectories failed.
         """
         started = time.monotonic()
         version = self.train_step_num
         self.score = None  # of this step nothing has been measured yet
-        with self._timed("wait"):
-            groups = await self._groups(version)
+        try:
+            with self._timed("wait"):
+                groups, sampled = await self._groups(version)
+        except StopAsyncIteration:
+            _log.info("the data ended at step %d", version)
+            self.train_continue = False
+            return False
         with self._timed("train"):
             going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
-        metrics |= self._staleness(groups, version)
+        metrics |= sampled | self._staleness(groups, version) | await self._counted()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(groups) / metrics["time/step"]
         self._seconds.clear()
         self.synchronizer.trained(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
+        if self.enable_preview:
+            self._examples += _examples(groups)
         self.train_continue = going_on and self.train_step_num < self.last_step
+        self._ask_for_sync()
         return self.train_continue
 
-    async def _groups(self, version: int) -> list[Group]:
-        """A step's groups, the refused ones among them: the step leaves them out again, and counts them."""
+    async def _groups(self, version: int) -> tuple[list[Group], Metrics]:
+        """A step's groups, the refused ones among them (the step leaves them out again, and counts them), and what the
+        sample strategy says of them."""
         wanted = missing = self.schedule.groups_per_step
-        algorithm, groups = self.engine.algorithm, list[Group]()
+        algorithm, groups, rows = self.engine.algorithm, list[Group](), list[dict[str, float]]()
         for refills in reversed(range(algorithm.refill + 1)):
-            groups += await self.buffer.take(missing, version)
+            sample = await self._sample(missing, version)
+            groups += sample.groups
+            rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
             refuse_failing(groups, self.max_failed_fraction, f"step {version + 1}")
             missing = wanted - len(algorithm.filter(groups)[0])
             if not (missing and refills):
                 break
-            await self.buffer.refuse(missing)
+            await self.strategy.refuse(missing)
         if missing == wanted:
             _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
-        return groups
+        return groups, aggregate(rows)
+
+    async def _sample(self, count: int, version: int) -> Sample:
+        """Waits for groups; an explorer that asks for weights meanwhile gets them, or it could not play any."""
+        sampling = asyncio.ensure_future(self.strategy.sample(count, version))
+        try:
+            while not sampling.done():
+                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 60.0))
+                await asyncio.wait({sampling, asked}, return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                if not sampling.done() and self.need_sync():
+                    await asyncio.to_thread(self.sync_weight)
+            return sampling.result()
+        finally:
+            sampling.cancel()
 
     def need_sync(self) -> bool:
-        """Whether the current version is one that explorers are to have, and have not been offered."""
-        followed = self.buffer.explored and self.schedule.published(self.train_step_num)
-        return self.last_sync_step != self.train_step_num and (followed or self.evaluation_due)
+        """Whether explorers are to be offered the current version now."""
+        return self._sync_due(self.synchronizer.board.read())
+
+    def _sync_due(self, values: Values) -> bool:
+        offered = self.last_sync_step == self.train_step_num
+        if self.evaluation_due and not offered:
+            return True
+        if not self.buffer.explored:
+            return False
+        if self.synchronizer.collective and any(entry["version"] is None for entry in living(values).values()):
+            return True  # somebody who came late has no weights at all, and there is nowhere to fetch them
+        if self.synchronizer.style is SyncStyle.FIXED:
+            return not offered and self.schedule.published(self.train_step_num)
+        return not offered and wanted(values)
+
+    def _ask_for_sync(self) -> None:
+        """With `dynamic_by_trainer`, tells the explorers that the interval is over."""
+        if self.synchronizer.style is SyncStyle.DYNAMIC_BY_TRAINER:
+            over = self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
+            if over:
+                self.synchronizer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
 
     def sync_weight(self) -> None:
-        """Offers the current weights and says so."""
+        """Offers the current weights and says so; a version that nobody took is not published. Blocks."""
         with self._timed("sync"):
-            self.engine.sync_weight()
+            if not self.engine.sync_weight():
+                return
             self.synchronizer.publish(self.train_step_num)
+        self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
+        if self._examples:
+            self.monitor.table(self.train_step_num, "rollout_examples", self._examples)
+            self._examples = []
 
     async def conclude_step(self) -> None:
         """Evaluates and saves, where this step is one for it."""
@@ -160,21 +214,20 @@ class Trainer:
             await self.save_checkpoint()
 
     async def finish(self) -> None:
-        """A last blocking save, and word to the other side."""
+        """A last blocking save, where this step has none yet."""
         if self._saved_step != self.train_step_num:
             await self.save_checkpoint()
-        self.synchronizer.set_trainer_status(RunningStatus.STOPPED)
 
     async def save_checkpoint(self) -> None:
         """Writes the whole state of the run at this step; complete when this returns."""
         version = self.train_step_num
         oldest = self.schedule.resume_version(version) if self.buffer.explored else version
         needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are still to be played
-        # Taken on the event loop, at one moment; the slow writing happens in a thread.
+        # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
         state = {
             **self.record, "seconds": self.seconds, "version": version, "score": self.score,
-            "buffer": self.buffer.state(), "algorithm": self.engine.algorithm.state(),
-            "monitor": self.monitor.state(),
+            "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
+            "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
         }  # fmt: skip
 
         def write(directory: Path) -> None:
@@ -220,11 +273,10 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.train_step_num % every == 0
 
-    async def _evaluate(self, evaluator: Evaluator) -> float:
+    async def _evaluate(self, evaluator: AskedEvaluator) -> float:
         """Logs an evaluation row; returns its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
-        await self.synchronizer.wait_adopted(version)
         metrics = await evaluator.run(version)
         self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
         best = self.checkpoints.keep_best
@@ -234,14 +286,12 @@ class Trainer:
 
     def _staleness(self, groups: Sequence[Group], version: int) -> Metrics:
         ages = [version - group.oldest_version for group in groups] if self.buffer.explored else [0]
-        evicted = self.buffer.evicted
-        metrics = {
-            "rollout/staleness": sum(ages) / len(ages),
-            "rollout/staleness_max": max(ages),
-            "rollout/evicted": evicted - self._evicted,
-        }
-        self._evicted = evicted
-        return metrics
+        return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": max(ages)}
+
+    async def _counted(self) -> Metrics:
+        """What became of groups that were not trained on, since the last step."""
+        before, self._counts = self._counts, await self.buffer.counts()
+        return {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:
@@ -252,3 +302,19 @@ class Trainer:
 
 def _rollout_tokens(groups: Sequence[Group]) -> int:
     return sum(trajectory.num_tokens for group in groups for trajectory in group.played)
+
+
+def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The best and the worst playing of a step, as rows of a table."""
+    played = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
+    if not played:
+        return []
+    extremes = {id(row[2]): row for row in (pick(played, key=lambda row: row[0]) for pick in (max, min))}
+    return [
+        {
+            "task": group.task.task_id, "prompt": "\n".join(message.content for message in group.task.prompt),
+            "reply": trajectory.completion, "reward": reward, **trajectory.rewards,
+            "version": group.oldest_version, "tokens": trajectory.num_tokens,
+        }
+        for reward, group, trajectory in extremes.values()
+    ]  # fmt: skip

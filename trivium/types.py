@@ -235,6 +235,15 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to play one slot."""
+
+    slot: int
+    attempt: int = 0
+    """How often the slot had been given up before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """The trajectories of one task: what a slot was leased for."""
 
@@ -248,6 +257,12 @@ class Group:
     """The policy version loaded when the lease was granted; no token was sampled by an older one."""
     greedy: Trajectory | None = None
     """One more playing of the task, without randomness: a baseline for estimators that ask for it, never trained on."""
+    dropped: str = ""
+    """Why the experience pipeline refused it, where it did: journaled and counted, never delivered."""
+
+    def refused(self, why: str) -> Group:
+        """The same group, never to be trained on."""
+        return replace(self, dropped=why)
 
     @property
     def group_id(self) -> str:
@@ -277,6 +292,15 @@ class Group:
     def alive(self) -> tuple[Trajectory, ...]:
         """The members that did not fail."""
         return tuple(t for t in self.trajectories if t.failure is None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a sample strategy gives the trainer for one step."""
+
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Logged under `sample/`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import trivium.assemble
+import trivium.launch
 import trivium.checkpoint
 from trivium.buffers.journal import Journal
 from trivium.checkpoint import CheckpointStore
@@ -74,7 +74,7 @@ def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None: ..
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "model: built, not renamed": (Path, "rename", nothing),
-    "config: half written": (trivium.assemble, "write_aside", half_of_a_file),
+    "config: half written": (trivium.launch, "write_aside", half_of_a_file),
     "save: models written, not sealed": (TorchTrainEngine, "save", whole),
     "save: manifest half written": (trivium.checkpoint, "write_aside", half_of_a_file),
     "save: sealed, not renamed": (Path, "rename", nothing),

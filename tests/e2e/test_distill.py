@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trivium.assemble import run
+from trivium.launch import run
 from trivium.config import RunConfig
 from trivium.errors import ConfigError
 from trivium.text import hf_tokenizer

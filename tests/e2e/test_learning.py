@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trivium.assemble import evaluate, run
+from trivium.assemble import evaluate
+from trivium.launch import run
 from trivium.config import RunConfig
 
 SUPERVISED, REINFORCED = 12, 80

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from trivium.assemble import run
+from trivium.launch import run
 from trivium.config import RunConfig, merged
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import ScoreModel

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from trivium.assemble import run
+from trivium.launch import run
 from trivium.config import RunConfig, merged
 from trivium.registry import CATALOGUE
 from trivium.text.tiny import TinyModel

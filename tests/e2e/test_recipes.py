@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trivium.algorithms.groups import batch_of
-from trivium.assemble import run
+from trivium.launch import run
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, merged, read_yaml
 from trivium.metrics import declared

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.assemble import Stage, _build_schedule
+from trivium.assemble import Stage, build_schedule
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, DataError
 from trivium.schedule import Curriculum, Schedule
@@ -100,10 +100,10 @@ def configured(folder: Path, **said: object) -> RunConfig:
 
 def test_a_config_names_the_column(tmp_path: Path) -> None:
     config = configured(tmp_path, curriculum={"column": "level", "spread": 0.0, "easy_first": False})
-    which = _build_schedule(Stage(config, 0, 0, True, tmp_path, tmp_path))
+    which = build_schedule(Stage(config, 0, 0, True, tmp_path, tmp_path))
     assert epoch_of(which, 0) == list(range(9, -1, -1))
     with pytest.raises(DataError, match="'levle'"):
-        _build_schedule(Stage(configured(tmp_path, curriculum={"column": "levle"}), 0, 0, True, tmp_path, tmp_path))
+        build_schedule(Stage(configured(tmp_path, curriculum={"column": "levle"}), 0, 0, True, tmp_path, tmp_path))
     with pytest.raises(ConfigError, match="the curriculum orders them"):
         configured(tmp_path, curriculum={"column": "level"}, shuffle=False)
     with pytest.raises(ConfigError, match="column"):

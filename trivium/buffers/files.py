@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
-from trivium.types import EXPERT_VERSION, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, Group, Lease, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 """Group size -> the options that name its columns."""
@@ -49,16 +49,16 @@ class FileBuffer:
                     )  # fmt: skip
 
     def __init__(
-        self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float
-    ) -> None:
-        del rollouts, deadline_s  # nothing is played and nobody is waited for
+        self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
+        name: str = "",
+    ) -> None:  # fmt: skip
+        del rollouts, deadline_s, name  # nothing is played and nobody is waited for
         if schedule.group_size not in _COLUMNS:
             raise ConfigError(
                 f"groups of {schedule.group_size} from files", "a row holds one expert's reply, or a pair",
                 "set schedule.group_size to 1 or 2",
             )  # fmt: skip
         self.config, self.schedule, self._renderer = config, schedule, renderer
-        self.evicted = 0
 
     async def take(self, count: int, version: int) -> list[Group]:
         first = (version - self.schedule.first_version) * self.schedule.groups_per_step
@@ -86,25 +86,34 @@ class FileBuffer:
             StopReason.EOS, reply,
         )  # fmt: skip
 
-    def state(self) -> dict[str, Any]:
+    async def state(self) -> dict[str, Any]:
         """Nothing: the rows of a step follow from its number."""
         return {}
 
-    def restore(self, state: Mapping[str, Any] | None, version: int) -> None: ...
+    async def restore(self, state: Mapping[str, Any] | None, version: int) -> None: ...
 
-    async def lease(self, owner: str) -> int:
+    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
         raise DataError("a slot to explore", "this buffer is filled from files", "use buffer.kind: memory to explore")
-
-    def attempt(self, slot: int) -> int:
-        return 0
 
     async def put(self, owner: str, group: Group) -> None:
         raise DataError("put a group", "this buffer is filled from files", "use buffer.kind: memory to explore")
+
+    async def release(self, owner: str) -> int:
+        return 0
+
+    async def called_off(self, owner: str) -> Sequence[int]:
+        raise DataError("slots to call off", "this buffer issues none", "use buffer.kind: memory to explore")
 
     async def refuse(self, count: int) -> None:
         raise DataError(
             f"{count} refused group(s) replaced", "this buffer is filled from files", "set algorithm.refill to 0"
         )
+
+    async def past(self, slots: Sequence[int]) -> list[Group]:
+        return [self._group(self.schedule.at(slot)) for slot in slots]
+
+    async def counts(self) -> Mapping[str, int]:
+        return {}
 
     async def drained(self, version: int) -> None: ...
 

@@ -65,6 +65,7 @@ def encode_group(group: Group) -> bytes:
         packed = msgpack.packb(
             {
                 "slot": group.slot, "epoch": group.epoch, "attempt": group.attempt, "version": group.version,
+                "dropped": group.dropped,
                 "task": {**asdict(group.task), "columns": dict(group.task.columns)},
                 "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
                 "greedy": None if group.greedy is None else _pack_trajectory(group.greedy),
@@ -93,6 +94,7 @@ def decode_group(payload: bytes) -> Group:
         attempt=data["attempt"],
         version=data["version"],
         greedy=None if data["greedy"] is None else _unpack_trajectory(data["greedy"]),
+        dropped=data["dropped"],
     )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trivium.errors import SyncError
 from trivium.protocols import Weights
+from trivium.synchronizer import TRAINER, Synchronizer
 
 
 class MemoryChannel:
@@ -21,19 +22,24 @@ class MemoryChannel:
     of every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error.
     """
 
-    def __init__(self, *, keep: int = 1) -> None:
+    def __init__(
+        self, *, keep: int = 1, directory: Path | None = None, synchronizer: Synchronizer | None = None,
+        role: str = TRAINER,
+    ) -> None:  # fmt: skip
+        del directory, synchronizer, role  # both sides are this process
         self._keep = keep
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
         self._hashes: dict[int, dict[str, str]] = {}
         self._lock = Lock()
 
-    def offer(self, version: int, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> bool:
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
         hashes = {name: _digest(tensor) for name, tensor in copies.items()}
         with self._lock:
             self._versions[version], self._hashes[version] = copies, hashes
             for old in sorted(self._versions)[: -self._keep]:
                 del self._versions[old], self._hashes[old]
+        return True
 
     def collect(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         # Looked up now and read later: an explorer may first have to finish its replies in flight.

@@ -1,0 +1,239 @@
+"""What `trivium run` does: opens the run directory and plays stage after stage, in the mode the config says."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivium.assemble import (
+    Stage,
+    build_explorer,
+    build_monitor,
+    build_synchronizer,
+    build_trainer,
+    evaluate,
+    explorer_name,
+    explorer_parts,
+    meet_here,
+    open_board,
+    trainer_parts,
+)  # fmt: skip
+from trivium.board import Board
+from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
+from trivium.checkpoint import export as export_checkpoint
+from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
+from trivium.errors import ConfigError, RunDirError
+from trivium.loops import Parts
+from trivium.loops import run as run_parts
+from trivium.protocols import Monitor
+from trivium.synchronizer import TRAINER
+
+_log = logging.getLogger("trivium")
+_CARRIED = ("accuracy_before", "accuracy_after", "seconds")
+"""What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
+
+
+def run(config: RunConfig) -> dict[str, Any]:
+    """Does what `run.mode` says and returns a summary; of a training mode, that written to `summary.json`.
+
+    Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
+    cause of whatever stopped the run.
+    """
+    match config.run.mode:
+        case "bench":
+            return bench(config)
+        case "explore":
+            return explore(config)
+        case "serve":
+            from trivium.serving.run import serve
+
+            return serve(config)
+        case _:
+            return train(config)
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Trains every stage that is not done yet; explores too, unless others do (`run.mode: train`)."""
+    with _open_run_dir(config) as run_dir:
+        store = CheckpointStore(
+            run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
+        store.discard_unfinished()
+        latest = store.latest()
+        monitor = build_monitor(config, run_dir, latest)
+        if latest is not None:
+            _log.info("continuing from %s", latest.path.name)
+        try:
+            summary = _train_stages(config, run_dir, store, latest, monitor)
+        finally:
+            monitor.close()
+        write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return {**summary, "run_dir": str(run_dir)}
+
+
+def _train_stages(
+    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, monitor: Monitor
+) -> dict[str, Any]:
+    """Each stage starts from the weights that the one before it left on disk, with a fresh optimizer."""
+    stages = config.stage_configs()
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    board = open_board(config)
+    record: dict[str, Any] = {}
+    pinned: list[int] = []
+    first_version = 0
+    for number, stage_config in enumerate(stages):
+        last_version = first_version + stage_config.schedule.steps
+        resume = latest if latest is not None and latest.step > first_version else None
+        if resume is not None:
+            record = {name: resume.state[name] for name in _CARRIED if name in resume.state}
+        if resume is None or resume.step < last_version:
+            record |= {"stage": number, "pinned": list(pinned)}
+            stage = Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir)
+            _train_stage(stage, store, resume, monitor, record, board)
+            latest = None
+        first_version = last_version
+        pinned.append(last_version)
+        model_dir = store.directory / f"step-{last_version:06d}" / "policy"
+    return {"steps": first_version, **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
+
+
+def _train_stage(
+    stage: Stage, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor, record: dict[str, Any],
+    board: Board,
+) -> None:  # fmt: skip
+    _log.info("stage %d begins at step %d", stage.number, resume.step if resume else stage.first_version)
+    apart = stage.config.run.mode != "both"
+    meeting = meet_here(stage, build_synchronizer(stage.config, board, apart=apart), TRAINER)
+    trainer = build_trainer(stage, meeting, store, resume, monitor, record)
+    parts = trainer_parts(stage, meeting, trainer)
+    try:
+        if not apart and (meeting.buffer.explored or stage.evaluated):
+            parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage)))
+        trainer.prepare()
+        asyncio.run(play(parts))
+        record["seconds"] = trainer.seconds
+    finally:
+        trainer.engine.close()
+
+
+def both_halves(training: Parts, exploring: Parts) -> Parts:
+    """A run in one process."""
+    return replace(training, explorer=exploring.explorer, evaluator=exploring.evaluator, explore=exploring.explore)
+
+
+async def play(parts: Parts) -> None:
+    """Runs the parts and frees the rollout engine, whatever happens."""
+    try:
+        await run_parts(parts)
+    finally:
+        if parts.explorer is not None:
+            await parts.explorer.engine.close()
+
+
+def explore(config: RunConfig) -> dict[str, Any]:
+    """Explores and evaluates, stage after stage, for a trainer elsewhere (`run.mode: train`)."""
+    name, run_dir = explorer_name(config), Path(config.run.dir)
+    stages = config.stage_configs()
+    steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
+    synchronizer = build_synchronizer(config, open_board(config), apart=True)
+    with _logging(run_dir, f"log-{name}.txt"):
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
+        number = -1
+        while number < len(stages) - 1:
+            number = asyncio.run(synchronizer.meet(name))
+            _log.info("stage %d: explorer %s begins", number, name)
+            stage = Stage(stages[number], number, steps[number], number == len(stages) - 1, run_dir, model_dir)
+            meeting = meet_here(stage, synchronizer, name)
+            if meeting.buffer.explored or stage.evaluated:
+                asyncio.run(play(explorer_parts(stage, meeting, build_explorer(stage, name))))
+            else:
+                asyncio.run(synchronizer.finished(name))
+    return {"explorer": name, "run_dir": str(run_dir)}
+
+
+# --------------------------------------------------------------------------- run directory
+
+
+@contextmanager
+def _open_run_dir(config: RunConfig) -> Generator[Path]:
+    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place."""
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirError(
+                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
+            ) from error
+        _claim(config, run_dir)
+        with _logging(run_dir, "log.txt"):
+            yield run_dir
+
+
+@contextmanager
+def _logging(run_dir: Path, file_name: str) -> Generator[None]:
+    """What happens goes to a file of the run directory; warnings to the terminal as well."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(run_dir / file_name, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
+    terminal.setLevel(logging.WARNING)
+    _log.setLevel(logging.INFO)
+    for each in (handler, terminal):
+        _log.addHandler(each)
+    try:
+        yield
+    finally:
+        for each in (handler, terminal):
+            _log.removeHandler(each)
+            each.close()
+
+
+def _claim(config: RunConfig, run_dir: Path) -> None:
+    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        if not config.run.resume:
+            raise RunDirError(
+                f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume"
+            )
+        problems = resume_differences(yaml.safe_load(path.read_text(encoding="utf-8")), config)
+        if problems:
+            raise ConfigError(
+                f"continue the run in {run_dir}", "it began with another config",
+                "choose another run.dir, or put these back:", problems,
+            )  # fmt: skip
+    write_aside(path, to_yaml(config))
+    write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores()).to_yaml())
+
+
+# --------------------------------------------------------------------------- after the run
+
+
+def bench(config: RunConfig) -> dict[str, Any]:
+    """Evaluates every checkpoint of the run directory in order; one row each in `bench.jsonl`."""
+    run_dir = Path(config.run.dir)
+    rows = [{"step": step, **evaluate(config, step)} for step in CheckpointStore(run_dir / "checkpoints").steps()]
+    if not rows:
+        raise RunDirError(f"bench the checkpoints of {run_dir}", "it has none", "train first")
+    write_aside(run_dir / "bench.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return {"checkpoints": len(rows), "bench": str(run_dir / "bench.jsonl")}
+
+
+def export(run_dir: Path, step: int | None, out: Path) -> Path:
+    """Writes the policy of a checkpoint (None: the latest) as a plain Hugging Face directory."""
+    store = CheckpointStore(run_dir / "checkpoints")
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise RunDirError(f"export the latest checkpoint of {run_dir}", "it has none", "train first")
+    return export_checkpoint(checkpoint, out)
