@@ -86,9 +86,10 @@ def open_board(config: RunConfig) -> Board:
     return MemoryBoard() if open_shared is None else open_shared(config.buffer, name=run_name(config))
 
 
-def build_synchronizer(config: RunConfig, board: Board, *, apart: bool) -> Synchronizer:
-    """One role's view of the board; `apart`: roles are processes that nobody holds a handle of."""
-    sync = config.sync
+def build_synchronizer(config: RunConfig, board: Board) -> Synchronizer:
+    """One role's view of the board. Over a shared buffer roles may be processes that nobody holds a handle of: they
+    show by heartbeats that they live."""
+    sync, apart = config.sync, hasattr(resolve("buffers", config.buffer.kind), "open_board")
     return Synchronizer(
         board, deadline_s=sync.deadline_s, style=sync.style, interval=sync.interval,
         collective=getattr(resolve("channels", sync.method), "collective", False),

@@ -35,7 +35,7 @@ from trivium.errors import ConfigError, RunDirError
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Monitor
-from trivium.synchronizer import TRAINER
+from trivium.synchronizer import TRAINER, Synchronizer
 
 _log = logging.getLogger("trivium")
 _CARRIED = ("accuracy_before", "accuracy_after", "seconds")
@@ -111,12 +111,11 @@ def _train_stage(
     board: Board,
 ) -> None:  # fmt: skip
     _log.info("stage %d begins at step %d", stage.number, resume.step if resume else stage.first_version)
-    apart = stage.config.run.mode != "both"
-    meeting = meet_here(stage, build_synchronizer(stage.config, board, apart=apart), TRAINER)
+    meeting = meet_here(stage, build_synchronizer(stage.config, board), TRAINER)
     trainer = build_trainer(stage, meeting, store, resume, monitor, record)
     parts = trainer_parts(stage, meeting, trainer)
     try:
-        if not apart and (meeting.buffer.explored or stage.evaluated):
+        if stage.config.run.mode == "both" and (meeting.buffer.explored or stage.evaluated):
             parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage)))
         trainer.prepare()
         asyncio.run(play(parts))
@@ -144,7 +143,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
     name, run_dir = explorer_name(config), Path(config.run.dir)
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
-    synchronizer = build_synchronizer(config, open_board(config), apart=True)
+    synchronizer = build_synchronizer(config, open_board(config))
     with _logging(run_dir, f"log-{name}.txt"):
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number = -1
@@ -156,8 +155,16 @@ def explore(config: RunConfig) -> dict[str, Any]:
             if meeting.buffer.explored or stage.evaluated:
                 asyncio.run(play(explorer_parts(stage, meeting, build_explorer(stage, name))))
             else:
-                asyncio.run(synchronizer.finished(name))
+                asyncio.run(_sit_out(synchronizer, name))
     return {"explorer": name, "run_dir": str(run_dir)}
+
+
+async def _sit_out(synchronizer: Synchronizer, name: str) -> None:
+    """Waits until a stage that has no use for explorers is over, for as long as its trainer lives."""
+    async with asyncio.TaskGroup() as tasks:
+        tending = tasks.create_task(synchronizer.tend(name))
+        await synchronizer.finished(name)
+        tending.cancel()
 
 
 # --------------------------------------------------------------------------- run directory

@@ -86,7 +86,8 @@ class Synchronizer:
         """The trainer begins a stage: whatever an earlier life left on the board is gone, explorers may join."""
         self._incarnation = uuid.uuid4().hex
         opened = {"incarnation": self._incarnation, "stage": stage, "trainer": RunningStatus.RUNNING.value}
-        self.board.write(lambda values: opened)
+        # Who still waits for the end of the stage before sees here that it came.
+        self.board.write(lambda v: {**opened, "after": v.get("incarnation") if v.get("finished") else None})
 
     async def meet(self, who: str) -> int:
         """An explorer of another process looks for a trainer that is alive and has begun a stage it has not finished;
@@ -118,11 +119,16 @@ class Synchronizer:
 
     async def finished(self, name: str) -> None:
         """Waits until the trainer is done, for as long as it lives."""
+
+        def over(values: Values) -> bool:
+            return bool(values.get("finished")) or values.get("after") == self._incarnation
+
         values: Values = {}
-        while not values.get("finished"):
-            values = await self.board.poll(lambda v: bool(v.get("finished")) or self._broken(v), 60.0)
+        while not over(values):
+            values = await self.board.poll(lambda v: over(v) or self._broken(v), 60.0)
             self._refuse_broken(values)
-        self.set_explorer_status(name, RunningStatus.STOPPED)
+        if values.get("finished"):
+            self.set_explorer_status(name, RunningStatus.STOPPED)
 
     def set_trainer_status(self, status: RunningStatus) -> None:
         self.board.write(lambda values: {**values, "trainer": status.value})
@@ -178,7 +184,9 @@ class Synchronizer:
         try:
             yield
         except BaseException as error:
-            self.report_death(role, first_cause(error))
+            # An explorer that is asked to stop leaves; that is no reason to end the run, whoever else explores.
+            asked_to = isinstance(error, CancelledError | KeyboardInterrupt)
+            self.report_death(role, "it was stopped" if asked_to else first_cause(error), replaced=asked_to)
             raise
 
     def report_death(self, role: str, cause: str, *, replaced: bool = False) -> None:
@@ -235,11 +243,14 @@ class Synchronizer:
         return silent
 
     def _broken(self, values: Values) -> bool:
-        return "failed" in values or values.get("incarnation", "") != self._incarnation
+        return "failed" in values or not self._same_life(values)
+
+    def _same_life(self, values: Values) -> bool:
+        return self._incarnation in (values.get("incarnation", ""), values.get("after"))
 
     def _refuse_broken(self, values: Values) -> None:
         """Raises RoleFailed if this run is over for a reason other than being finished."""
-        if values.get("incarnation", "") != self._incarnation:
+        if not self._same_life(values):
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         if "failed" in values:
             raise RoleFailed(values["failed"]["role"], values["failed"]["cause"])
