@@ -16,7 +16,7 @@ from trivium.errors import DataError, RunDirError, SyncError
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Task, Trajectory, Turn
 
 TASKS = [Task(f"t{i}", (Message("user", f"{i}="),), {"completion": str(i), "answer": i}) for i in range(4)]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789="))
@@ -26,11 +26,11 @@ def schedule(**change: object) -> Schedule:
     return Schedule(TASKS, **{"seed": 0, "groups_per_step": 2, "steps": 6, "shuffle": False, **change})  # pyright: ignore[reportArgumentType]
 
 
-def buffer(path: Path, deadline_s: float = 5.0, **change: object) -> MemoryBuffer:
+async def buffer(path: Path, deadline_s: float = 5.0, **change: object) -> MemoryBuffer:
     made = MemoryBuffer(
         MemoryBuffer.Config(), schedule=schedule(**change), rollouts=path, renderer=RENDERER, deadline_s=deadline_s
     )
-    made.restore(None, made.schedule.first_version)
+    await made.restore(None, made.schedule.first_version)
     return made
 
 
@@ -42,9 +42,15 @@ def group(slot: int, version: int = 0, attempt: int = 0, task: Task | None = Non
     )
 
 
-async def leased(buf: MemoryBuffer, version: int) -> int:
+async def lease(buf: MemoryBuffer, version: int) -> Lease:
     await buf.advance("e", version)
-    return await asyncio.wait_for(buf.lease("e"), 1)
+    lease = await asyncio.wait_for(buf.lease("e"), 1)
+    assert lease is not None
+    return lease
+
+
+async def leased(buf: MemoryBuffer, version: int) -> int:
+    return (await lease(buf, version)).slot
 
 
 async def blocked(awaitable: object) -> asyncio.Task[object]:
@@ -103,7 +109,7 @@ def test_a_flipped_bit_ends_the_journal_there(tmp_path: Path) -> None:
 
 
 async def test_slots_are_admitted_by_version_and_trained_in_order(tmp_path: Path) -> None:
-    buf = buffer(tmp_path)
+    buf = await buffer(tmp_path)
     assert [await leased(buf, 0), await leased(buf, 0)] == [0, 1]
     third = await blocked(buf.lease("e"))
     taking = await blocked(buf.take(2, 0))
@@ -116,7 +122,7 @@ async def test_slots_are_admitted_by_version_and_trained_in_order(tmp_path: Path
 
 
 async def test_what_was_not_leased_cannot_be_put(tmp_path: Path) -> None:
-    buf = buffer(tmp_path)
+    buf = await buffer(tmp_path)
     with pytest.raises(DataError, match="holds no lease"):
         await buf.put("e", group(0))
     await leased(buf, 0)
@@ -126,25 +132,24 @@ async def test_what_was_not_leased_cannot_be_put(tmp_path: Path) -> None:
 
 
 async def test_a_straggler_is_evicted_played_again_and_at_last_given_up(tmp_path: Path) -> None:
-    buf = buffer(tmp_path, max_staleness=1, max_attempts=2)
+    buf = await buffer(tmp_path, max_staleness=1, max_attempts=2)
     slots = [await leased(buf, 0) for _ in range(4)]
     assert slots == [0, 1, 2, 3]
     for slot in (1, 2, 3):
         await buf.put("e", group(slot, version=0))
     assert [g.slot for g in await buf.take(2, 0)] == [1, 2]
     taking = await blocked(buf.take(2, 2))  # slot 3 is two versions old by now
-    assert buf.evicted == 1
-    assert await leased(buf, 2) == 3
-    assert buf.attempt(3) == 1
+    assert (await buf.counts())["evicted"] == 1
+    assert await lease(buf, 2) == Lease(3, attempt=1)
     await buf.put("e", group(3, version=0, attempt=1))  # stale again: given up, and another slot takes its place
     await asyncio.sleep(0.01)
-    assert buf.evicted == 2
+    assert (await buf.counts())["evicted"] == 2
     await buf.put("e", group(0, version=1))
     fresh = [await leased(buf, 2) for _ in range(2)]
     assert fresh == [4, 5]
     await buf.put("e", group(4, version=2))
     assert [g.slot for g in await taking] == [0, 4]  # pyright: ignore[reportGeneralTypeIssues]
-    assert buf.state()["given_up"] == 1
+    assert (await buf.counts())["given_up"] == 1
     assert buf.schedule.admitted(2) == 8
     more = [await leased(buf, 2) for _ in range(3)]
     assert more == [6, 7, 8]  # one more than admission alone allows
@@ -153,18 +158,18 @@ async def test_a_straggler_is_evicted_played_again_and_at_last_given_up(tmp_path
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_resume_takes_back_what_was_journaled(tmp_path: Path, deterministic: bool) -> None:
     change = {"max_staleness": 1, "deterministic": deterministic}
-    buf = buffer(tmp_path, **change)
+    buf = await buffer(tmp_path, **change)
     for _ in range(4):
         slot = await leased(buf, 0)
         await buf.put("e", group(slot, version=0))
     await buf.take(2, 0)
-    state = buf.state()
+    state = await buf.state()
     await leased(buf, 1)
     await buf.put("e", group(4, version=1))  # after the checkpoint, by a version the checkpoint does not know
     again = MemoryBuffer(
         MemoryBuffer.Config(), schedule=schedule(**change), rollouts=tmp_path, renderer=RENDERER, deadline_s=1
     )
-    again.restore(state, 1 if deterministic else 0)
+    await again.restore(state, 1 if deterministic else 0)
     expected = 5 if deterministic else 4  # an unordered run cannot bring that version back
     assert await leased(again, 1) == expected
     assert [g.slot for g in await again.take(2, 1)] == [2, 3]
@@ -173,11 +178,11 @@ async def test_resume_takes_back_what_was_journaled(tmp_path: Path, deterministi
 async def test_a_journal_of_other_tasks_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path).append(1, group(0, task=Task("another", ())))
     with pytest.raises(RunDirError, match="the taskset changed"):
-        buffer(tmp_path)
+        await buffer(tmp_path)
 
 
 async def test_waits_have_deadlines_that_name_both_sides(tmp_path: Path) -> None:
-    buf = buffer(tmp_path, deadline_s=0.02)
+    buf = await buffer(tmp_path, deadline_s=0.02)
     with pytest.raises(SyncError, match=r"the trainer .version 0. waits for 2 groups from the explorers"):
         await buf.take(2, 0)
     await leased(buf, 0)
@@ -189,7 +194,7 @@ async def test_waits_have_deadlines_that_name_both_sides(tmp_path: Path) -> None
 
 
 async def test_close_wakes_everybody(tmp_path: Path) -> None:
-    buf = buffer(tmp_path)
+    buf = await buffer(tmp_path)
     waiting = await blocked(buf.take(2, 0))
     await buf.close()
     with pytest.raises(StopAsyncIteration):

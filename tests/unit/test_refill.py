@@ -19,12 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.memory import MemoryBuffer
+from trivium.buffers.strategies import DefaultStrategy
 from trivium.checkpoint import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import DataError, RolloutsFailing
+from trivium.errors import DataError, RoleFailed, RolloutsFailing
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run
 from trivium.metrics import depends_on_machine
@@ -33,11 +35,11 @@ from trivium.protocols import Objective, TrainEngine
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
-from trivium.synchronizer import MemoryBoard, Synchronizer
+from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.trainer import Cadence, Trainer
-from trivium.types import Batch, FloatArray, Group, Message, Metrics, Sampling, Task
+from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, Task
 
 TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
@@ -121,10 +123,11 @@ class Watched(MemoryBuffer):
         if (what, self._calls[what]) == self._deadly:
             raise Killed
 
-    async def lease(self, owner: str) -> int:
-        slot = await super().lease(owner)
-        self.leased[slot] += 1
-        return slot
+    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
+        lease = await super().lease(owner, wait=wait)
+        if lease is not None:
+            self.leased[lease.slot] += 1
+        return lease
 
     async def put(self, owner: str, group: Group) -> None:
         await super().put(owner, group)
@@ -179,17 +182,21 @@ class Session:
         self.engine.version = self.schedule.first_version
         self.engine.channel = channel
         trainer = Trainer(
-            self.engine, self.buffer, channel, synchronizer, self.schedule, self.monitor, store, Cadence(save_every=2),
-            resume=store.latest(), max_failed_fraction=self.max_failed_fraction,
+            self.engine, self.buffer, DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer), channel,
+            synchronizer, self.schedule, self.monitor, store, Cadence(save_every=2), resume=store.latest(), max_failed_fraction=self.max_failed_fraction,
         )  # fmt: skip
         trainer.prepare()
         self.resumed_at = self.engine.version
         try:
-            await run(Parts(trainer, self.buffer, self.schedule, synchronizer, channel, explorer))
-        except* Killed:
+            await run(Parts(self.buffer, self.schedule, synchronizer, channel, trainer, explorer))
+        except ExceptionGroup as errors:
+            killed, rest = errors.split(Killed)
+            if killed is None or (rest is not None and rest.split(RoleFailed)[1] is not None):
+                raise
             self.killed = True
         else:
             self.killed = False
+        self.counted = await self.buffer.state()
         return self
 
 
@@ -238,7 +245,7 @@ def test_every_step_gets_its_groups_and_each_group_is_accounted_for(
         assert all(0 <= version - group.oldest_version <= schedule.max_staleness for group in played)
     replaced = sum(buffer.refused)
     assert sum(taken.values()) == 6 * groups + replaced
-    assert buffer.state()["refused"] == replaced
+    assert done.counted["refused"] == replaced
     assert_every_slot_is_accounted_for(schedule, buffer, set(taken))
     if schedule.ordered:
         assert sorted(taken) == list(range(6 * groups + replaced))
@@ -249,13 +256,13 @@ def test_every_step_gets_its_groups_and_each_group_is_accounted_for(
 def assert_every_slot_is_accounted_for(schedule: Schedule, buffer: Watched, taken: set[int]) -> None:
     """Each slot issued was taken, waits, is being played, is to be issued again, or was given up: one of these."""
     issued, waiting, in_flight = set(buffer.leased), set(buffer._groups), set(buffer._leases)
-    given_up = {slot for slot in issued if buffer.attempt(slot) == schedule.max_attempts}
+    given_up = {slot for slot in issued if buffer._attempts.get(slot, 0) == schedule.max_attempts}
     to_be_issued = issued - taken - waiting - in_flight - given_up
     assert issued == set(range(len(issued)))
     assert sum(map(len, (taken, waiting, in_flight, given_up, to_be_issued))) == len(issued)
     assert min(to_be_issued, default=len(issued)) == buffer._free_slot()
-    assert all(0 < buffer.attempt(slot) < schedule.max_attempts for slot in to_be_issued)
-    assert buffer.state()["given_up"] == len(given_up)
+    assert all(0 < buffer._attempts.get(slot, 0) < schedule.max_attempts for slot in to_be_issued)
+    assert buffer._given_up == len(given_up)
     last = schedule.first_version + schedule.steps
     assert len(issued) <= schedule.admitted(last) + len(given_up) + sum(buffer.refused)
 
@@ -270,7 +277,7 @@ def outcome(sessions: Sequence[Session]) -> dict[str, Any]:
     updates = {version: rest for session in sessions for version, *rest in session.engine.updates}
     rows = {step: row for session in sessions for step, row in session.monitor.rows.items()}
     return {
-        "updates": updates, "rows": rows, "buffer": last.buffer.state(), "algorithm": last.engine.algorithm.state(),
+        "updates": updates, "rows": rows, "buffer": last.counted, "algorithm": last.engine.algorithm.state(),
         "version": last.engine.version,
     }  # fmt: skip
 
@@ -316,7 +323,7 @@ def test_an_asynchronous_run_killed_in_a_refill_repeats_and_loses_nothing(nth: i
     before = [group.slot for at, played in first.buffer.taken if at < done.resumed_at for group in played]
     after = [group.slot for _, played in done.buffer.taken for group in played]
     assert max(Counter([*before, *after]).values()) == 1
-    state = done.buffer.state()
+    state = done.counted
     assert len(before) + len(after) == 6 * 3 + state["refused"]
     assert {version for version, *_ in done.engine.updates} == set(range(done.resumed_at, 6))
 
@@ -394,20 +401,20 @@ async def test_the_loop_asks_for_a_greedy_reply_where_the_algorithm_does(tmp_pat
     schedule = Schedule(TASKS, seed=0, group_size=2, groups_per_step=2)
     explorer = playing(Lengths(random.Random(0)))
 
-    def buffer() -> MemoryBuffer:
+    async def buffer() -> MemoryBuffer:
         made = MemoryBuffer(
             MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=5
         )
-        made.restore(None, 0)
+        await made.restore(None, 0)
         return made
 
-    one = buffer()
+    one = await buffer()
     await one.advance(explorer.name, 0)
-    exploring = asyncio.create_task(explore_loop(explorer, one, schedule))
+    exploring = asyncio.create_task(explore_loop(explorer, one, schedule, Synchronizer(MemoryBoard(), deadline_s=5)))
     groups = await one.take(2, 0)
     await one.close()
     await exploring
-    again = await buffer().take(2, 0)
+    again = await (await buffer()).take(2, 0)
     for played, read in zip(groups, again, strict=True):
         assert played.greedy is not None
         assert read.greedy is not None

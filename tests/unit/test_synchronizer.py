@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from trivium.board import MemoryBoard
 from trivium.errors import SyncError
-from trivium.synchronizer import MemoryBoard, RunningStatus, Synchronizer
+from trivium.synchronizer import RunningStatus, Synchronizer
 
 
 def synchronizer(deadline_s: float = 5.0) -> Synchronizer:
@@ -27,6 +28,7 @@ async def test_statuses_are_counted() -> None:
 
 async def test_next_version_waits_for_publish_from_another_thread() -> None:
     sync = synchronizer()
+    sync.join("a")
     waiting = asyncio.create_task(sync.next_version("a", None, newest=True))
     await asyncio.sleep(0)
     assert sync.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 1
@@ -53,22 +55,11 @@ async def test_versions_only_grow_and_repeat_harmlessly() -> None:
         sync.publish(1)
 
 
-async def test_adoption_needs_every_explorer() -> None:
-    sync = synchronizer()
-    sync.adopted("a", 1)
-    sync.adopted("b", 0)
-    waiting = asyncio.create_task(sync.wait_adopted(1))
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
-    sync.adopted("b", 1)
-    await waiting
-
-
 async def test_a_wait_that_is_not_answered_names_both_sides() -> None:
     with pytest.raises(SyncError, match=r"explorer 'a' .version None. waits for the trainer's next version"):
         await synchronizer(0.02).next_version("a", None, newest=True)
-    with pytest.raises(SyncError, match="the trainer waits for the explorers to adopt version 1"):
-        await synchronizer(0.02).wait_adopted(1)
+    with pytest.raises(SyncError, match="trainer waits for an evaluation of version 1"):
+        await synchronizer(0.02).evaluation(1)
 
 
 async def test_the_deadline_counts_from_the_last_sign_of_life() -> None:
