@@ -83,7 +83,7 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
 
     Consumes: slots. Waits for: the buffer's admission. Unblocked by: `take`, `advance`.
     """
-    playing: dict[int, asyncio.Task[None]] = {}
+    playing: dict[Lease, asyncio.Task[None]] = {}
 
     async def play(lease: Lease) -> None:
         assignment = schedule.at(lease.slot)
@@ -96,8 +96,9 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
 
     async def call_off() -> None:
         while True:
-            for slot in await buffer.called_off(explorer.name):
-                playing[slot].cancel()
+            for lease in await buffer.called_off(explorer.name):
+                if lease in playing:  # else it finished in the same moment
+                    playing[lease].cancel()
 
     async with asyncio.TaskGroup() as tasks:
         calling = tasks.create_task(call_off(), name="call_off")
@@ -110,8 +111,8 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
             except StopAsyncIteration:
                 break
             assert lease is not None
-            task = playing[lease.slot] = tasks.create_task(play(lease), name=f"slot-{lease.slot}")
-            task.add_done_callback(lambda _, slot=lease.slot: playing.pop(slot, None))
+            task = playing[lease] = tasks.create_task(play(lease), name=f"slot-{lease.slot}")
+            task.add_done_callback(lambda _, lease=lease: playing.pop(lease, None))
         for task in (calling, *playing.values()):  # the stage is over: what is still being played has no use
             task.cancel()
 

@@ -88,8 +88,13 @@ class RolloutEngine(Protocol):
         """One reply. Concurrent calls are batched by the engine; cancelling the call frees its row."""
         ...
 
-    async def load(self, version: int, weights: Weights) -> None:
-        """Adopts new weights after the replies in flight have finished; later requests wait for the new version."""
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Adopts new weights. With `finish`, after the replies in flight have finished; later requests wait for them.
+
+        With `update`, between two tokens of the replies in flight, which go on with the new weights and the keys and
+        values they have; each token says which version sampled it. Only an engine whose class says
+        `updates_in_flight = True` is asked for that.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -330,15 +335,18 @@ class Buffer(Protocol):
 
     async def put(self, owner: str, group: Group) -> None:
         """A finished group, failures included. Journaled before it counts. One that was `dropped` is counted and its
-        slot given up: another is issued for it. A group whose lease was called off is counted and forgotten."""
+        slot given up: another is issued for it. One of an attempt that was called off is forgotten.
+
+        Raises DataError where `owner` never held that slot and attempt, or put it before."""
         ...
 
     async def release(self, owner: str) -> int:
         """The owner is dead or gone: its leases are issued again. How many there were."""
         ...
 
-    async def called_off(self, owner: str) -> Sequence[int]:
-        """Waits until slots that `owner` plays can no longer be trained on; returns them, no longer leased."""
+    async def called_off(self, owner: str) -> Sequence[Lease]:
+        """Waits until leases of `owner` can no longer come to anything; returns them. They are `owner`'s no more: the
+        slot may have been leased again, with a higher `attempt`, even to the same owner."""
         ...
 
     async def take(self, count: int, version: int) -> list[Group]:

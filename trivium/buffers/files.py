@@ -101,7 +101,7 @@ class FileBuffer:
     async def release(self, owner: str) -> int:
         return 0
 
-    async def called_off(self, owner: str) -> Sequence[int]:
+    async def called_off(self, owner: str) -> Sequence[Lease]:
         raise DataError("slots to call off", "this buffer issues none", "use buffer.kind: memory to explore")
 
     async def refuse(self, count: int) -> None:
