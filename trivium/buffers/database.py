@@ -1,0 +1,231 @@
+"""A database that several processes reach: transactions that outlive a dropped connection, and the board's table.
+
+SQLite (a file, one machine) and PostgreSQL (a server, many machines) through SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from trivium.board import Values
+from trivium.errors import ConfigError, MissingPackage, RoleFailed
+
+T = TypeVar("T")
+Work = Callable[[sa.Connection], T]
+
+PATIENCE_S = 10.0
+"""How long a transaction is tried again before the database counts as failed."""
+_CONNECT_TIMEOUT_S = 4
+_BUSY_S = 5
+"""How long SQLite itself waits for another process's transaction."""
+_SLOWEST_POLL_S = 0.05
+_LOCK = 0x747269
+"""An advisory lock of PostgreSQL: who creates tables holds it."""
+
+
+class Database:
+    """Runs functions as transactions, each as a whole or not at all; those that failed in passing, again.
+
+    A function may therefore run more than once, and even after its first run was committed: the connection may drop
+    before the answer comes. Callable from any thread. Raises RoleFailed naming the database once `patience_s` are over.
+    """
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._url = _understood(url)
+        self._engine = _open(self._url)
+        # Connections that the garbage collector finds open are warnings.
+        weakref.finalize(self, self._engine.dispose)
+
+    def create(self, metadata: sa.MetaData) -> None:
+        """Creates the tables that are not there yet."""
+
+        def work(connection: sa.Connection) -> None:
+            if connection.dialect.name == "postgresql":  # two processes that create one table would fail
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+            metadata.create_all(connection)
+
+        self.transact(work)
+
+    def transact(self, work: Work[T]) -> T:
+        """What `work` returns, its changes committed. Transactions that write exclude one another on SQLite."""
+        return self._tried(work, reads=False)
+
+    def read(self, work: Work[T]) -> T:
+        """What `work` returns; it only reads, and hinders nobody."""
+        return self._tried(work, reads=True)
+
+    def insert(self, table: sa.Table, row: dict[str, Any], *, replace: bool = False) -> sa.Insert:
+        """Inserts the row, unless there is one under its primary key; that one gives way only to `replace`."""
+        dialect = postgresql if self._engine.dialect.name == "postgresql" else sqlite
+        keys = [column.name for column in table.primary_key]
+        rest = {name: value for name, value in row.items() if name not in keys}
+        insert = dialect.insert(table).values(row)
+        if replace:
+            return insert.on_conflict_do_update(index_elements=keys, set_=rest)
+        return insert.on_conflict_do_nothing(index_elements=keys)
+
+    def _tried(self, work: Work[T], *, reads: bool) -> T:
+        tries = Retrying(
+            retry=retry_if_exception(_passes), stop=stop_after_delay(self._patience_s),
+            wait=wait_random_exponential(multiplier=0.02, max=1.0), reraise=True,
+        )  # fmt: skip
+        try:
+            return tries(self._once, work, reads)
+        except SQLAlchemyError as error:
+            raise RoleFailed("database", f"{self._url.render_as_string()}: {_cause(error)}") from error
+
+    def _once(self, work: Work[T], reads: bool) -> T:
+        with self._engine.connect() as connection:
+            connection.execution_options(reads=reads)
+            with connection.begin():
+                return work(connection)
+
+
+def _understood(url: str) -> sa.URL:
+    """The URL with the driver we use; raises ConfigError for any other database."""
+    try:
+        parsed = sa.make_url(url)
+    except SQLAlchemyError as error:
+        raise ConfigError(
+            f"the database {url!r}", str(error), "write sqlite:///file.db or postgresql://host/db"
+        ) from error
+    drivers = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+    name = parsed.drivername.partition("+")[0]
+    if name not in drivers:
+        raise ConfigError(f"the database {url!r}", f"{name} is none we know", f"use one of {sorted(set(drivers))}")
+    if name == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise ConfigError(
+            f"the database {url!r}", "it has no file, so no other process reaches it", "sqlite:///file.db"
+        )
+    return parsed.set(drivername=drivers[name])
+
+
+def _open(url: sa.URL) -> sa.Engine:
+    if url.get_backend_name() == "sqlite":
+        Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+        engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    settings = {
+        "connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "trivium",
+        # A plan that was made for a small table must not stay when the table has grown.
+        "prepare_threshold": None,
+        # A machine that has gone silent is noticed within seconds.
+        "keepalives_idle": 3, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 8000,
+    }  # fmt: skip
+    try:
+        return sa.create_engine(url, connect_args=settings, pool_pre_ping=True)
+    except ImportError as error:
+        raise MissingPackage("psycopg", "postgres", f"reach {url.render_as_string()}") from error
+
+
+def _prepare_sqlite(connection: Any, record: Any) -> None:
+    del record
+    connection.isolation_level = None  # the driver would begin transactions in its own way
+    # Readers beside a writer; the operating system has what is committed, as it has the journal of one process.
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # Who may write says so at once: two that have read and then want to write could only fail.
+    reads = connection.get_execution_options().get("reads", False)
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether trying again may help: the connection dropped, the server restarts, or somebody was faster."""
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    cause = error.orig
+    busy = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
+    state = getattr(cause, "sqlstate", "")
+    if isinstance(error, OperationalError) and state is None:
+        return True  # psycopg could not connect at all
+    # Connection, serialization and resource errors, and a server that shuts down or starts.
+    return busy or (state or "")[:2] in ("08", "40", "53") or (state or "")[:4] == "57P0"
+
+
+def _cause(error: SQLAlchemyError) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return " ".join(str(cause).split())
+
+
+async def pause(poll: int, left_s: float) -> None:
+    """Between two looks at a table: short at first, for a change that is about to come."""
+    await asyncio.sleep(max(0.0, min(0.002 * 1.5 ** min(poll, 20), _SLOWEST_POLL_S, left_s)))
+
+
+# --------------------------------------------------------------------------- the board
+
+_BOARDS = sa.MetaData()
+_boards = sa.Table(
+    "trivium_boards", _BOARDS,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("board", sa.Text, nullable=False),
+    sa.Column("writers", sa.Text, nullable=False),
+)  # fmt: skip
+_TOKEN = 16
+"""Characters of a writer's token."""
+
+
+class SqlTable:
+    """The table of a board: one row per board name."""
+
+    def __init__(self, database: Database, name: str) -> None:
+        self._database, self._name = database, name
+        database.create(_BOARDS)
+
+    def load(self) -> tuple[int, Values]:
+        """(revision, values); revision 0 and no values where nothing was written yet."""
+        query = sa.select(_boards.c.revision, _boards.c.board).where(_boards.c.name == self._name)
+        row = self._database.read(lambda connection: connection.execute(query).one_or_none())
+        return (0, {}) if row is None else (row.revision, json.loads(row.board))
+
+    def swap(self, revision: int, values: Values) -> bool:
+        """Stores the values as `revision + 1` if the row still has `revision`; whether it did."""
+        board, token = json.dumps(values), uuid.uuid4().hex[:_TOKEN]
+        mine = _boards.c.name == self._name
+        # The last writers: who is in doubt about a commit finds itself among them, even after others have written.
+        writers = sa.func.substr(token + _boards.c.writers, 1, 64 * _TOKEN)
+        change = sa.update(_boards).where(mine, _boards.c.revision == revision)
+        found = sa.select(sa.func.count()).where(mine, _boards.c.writers.contains(token))
+
+        first = {"name": self._name, "revision": 1, "board": board, "writers": token}
+        newer = change.values(revision=revision + 1, board=board, writers=writers)
+        statement = newer if revision else self._database.insert(_boards, first)
+
+        def work(connection: sa.Connection) -> bool:
+            done = connection.execute(statement)
+            return done.rowcount == 1 or connection.execute(found).scalar_one() > 0
+
+        return self._database.transact(work)
+
+    async def changed(self, revision: int, patience_s: float) -> None:
+        """Returns once the row is newer than `revision`, at the latest after `patience_s`."""
+        query = sa.select(_boards.c.revision).where(_boards.c.name == self._name)
+        end, poll = time.monotonic() + patience_s, 0
+        while (left := end - time.monotonic()) > 0:
+            await pause(poll, left)
+            newest = await asyncio.to_thread(self._database.read, lambda c: c.execute(query).scalar_one_or_none())
+            if (newest or 0) > revision:
+                return
+            poll += 1
