@@ -60,8 +60,8 @@ async def check_engine(
     """An engine samples what it says it samples, repeats itself, switches weights between replies, and never hangs.
 
     `make` builds a fresh engine, the same one each time. `prompts` are at least two prompts it can read; `weights`
-    yields weights that `load` accepts. What an engine does not promise (`exact_sampling`, `batch_invariant`) is not
-    asked of it.
+    yields weights that `load` accepts. What an engine does not promise (`exact_sampling`, `batch_invariant`,
+    `updates_in_flight`) is not asked of it.
     """
     _promise(len(prompts) >= 2, "check_engine is given at least two prompts")
     engine = make()
@@ -72,6 +72,9 @@ async def check_engine(
             await _check_cancelling(engine, prompts, max_new_tokens)
         async with asyncio.timeout(patience_s):
             await _check_loading(engine, prompts, weights, max_new_tokens)
+        if getattr(engine, "updates_in_flight", False):
+            async with asyncio.timeout(patience_s):
+                await _check_updating(engine, prompts, weights, max_new_tokens)
     finally:
         async with asyncio.timeout(patience_s):
             await engine.close()
@@ -150,6 +153,24 @@ async def _check_loading(
     kept = all((done.policy_version == old).all() for done in early)
     _promise(kept, "load waits for the replies in flight: they belong to the old version, whole")
     _promise(all((done.policy_version == new).all() for done in late), "requests after load wait for the new version")
+
+
+async def _check_updating(
+    engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
+) -> None:
+    old, new, given = engine.version, engine.version + 1, list(weights())
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
+    before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.load(new, given, in_flight="update")
+    _promise(engine.version == new, "version is the one that was loaded, once load returns")
+    after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    early, late = await asyncio.gather(*before), await asyncio.gather(*after)
+    spans = [done.policy_version for done in early]
+    in_order = all((np.diff(span) >= 0).all() and {*span.tolist()} <= {old, new} for span in spans)
+    _promise(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
+    _promise(any((span == new).any() for span in spans), "updates_in_flight: replies in flight go on with new weights")
+    _promise(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
 
 
 def _request(prompt: IntArray, index: int, max_new_tokens: int, temperature: float = 1.0) -> Request:

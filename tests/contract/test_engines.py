@@ -87,11 +87,9 @@ class Wrong(ScriptedEngine):
                 return replace(done, log_prob=done.log_prob * (2 if crowded else 1))
         return done
 
-    async def load(self, version: int, weights: Any) -> None:
-        if self.fault == "no wait":
-            self._version = version
-            return
-        await super().load(version, weights)
+    async def load(self, version: int, weights: Any, *, in_flight: str = "finish") -> None:
+        always = {"no wait": "update", "wait": "finish"}
+        await super().load(version, weights, in_flight=always.get(self.fault, in_flight))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +101,7 @@ class Wrong(ScriptedEngine):
         ("reason", "stop_reason"),
         ("company", "batch_invariant"),
         ("no wait", "load waits"),
+        ("wait", "replies in flight go on with new weights"),
     ],
 )
 async def test_a_broken_engine_is_told_which_promise_it_breaks(fault: str, promise: str) -> None:

@@ -70,6 +70,7 @@ class Batch:
         self._min_new = np.zeros(padded, np.int64)
         self._tokens = np.zeros((padded, 64), np.int32)
         self._log_prob = np.zeros((padded, 64), np.float32)
+        self._version = np.zeros((padded, 64), np.int32)
 
     @property
     def live(self) -> int:
@@ -105,9 +106,9 @@ class Batch:
             if ticket is not None and ticket.cancelled:
                 self._free(row)
 
-    def abort(self, version: int) -> list[tuple[Ticket, Any]]:
+    def abort(self) -> list[tuple[Ticket, Any]]:
         """Ends every reply where it stands."""
-        return [self._finish(int(row), StopReason.ABORT, version) for row in np.flatnonzero(self._seated)]
+        return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._seated)]
 
     def _seat(self, row: int, ticket: Ticket) -> None:
         sampling = ticket.request.sampling
@@ -134,12 +135,11 @@ class Batch:
         if (width := int(count.max()) + 1) > self._tokens.shape[1]:
             self._widen(max(width, 2 * self._tokens.shape[1]))
         self._tokens[rows, count], self._log_prob[rows, count] = sampled, log_prob
+        self._version[rows, count] = version
         self._next[rows], self._count[rows] = sampled, count + 1
-        return self._finished(rows, sampled, version)
+        return self._finished(rows, sampled)
 
-    def _finished(
-        self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64], version: int
-    ) -> list[tuple[Ticket, Any]]:
+    def _finished(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]) -> list[tuple[Ticket, Any]]:
         eos, full = self._is_eos[sampled], self._count[rows] >= self._limit[rows]
         stopped = np.zeros(len(rows), np.bool_)
         for i in np.flatnonzero(self._scanned[rows] & ~eos).tolist():
@@ -147,7 +147,7 @@ class Batch:
         done = []
         for i in np.flatnonzero(eos | full | stopped).tolist():
             reason = StopReason.EOS if eos[i] else StopReason.STOP if stopped[i] else StopReason.LENGTH
-            done.append(self._finish(int(rows[i]), reason, version))
+            done.append(self._finish(int(rows[i]), reason))
         return done
 
     def _hit(self, row: int) -> bool:
@@ -156,11 +156,11 @@ class Batch:
         assert ticket.scan is not None
         return ticket.scan.hit(self._tokens[row, : self._count[row]].tolist())
 
-    def _finish(self, row: int, reason: StopReason, version: int) -> tuple[Ticket, Completion]:
+    def _finish(self, row: int, reason: StopReason) -> tuple[Ticket, Completion]:
         ticket, count = self.tickets[row], int(self._count[row])
         assert ticket is not None
         completion = Completion(
-            self._tokens[row, :count], self._log_prob[row, :count], np.full(count, version, np.int32), reason
+            self._tokens[row, :count], self._log_prob[row, :count], self._version[row, :count], reason
         )
         self._free(row)
         return ticket, completion
@@ -191,9 +191,10 @@ class Batch:
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
         return (
             self._seated, self._scanned, self._next, self._position, self._count, self._limit, self._digest,
-            self._temperature, self._top_p, self._top_k, self._min_new, self._tokens, self._log_prob,
+            self._temperature, self._top_p, self._top_k, self._min_new, self._tokens, self._log_prob, self._version,
         )  # fmt: skip
 
     def _widen(self, width: int) -> None:
         more = ((0, 0), (0, width - self._tokens.shape[1]))
         self._tokens, self._log_prob = np.pad(self._tokens, more), np.pad(self._log_prob, more)
+        self._version = np.pad(self._version, more)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +27,23 @@ _CHOICE, _FAIL, _HANG = 2**40, 2**40 + 1, 2**40 + 2
 """Positions of the key's uniforms that no token can reach: which reply, whether it fails, whether it hangs."""
 
 
+@dataclass(eq=False)
+class _Playing:
+    """A request in flight."""
+
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float | None = None
+    """When its reply began; None while it waits for weights."""
+    spans: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """(seconds after which, version): weights that were exchanged in mid-reply."""
+
+
 class ScriptedEngine:
-    """Answers from a script. The answer is a function of the request's key and prompt, never of time or company."""
+    """Answers from a script. The answer is a function of the request's key and prompt, never of time or company.
+
+    The one exception are weights that change in flight: a reply's tokens come evenly over `delay_s`, and those that had
+    not come when the weights did are what the new version would have said in their place.
+    """
 
     class Config(EngineConfig):
         kind: str = "scripted"
@@ -47,6 +64,7 @@ class ScriptedEngine:
 
     exact_sampling = True
     batch_invariant = True
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -75,8 +93,8 @@ class ScriptedEngine:
         """Names of the weights loaded last."""
         self.requests: list[Request] = []
         """Everything that was asked, in order of arrival."""
-        self._in_flight: set[asyncio.Event] = set()
-        """One event per request since the last load was asked for."""
+        self._in_flight: set[_Playing] = set()
+        """The requests since the last load was asked for that waits for them."""
         self._gate: asyncio.Event | None = None
         """The load that requests arriving now must wait for."""
         self._closing = asyncio.Event()
@@ -100,32 +118,44 @@ class ScriptedEngine:
                 "shorten the prompt, or raise engine.max_context",
             )  # fmt: skip
         self.requests.append(request)
-        gate, finished = self._gate, asyncio.Event()
-        self._in_flight.add(finished)
+        gate, playing = self._gate, _Playing()
+        self._in_flight.add(playing)
         try:
             if gate is not None:
                 await gate.wait()
+            playing.began, playing.spans = time.monotonic(), [(0.0, self._version)]
             closed = await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
             if self._drawn(request, _FAIL, self.config.fail_fraction):
                 raise RolloutError("a scripted reply", "a scripted failure", "lower engine.fail_fraction")
-            return self._reply(request, min(room, request.sampling.max_new_tokens), closed)
+            limit = min(room, request.sampling.max_new_tokens)
+            return self._reply(request, limit, [] if closed else playing.spans)
         finally:
-            self._in_flight.discard(finished)
-            finished.set()
+            self._in_flight.discard(playing)
+            playing.finished.set()
 
-    async def load(self, version: int, weights: Weights) -> None:
-        """Adopts a version once everything submitted before has finished; keeps the names of the weights."""
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Adopts a version once everything submitted before has finished, or at once with `update`; keeps the names of
+        the weights."""
         self._refuse_broken()
         names = [name for name, _ in weights]
+        if in_flight == "update":
+            self._adopt(version, names)
+            for playing in self._in_flight:
+                if playing.began is not None:
+                    playing.spans.append((time.monotonic() - playing.began, version))
+            return
         before, earlier, gate = self._in_flight, self._gate, asyncio.Event()
         self._in_flight, self._gate = set(), gate
         try:
-            for event in (*before, *([earlier] if earlier else [])):
+            for event in (*(playing.finished for playing in before), *([earlier] if earlier else [])):
                 await event.wait()
-            self._version, self.weight_names = version, names
-            self.loaded.append(version)
+            self._adopt(version, names)
         finally:
             gate.set()
+
+    def _adopt(self, version: int, names: list[str]) -> None:
+        self._version, self.weight_names = version, names
+        self.loaded.append(version)
 
     async def close(self) -> None:
         """Replies in progress end at once with `abort` and no tokens."""
@@ -161,22 +191,35 @@ class ScriptedEngine:
         index = float(uniforms(np.uint64(request.key.digest()), _CHOICE)) * len(self.config.replies)
         return self.config.replies[int(index)]
 
-    def _reply(self, request: Request, limit: int, closed: bool) -> Completion:
-        tokens, reason = ([], StopReason.ABORT) if closed else self._tokens(request, limit)
+    def _reply(self, request: Request, limit: int, spans: Sequence[tuple[float, int]]) -> Completion:
+        """What was said under the versions of the spans; nothing, and `abort`, without any."""
+        tokens, versions = list[int](), list[int]()
+        for after_s, version in spans:
+            part = min(1.0, after_s / self.config.delay_s) if self.config.delay_s else 0.0
+            kept = int(part * len(tokens))  # what had come before these weights did
+            if tokens and kept == len(tokens):
+                break
+            said = self._said(request, version)
+            rest = said[kept:] or said[-1:]  # a version that would have said less ends at once
+            tokens, versions = [*tokens[:kept], *rest], [*versions[:kept], *[version] * len(rest)]
+        tokens, reason = self._cut(request, tokens, limit) if spans else ([], StopReason.ABORT)
         log_prob = LOG_PROB if request.sampling.temperature > 0 else 0.0
         return Completion(
             np.array(tokens, np.int32), np.full(len(tokens), log_prob, np.float32),
-            np.full(len(tokens), self._version, np.int32), reason,
+            np.array(versions[: len(tokens)], np.int32), reason,
         )  # fmt: skip
 
-    def _tokens(self, request: Request, limit: int) -> tuple[list[int], StopReason]:
-        """The script's tokens, cut where an engine would stop."""
-        said = self._script(request, self._version)
+    def _said(self, request: Request, version: int) -> list[int]:
+        """The script's tokens, end of sequence included."""
+        said = self._script(request, version)
         if isinstance(said, str):
             if self._encode is None:
                 raise ConfigError("replies as text", "no encode function", "give token ids, or pass encode")
             said = self._encode(said)
-        tokens = [*said, min(self._eos)] if self._eos and not (said and said[-1] in self._eos) else list(said)
+        return [*said, min(self._eos)] if self._eos and not (said and said[-1] in self._eos) else list(said)
+
+    def _cut(self, request: Request, tokens: list[int], limit: int) -> tuple[list[int], StopReason]:
+        """The tokens up to where an engine would stop."""
         scan = StopScan(request.sampling.stop, self._decode) if request.sampling.stop else None
         for count in range(1, min(limit, len(tokens)) + 1):
             if tokens[count - 1] in self._eos:

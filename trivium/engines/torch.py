@@ -39,6 +39,8 @@ class _Load:
     version: int
     weights: list[tuple[str, Any]]
     future: Any
+    at_once: bool = False
+    """Between two tokens of the replies in flight, instead of after them."""
     cancelled: bool = False
 
 
@@ -69,6 +71,7 @@ class TorchEngine:
         """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
 
     exact_sampling = True
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -126,13 +129,14 @@ class TorchEngine:
             self._notify()
             raise
 
-    async def load(self, version: int, weights: Weights) -> None:
-        """Adopts weights once everything submitted so far has finished.
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Adopts weights once everything submitted so far has finished; with `update` before the next token of it.
 
+        An update keeps the keys and values of replies that have begun; prompts whose reply has not are read again.
         Raises SyncError (and keeps the old weights) when names or shapes do not fit.
         """
         loop = asyncio.get_running_loop()
-        order = _Load(version, list(weights), loop.create_future())
+        order = _Load(version, list(weights), loop.create_future(), at_once=in_flight == "update")
         self._submit(order, loop)
         await order.future
 
@@ -214,7 +218,7 @@ class TorchEngine:
                 self.counters["steps"] += 1
             self._deliver()
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
-        self._finish(self._batch.abort(self._version))
+        self._finish(self._batch.abort())
         empty = Completion(np.empty(0), np.empty(0), np.empty(0), StopReason.ABORT)  # pyright: ignore[reportArgumentType]
         self._done += [
             (item, self._failed() if isinstance(item, _Load) else empty) for item in (*waiting, *self._backlog)
@@ -232,12 +236,12 @@ class TorchEngine:
             return not self._closing
 
     def _take_backlog(self) -> None:
-        """Queues requests by prompt, in order of arrival, up to a load; the load when nothing is in flight."""
+        """Queues requests by prompt, in order of arrival, up to a load; the load when its time has come."""
         while self._backlog:
             item = self._backlog[0]
             if isinstance(item, Ticket):
                 self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
-            elif self._batch.live or self._waiting:
+            elif (self._batch.live or self._waiting) and not item.at_once:
                 return
             else:
                 self._adopt(item)
@@ -250,6 +254,8 @@ class TorchEngine:
             self._done.append((order, error))
             return
         self._version = order.version
+        for entry in self._waiting.values():
+            entry.prefix = None  # read under the old weights; nothing of it has been used yet
         self._done.append((order, None))
 
     def _admit(self) -> None:
