@@ -29,7 +29,7 @@ MAY_CATCH_EVERYTHING = {
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calling": (2, "a reward that raised fails its own trajectory, and no other in the call"),
     "trivium.rewards.child": (1, "a child process answers with the error, which its parent raises"),
-    "trivium.engines.torch": (2, "the worker thread hands its error to every caller that waits for it"),
+    "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.threads": (1, "an error crosses from a thread to the coroutine that waits for it"),
 }
 """How many handlers of a module may take any exception without raising it themselves, and why."""

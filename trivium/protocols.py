@@ -101,6 +101,15 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
+class ReadableEngine(Protocol):
+    """A rollout engine that shows what it holds, so that a test can compare it with what was sent. Optional."""
+
+    async def weights(self) -> Weights:
+        """Copies of every parameter and persistent buffer as they are held now, after the loads asked for so far."""
+        ...
+
+
+@runtime_checkable
 class Workflow(Protocol):
     """Plays one task with a policy. What the policy said is recorded by the policy itself."""
 

@@ -105,12 +105,16 @@ class Decoder:
         return self._forward(torch.from_numpy(tokens).to(self.device)[:, None], where[:, None], mask, self.rows)
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits."""
+        """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
+
+        Of tensors that are tied, one name is enough. Afterwards every tensor is compared with what was given for it.
+        Raises SyncError for weights that do not fit, RuntimeError where they fit and are not what the model holds now.
+        """
         own = self.model.state_dict(keep_vars=True)
         given = {name: torch.as_tensor(value) for name, value in weights}
-        covered = {own[name].data_ptr() for name in given if name in own}
+        covered = {_place(own[name]) for name in given if name in own}
         problems = {
-            "missing": [name for name in own if name not in given and own[name].data_ptr() not in covered],
+            "missing": [name for name in own if name not in given and _place(own[name]) not in covered],
             "unexpected": [name for name in given if name not in own],
             "of another shape": [
                 f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
@@ -126,6 +130,13 @@ class Decoder:
             )  # fmt: skip
         for name, value in given.items():
             own[name].data.copy_(value)
+        for name, value in given.items():
+            if not _same_bits(own[name].data, value):
+                raise RuntimeError(f"the model holds another {name} than was loaded (is it tied to a different one?)")
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
+        return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         out = self.model(
@@ -144,6 +155,17 @@ class Decoder:
             return None
         hidden = inputs[0]
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are tied: the same memory, read in the same way. Empty ones have no memory."""
+    return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _same_bits(held: Tensor, given: Tensor) -> bool:
+    """Whether a tensor is another one to the bit, once that has been brought to its type and device."""
+    pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
+    return not held.numel() or torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
 
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:

@@ -23,7 +23,7 @@ from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, padded_length
 from trivium.engines.selfcheck import check_decoder
-from trivium.errors import ConfigError, RolloutError
+from trivium.errors import ConfigError, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Completion, Request, StopReason
@@ -42,6 +42,17 @@ class _Load:
     at_once: bool = False
     """Between two tokens of the replies in flight, instead of after them."""
     cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """Somebody wants to see the weights."""
+
+    future: Any
+    cancelled: bool = False
+
+
+_Item = Ticket | _Load | _Look
 
 
 @dataclass(slots=True)
@@ -92,13 +103,13 @@ class TorchEngine:
         self._version = 0
         self._failure: BaseException | None = None
         self._closing = False
-        self._inbox: deque[Ticket | _Load] = deque()
+        self._inbox: deque[_Item] = deque()
         self._awake = threading.Condition()
         self._any_cancelled = False
-        self._backlog: deque[Ticket | _Load] = deque()
+        self._backlog: deque[_Item] = deque()
         self._waiting: dict[bytes, _Waiting] = {}
         self._seating: list[Ticket] = []
-        self._done: list[tuple[Ticket | _Load, Any]] = []
+        self._done: list[tuple[_Item, Any]] = []
         self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
         """What the worker has done so far; for measurements."""
         started: ThreadFuture[tuple[int, int]] = ThreadFuture()
@@ -140,6 +151,13 @@ class TorchEngine:
         self._submit(order, loop)
         await order.future
 
+    async def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Copies of every parameter and persistent buffer as the model holds them now, after the loads asked for."""
+        loop = asyncio.get_running_loop()
+        look = _Look(loop.create_future())
+        self._submit(look, loop)
+        return await look.future
+
     async def close(self) -> None:
         """Ends the worker; replies in progress return what they have, with `abort`."""
         self._closing = True
@@ -161,7 +179,7 @@ class TorchEngine:
         limit = min(request.sampling.max_new_tokens, self._max_context - len(prompt))
         return Ticket(request, limit, future, request.key.digest(), prompt=prompt.tobytes())
 
-    def _submit(self, item: Ticket | _Load, loop: asyncio.AbstractEventLoop) -> None:
+    def _submit(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:
         with self._awake:
             if self._failure is not None or self._closing:
                 raise self._failed()
@@ -221,7 +239,7 @@ class TorchEngine:
         self._finish(self._batch.abort())
         empty = Completion(np.empty(0), np.empty(0), np.empty(0), StopReason.ABORT)  # pyright: ignore[reportArgumentType]
         self._done += [
-            (item, self._failed() if isinstance(item, _Load) else empty) for item in (*waiting, *self._backlog)
+            (item, empty if isinstance(item, Ticket) else self._failed()) for item in (*waiting, *self._backlog)
         ]
         self._deliver()
 
@@ -241,6 +259,8 @@ class TorchEngine:
             item = self._backlog[0]
             if isinstance(item, Ticket):
                 self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
+            elif isinstance(item, _Look):
+                self._done.append((item, self._decoder.weights()))
             elif (self._batch.live or self._waiting) and not item.at_once:
                 return
             else:
@@ -250,7 +270,7 @@ class TorchEngine:
     def _adopt(self, order: _Load) -> None:
         try:
             self._decoder.load(order.weights)
-        except Exception as error:  # the trainer's mistake, not the engine's: the old weights still serve
+        except SyncError as error:  # the trainer's mistake, not the engine's: the old weights still serve
             self._done.append((order, error))
             return
         self._version = order.version

@@ -135,10 +135,12 @@ class TorchTrainEngine(TrainEngine):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once."""
-        seen: set[int] = set()
+        seen: set[tuple[object, ...]] = set()
         for name, tensor in self._policy.module.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
+            # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
+            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if not tensor.numel() or place not in seen:
+                seen.add(place)
                 yield name, tensor.detach()
 
     def save(self, directory: Path) -> None:

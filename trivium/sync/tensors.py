@@ -1,0 +1,83 @@
+"""What every channel does with a tensor: its hash, its bytes, parts of a model that are carried together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from trivium.config import usable_cores
+from trivium.errors import SyncError
+from trivium.protocols import Weights
+
+Named = tuple[str, torch.Tensor]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in logical order, (B,) uint8; no copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """128 bits of blake2b over dtype, shape and bytes: equal where, and only where, two tensors are the same."""
+    said = f"{type_name(tensor)} {list(tensor.shape)}\n".encode()
+    summed = hashlib.blake2b(said, digest_size=16)
+    summed.update(raw(tensor).cpu().numpy().data)
+    return summed.hexdigest()
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """The digest of each, on every core: hashing is the slowest part of carrying weights, and lets others run."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return list(pool.map(digest, tensors))
+
+
+def verify(named: Sequence[Named], expected: Sequence[str], version: int, found: str, do: str) -> None:
+    """Raises SyncError, with this cause and advice, that names the first tensor whose digest is not what it was."""
+    for (name, _), was, now in zip(named, expected, digests([tensor for _, tensor in named]), strict=True):
+        if was != now:
+            raise SyncError(f"collect {name!r} of version {version}", found, do)
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    """`float32`, `bfloat16`, ...: what `torch` calls it, without the module."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def type_named(name: str) -> torch.dtype:
+    """The inverse of `type_name`."""
+    found: Any = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise SyncError(f"a tensor of type {name!r}", "torch knows no such type", "use one version of torch everywhere")
+    return found
+
+
+def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
+    """The weights in order, cut into lists of at most `limit` bytes, or of one larger tensor.
+
+    Raises SyncError for a name that comes twice.
+    """
+    part, size, seen = list[Named](), 0, set[str]()
+    for name, tensor in weights:
+        if name in seen:
+            raise SyncError(
+                f"offer {name!r}", "it comes twice", "export every parameter and buffer once, under its own name"
+            )
+        seen.add(name)
+        if part and size + tensor.nbytes > limit:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def names(named: Iterable[Named]) -> str:
+    """The first few names, for an error."""
+    listed = [name for name, _ in named]
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
