@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -455,11 +455,15 @@ class WeightChannel(Protocol):
 
 
 class ActorDirectory(Protocol):
-    """Finds a role by name: in this process by default, through Ray on a cluster."""
+    """Finds a role by name: in this process by default (`trivium.directory`), through Ray on a cluster."""
 
-    def get(self, namespace: str, name: str) -> Any: ...
+    def get(self, namespace: str, name: str, make: Callable[[], Any] | None = None) -> Any:
+        """The role of that name; where there is none yet, what `make` builds, once, whoever asks first. What is
+        returned has the role's methods: its coroutines are awaited as usual, wherever it runs.
 
-    def put(self, namespace: str, name: str, role: Any) -> None: ...
+        Raises UnknownName where there is none and nothing to build.
+        """
+        ...
 
 
 class Monitor(Protocol):
