@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,15 @@ def build_trainer(
 ) -> Trainer:  # fmt: skip
     """The trainer of a stage, nothing loaded yet."""
     config, buffer = stage.config, meeting.buffer
+    algorithm, schedule = algorithm_of(config), build_schedule(stage)
+    strategy = build(
+        "sample_strategies", config.buffer.strategy, buffer=buffer, schedule=schedule, renderer=stage.renderer,
+        tasks=partial(_build_tasks, config), keeps=lambda groups: algorithm.filter(groups)[0],
+    )  # fmt: skip
     return Trainer(
-        engine=_build_train_engine(stage, algorithm_of(config), meeting.channel, explored=buffer.explored),
-        buffer=buffer, strategy=build("sample_strategies", config.buffer.strategy, buffer=buffer),
-        channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=build_schedule(stage), monitor=monitor,
+        engine=_build_train_engine(stage, algorithm, meeting.channel, explored=buffer.explored),
+        buffer=buffer, strategy=strategy,
+        channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=schedule, monitor=monitor,
         checkpoints=store, cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
         evaluator=AskedEvaluator(meeting.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
         resume=resume, max_failed_fraction=config.workflow.max_failed_fraction,
@@ -160,13 +166,15 @@ def algorithm_of(config: RunConfig) -> GroupAlgorithm:
 def build_schedule(stage: Stage) -> Schedule:
     config, schedule = stage.config, stage.config.schedule
     tasks, said = _build_tasks(config, "train"), schedule.curriculum
+    others = config.buffer.strategy.others(schedule.groups_per_step)
     return Schedule(
         tasks=tasks, seed=config.run.seed, stage=stage.number,
-        first_version=stage.first_version, groups_per_step=schedule.groups_per_step,
+        first_version=stage.first_version, groups_per_step=schedule.groups_per_step, others=others,
         group_size=schedule.group_size, max_staleness=config.max_staleness, sync_interval=config.sync.interval,
         deterministic=schedule.deterministic, shuffle=schedule.shuffle,
         curriculum=None if said is None else Curriculum.of(tasks, said.column, said.easy_first, said.spread),
-        max_attempts=schedule.max_attempts, over_rollout=math.ceil(schedule.over_rollout * schedule.groups_per_step),
+        max_attempts=schedule.max_attempts,
+        over_rollout=math.ceil(schedule.over_rollout * (schedule.groups_per_step - others)),
         steps=schedule.steps,
     )  # fmt: skip
 

@@ -165,7 +165,25 @@ class RunSection(Config):
     """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
 
 
-StrategyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("sample_strategies"))]
+class StrategyConfig(Plugin):
+    """Base of sample strategy sections: which groups a step is trained on."""
+
+    kind: str = "default"
+
+    def others(self, count: int) -> int:
+        """Of a step's `count` groups, how many do not come from the explorers, but are replayed or an expert's."""
+        del count
+        return 0
+
+    def oldest(self, max_staleness: int) -> int:
+        """How many versions old a group may be when it is trained on, where the buffer holds none older than
+        `max_staleness`."""
+        return max_staleness
+
+
+StrategyPlugin = Annotated[
+    SerializeAsAny[StrategyConfig], BeforeValidator(plugin("sample_strategies", StrategyConfig, "default"))
+]
 OperatorPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("operators"))]
 
 
@@ -334,7 +352,29 @@ class BufferConfig(Plugin):
     strategy: StrategyPlugin = Field(default={"kind": "default"})  # pyright: ignore[reportAssignmentType]
     """Which groups a step is trained on."""
     operators: tuple[OperatorPlugin, ...] = ()
-    """The experience pipeline: what becomes of each finished group before it is stored, in order."""
+    """The experience pipeline: what becomes of each finished group before it is stored, in order. Names, or functions
+    of yours."""
+    max_dropped_in_a_row: int = free(1000, ge=1)
+    """The run ends when the operators dropped so many groups of one explorer, one after the other."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from self.strategy.problems(run, f"{where}.strategy")
+        for number, section in enumerate(self.operators):
+            place, target = f"{where}.operators[{number}]", resolve("operators", section.kind)
+            yield from section.problems(run, place)
+            if not getattr(resolve("buffers", self.kind), "explored", True):
+                yield Problem(
+                    place, f"the operator {section.kind!r} on buffer.kind {self.kind!r}",
+                    "operators work on what explorers play, and here nobody plays",
+                    "leave it out, or change the rows themselves",
+                )  # fmt: skip
+            if run.slots_are_settled and getattr(target, "drops", True):
+                yield Problem(
+                    place, f"the operator {section.kind!r}, which may drop groups, {SETTLED}",
+                    "which version plays a slot would depend on what is dropped before it",
+                    "leave it out (one of yours that drops nothing says so: drops = False), or set "
+                    "schedule.max_staleness or schedule.deterministic back",
+                )  # fmt: skip
 
 
 class EvaluationSection(Config):
@@ -401,6 +441,9 @@ class ServeSection(Config):
     """A conversation without feedback for so long is forgotten, and counted as dropped."""
 
 
+SETTLED = "in a deterministic run that is ahead of its trainer"
+"""How problems speak of a run whose `slots_are_settled`."""
+
 _RunConfigT = TypeVar("_RunConfigT", bound="RunConfig")
 Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_kind="hf"))]
 Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
@@ -456,6 +499,17 @@ class RunConfig(Config):
         if self.sync.offset is not None:
             return self.sync.interval - 1 + self.sync.offset
         return self.schedule.max_staleness or 0
+
+    @property
+    def max_age(self) -> int:
+        """How many versions old a group may be when it is trained on: `max_staleness`, unless the sample strategy is
+        stricter or replays older ones."""
+        return self.buffer.strategy.oldest(self.max_staleness)
+
+    @property
+    def slots_are_settled(self) -> bool:
+        """Whether it is settled beforehand which version plays a slot: then no group may be replaced by another."""
+        return self.schedule.deterministic and self.max_staleness > 0
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], base: Path | None = None) -> Self:
@@ -741,6 +795,7 @@ class StagePlan(Config):
     first_step: int
     last_step: int
     groups_per_step: int
+    played_groups_per_step: int
     trajectories_per_step: int
     max_response_tokens_per_step: int
     max_staleness: int
@@ -772,18 +827,18 @@ def plan_run(config: RunConfig, cores: int) -> Plan:
     step = 0
     for stage in config.stage_configs():
         schedule = stage.schedule
+        played = schedule.groups_per_step - stage.buffer.strategy.others(schedule.groups_per_step)
         stages.append(
             StagePlan(
                 first_step=step + 1,
                 last_step=step + schedule.steps,
                 groups_per_step=schedule.groups_per_step,
-                trajectories_per_step=schedule.groups_per_step * schedule.group_size,
-                max_response_tokens_per_step=schedule.groups_per_step
-                * schedule.group_size
-                * stage.engine.sampling.max_new_tokens,
+                played_groups_per_step=played,
+                trajectories_per_step=played * schedule.group_size,
+                max_response_tokens_per_step=played * schedule.group_size * stage.engine.sampling.max_new_tokens,
                 max_staleness=stage.max_staleness,
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
-                slots=schedule.steps * schedule.groups_per_step,
+                slots=schedule.steps * played,
                 algorithm=stage.algorithm.describe(stage),
             )
         )

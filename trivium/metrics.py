@@ -129,7 +129,21 @@ declare(
 declare("rollout/given_up", "slots given up after `schedule.max_attempts`", aggregation="sum", better="down")
 declare("rollout/dropped", "groups that the experience pipeline refused", aggregation="sum")
 declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
-declare("workflow/*", "a number that the workflow reported, averaged over trajectories")
+declare("workflow/*", "a number that the workflow, or an operator, reported, averaged over trajectories")
+
+# Where a step's groups came from.
+declare("sample/task_count", "different tasks among a step's groups")
+declare("sample/model_version/mean", "mean version that sampled a group, by its oldest token; an expert's left out")
+declare("sample/model_version/min", "oldest of these versions", aggregation="min")
+declare("sample/model_version/max", "newest of these versions", aggregation="max")
+declare("sample/left_out", "groups taken and left out as older than the strategy's own bound", aggregation="sum")
+declare("sample/expert", "groups that an expert wrote", aggregation="sum")
+declare("sample/replayed", "groups that had been trained on before", aggregation="sum")
+declare("sample/use_count", "mean number of steps that had trained on a replayed group before")
+declare("sample/stored", "groups kept for replay after this step", aggregation="last")
+declare(
+    "sample/fresh_reward", "mean total reward of what was played for this step, replayed groups left out", better="up"
+)
 
 # What the update did. `*` is the objective: policy, value or reward.
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")

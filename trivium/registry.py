@@ -30,6 +30,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "reasoning_gym": "trivium.tasks.generators:ReasoningGymTasks",
         "python": "trivium.tasks.generators:PythonTasks",
         "arithmetic": "trivium.tasks.generators:ArithmeticTasks",
+        "served": "trivium.tasks.served:ServedTasks",
     },
     "workflows": {
         "single_turn": "trivium.workflows.single_turn:SingleTurn",
@@ -241,6 +242,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "sample_strategies": {
         "default": "trivium.buffers.strategies:DefaultStrategy",
+        "staleness_control": "trivium.buffers.strategies:StalenessControl",
+        "replay": "trivium.buffers.replay:Replay",
+        "mix": "trivium.buffers.strategies:Mix",
     },
     "operators": {},
     "channels": {

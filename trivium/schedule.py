@@ -86,6 +86,9 @@ class Schedule:
     stage: int = 0
     first_version: int = 0
     groups_per_step: int = 1
+    """Groups that one train step consumes."""
+    others: int = 0
+    """Of those, how many the sample strategy brings from elsewhere: no slot is issued for them."""
     group_size: int = 1
     max_staleness: int = 0
     sync_interval: int = 1
@@ -98,6 +101,11 @@ class Schedule:
     """Groups played beyond what a step needs, so that it need not wait for the slowest."""
     steps: int = field(default=1)
     """Train steps of the stage."""
+
+    @property
+    def fresh_per_step(self) -> int:
+        """The groups that one train step takes from the buffer: what slots are counted by."""
+        return self.groups_per_step - self.others
 
     @property
     def ordered(self) -> bool:
@@ -120,12 +128,12 @@ class Schedule:
 
     def step_of(self, slot: int) -> int:
         """The (global) train step that a slot is meant for."""
-        return self.first_version + slot // self.groups_per_step + 1
+        return self.first_version + slot // self.fresh_per_step + 1
 
     def admitted(self, version: int) -> int:
         """How many slots may have been issued to an explorer that has loaded `version`."""
         ahead = version - self.first_version + self.max_staleness + 1
-        return min(ahead, self.steps) * self.groups_per_step + self.over_rollout
+        return min(ahead, self.steps) * self.fresh_per_step + self.over_rollout
 
     def published(self, version: int) -> bool:
         """Whether the trainer offers `version` to the explorers."""
@@ -142,4 +150,4 @@ class Schedule:
         """The version explorers start from when training resumes at `version`."""
         if not self.ordered:
             return version
-        return min(version, self.version_for((version - self.first_version) * self.groups_per_step))
+        return min(version, self.version_for((version - self.first_version) * self.fresh_per_step))

@@ -119,43 +119,45 @@ class Trainer:
         self.score = None  # of this step nothing has been measured yet
         try:
             with self._timed("wait"):
-                groups, sampled = await self._groups(version)
+                groups, fresh, sampled = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
             self.train_continue = False
             return False
         with self._timed("train"):
             going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
-        metrics |= sampled | self._staleness(groups, version) | await self._counted()
+        metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
-        metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(groups) / metrics["time/step"]
+        metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(fresh) / metrics["time/step"]
         self._seconds.clear()
         self.synchronizer.trained(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
-            self._examples += _examples(groups)
+            self._examples += _examples(fresh)
         self.train_continue = going_on and self.train_step_num < self.last_step
         self._ask_for_sync()
         return self.train_continue
 
-    async def _groups(self, version: int) -> tuple[list[Group], Metrics]:
-        """A step's groups, the refused ones among them (the step leaves them out again, and counts them), and what the
-        sample strategy says of them."""
+    async def _groups(self, version: int) -> tuple[list[Group], list[Group], Metrics]:
+        """A step's groups, the refused ones among them (the step leaves them out again, and counts them); those of them
+        that were played for it; and where they all came from."""
         wanted = missing = self.schedule.groups_per_step
-        algorithm, groups, rows = self.engine.algorithm, list[Group](), list[dict[str, float]]()
+        algorithm, rows = self.engine.algorithm, list[dict[str, float]]()
+        groups, fresh = list[Group](), list[Group]()
         for refills in reversed(range(algorithm.refill + 1)):
             sample = await self._sample(missing, version)
             groups += sample.groups
+            fresh += [group for group in sample.groups if group.slot not in sample.others]
             rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
-            refuse_failing(groups, self.max_failed_fraction, f"step {version + 1}")
+            refuse_failing(fresh, self.max_failed_fraction, f"step {version + 1}")
             missing = wanted - len(algorithm.filter(groups)[0])
             if not (missing and refills):
                 break
             await self.strategy.refuse(missing)
         if missing == wanted:
             _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
-        return groups, aggregate(rows)
+        return groups, fresh, aggregate(rows) | _origin(groups)
 
     async def _sample(self, count: int, version: int) -> Sample:
         """Waits for groups; an explorer that asks for weights meanwhile gets them, or it could not play any."""
@@ -284,8 +286,8 @@ class Trainer:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
         return metrics[f"eval/{evaluator.taskset}/accuracy"]
 
-    def _staleness(self, groups: Sequence[Group], version: int) -> Metrics:
-        ages = [version - group.oldest_version for group in groups] if self.buffer.explored else [0]
+    def _staleness(self, fresh: Sequence[Group], version: int) -> Metrics:
+        ages = [version - group.oldest_version for group in fresh if not group.expert] or [0]
         return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": max(ages)}
 
     async def _counted(self) -> Metrics:
@@ -298,6 +300,17 @@ class Trainer:
         started = time.monotonic()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _origin(groups: Sequence[Group]) -> Metrics:
+    """Which tasks and versions a step's groups are of."""
+    versions = [group.oldest_version for group in groups if not group.expert]
+    metrics: Metrics = {"sample/task_count": len({(group.task.taskset, group.task.task_id) for group in groups})}
+    if versions:
+        metrics["sample/model_version/mean"] = sum(versions) / len(versions)
+        metrics["sample/model_version/min"] = min(versions)
+        metrics["sample/model_version/max"] = max(versions)
+    return metrics
 
 
 def _rollout_tokens(groups: Sequence[Group]) -> int:

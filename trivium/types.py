@@ -29,6 +29,9 @@ Columns = Mapping[str, Any]
 EXPERT_VERSION = -1
 """The policy version of tokens that no policy of this run sampled: expert and supervised data."""
 
+SERVED = "served"
+"""The taskset of tasks that agents bring over HTTP (`run.mode: serve`): no schedule knows them."""
+
 
 SCORES: Mapping[str, str] = {
     "old": "old_log_prob",
@@ -194,7 +197,7 @@ class Failure:
     """Why a trajectory cannot be trained on. Recorded, counted, shown; never scored."""
 
     side: str
-    """Who failed: `workflow`, `reward`, `engine`, `prompt` or `deadline`."""
+    """Who failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
     kind: str
     """The error's class name."""
     message: str
@@ -248,6 +251,7 @@ class Group:
     """The trajectories of one task: what a slot was leased for."""
 
     slot: int
+    """Negative for what was mixed in from elsewhere: no slot of the schedule."""
     task: Task
     trajectories: tuple[Trajectory, ...]
     epoch: int = 0
@@ -267,6 +271,11 @@ class Group:
     @property
     def group_id(self) -> str:
         return f"{self.task.taskset}/{self.task.task_id}/{self.epoch}"
+
+    @property
+    def expert(self) -> bool:
+        """Whether somebody else wrote its replies: nobody judges them, they are there to be imitated."""
+        return self.oldest_version == EXPERT_VERSION
 
     @property
     def oldest_version(self) -> int:
@@ -301,6 +310,9 @@ class Sample:
     groups: tuple[Group, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Logged under `sample/`."""
+    others: frozenset[int] = frozenset()
+    """Slots of groups that were not played for this step: replayed, or an expert's. They say nothing about how the
+    run's explorers keep up and fare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +377,11 @@ class Experience:
     @property
     def reward(self) -> float:
         return float(sum(self.rewards.values()))
+
+    @property
+    def expert(self) -> bool:
+        """Whether an expert wrote any of its trained tokens."""
+        return bool((self.policy_version[self.response_mask] == EXPERT_VERSION).any())
 
     @property
     def num_response_tokens(self) -> int:

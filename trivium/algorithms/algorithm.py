@@ -145,8 +145,11 @@ class GroupAlgorithm:
         """The rule that refuses a group: it cannot be judged, or a filter says no; None for a group to train on."""
         if self.pairs and pair_of(group) is None:
             return "no_pair"
-        if sum(bool(member.turns) for member in group.alive) < (self.estimator.law.min_group if self.estimator else 1):
+        judged = self.estimator is not None and not group.expert
+        if sum(bool(member.turns) for member in group.alive) < (self.estimator.law.min_group if judged else 1):
             return "too_few_alive"
+        if group.expert:
+            return None  # filters ask what a reply was worth, and nobody judged this one
         if self.greedy_baseline:
             if group.greedy is None:
                 raise DataError(
@@ -171,7 +174,8 @@ class GroupAlgorithm:
 
         A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
         not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
-        were played, so they count as what others are compared with.
+        were played, so they count as what others are compared with. An expert's replies were judged by nobody, and
+        nobody is compared with them: their advantages and returns are 0.
         """
         if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
@@ -180,21 +184,30 @@ class GroupAlgorithm:
         metrics |= batch.metrics
         if self.estimator is None:
             return batch, metrics
+        own = [row for row, e in enumerate(batch.experiences) if not e.expert]
+        judged = batch.select(own)
+        done, said = self._judged(self.estimator, judged)
+        columns = {"advantages": ragged(done.advantages, judged), "returns": ragged(done.returns, judged)}
+        batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
+        return self._trained(batch if kept is None else batch.masked(kept)), metrics | said
+
+    def _judged(self, estimator: Estimator, batch: Batch) -> tuple[Advantages, Metrics]:
+        """What the tokens of a batch that the policy itself played were worth."""
+        metrics: Metrics = {}
         x = advantage_inputs(batch)
-        x = replace(x, columns=self.estimator.columns(batch))
+        x = replace(x, columns=estimator.columns(batch))
         if self.shapings and len(batch):
             rewards = shaped(self.shapings, shaping_inputs(batch, x, self.max_new_tokens))
             x = rewarded(x, rewards[x.trajectory])
             metrics["reward/shaped_mean"] = float(rewards.mean())
-        if self.estimator.kl_controller is not None:
-            x, penalty = _penalised(x, batch, self.estimator.kl, self.estimator.kl_controller)
+        if estimator.kl_controller is not None:
+            x, penalty = _penalised(x, batch, estimator.kl, estimator.kl_controller)
             metrics |= penalty
-        done, clipped = self.estimator.advantages(x)
+        done, clipped = estimator.advantages(x)
         metrics |= clipped
-        if "values" in self.estimator.law.needs:
+        if "values" in estimator.law.needs:
             metrics |= _value_metrics(x, done)
-        batch = batch.with_columns(advantages=ragged(done.advantages, batch), returns=ragged(done.returns, batch))
-        return self._trained(batch if kept is None else batch.masked(kept)), metrics
+        return done, metrics
 
     def _compared(self, batch: Batch) -> tuple[Batch, list[AnyArray] | None]:
         """(the batch with importance weights and what was measured, the masks of tokens that are not rejected).
@@ -232,6 +245,14 @@ class GroupAlgorithm:
     def _moments(self) -> list[Moments]:
         """What the shapings have seen, one entry for each that looks back."""
         return [step.moments for step in self.shapings if step.moments is not None]
+
+
+def _placed(arrays: Sequence[AnyArray], rows: Sequence[int], batch: Batch) -> list[AnyArray]:
+    """One array per experience: these at `rows`, zeros elsewhere."""
+    placed: list[AnyArray] = [np.zeros(len(e), np.float32) for e in batch.experiences]
+    for row, array in zip(rows, arrays, strict=True):
+        placed[row] = array
+    return placed
 
 
 def _penalised(

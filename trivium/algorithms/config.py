@@ -21,6 +21,7 @@ from trivium.algorithms.config_parts import (
     UpdateConfig,
     changed,
     is_explored,
+    is_mixed,
     law_or_problem,
     ratio_problems,
     section_problems,
@@ -43,7 +44,7 @@ from trivium.algorithms.registered import (
 )
 from trivium.algorithms.shaping import Moments, Shaping
 from trivium.algorithms.teacher import TeacherConfig, teacher_problems
-from trivium.config import Plugin, RunConfig
+from trivium.config import SETTLED, Plugin, RunConfig
 from trivium.errors import Problem
 from trivium.registry import resolve
 
@@ -120,7 +121,7 @@ class PolicyGradientConfig(UpdateConfig):
         return isinstance(law, EstimatorLaw) and "values" in law.needs
 
     def settled(self, run: RunConfig) -> PolicyGradientConfig:
-        if self.correction.kind != "auto" or run.max_staleness == 0:
+        if self.correction.kind != "auto" or run.max_age == 0:
             return self
         law = law_or_problem(self.policy_loss, "policy_losses", PolicyLossLaw, "policy_loss")
         has_ratio = isinstance(law, Problem) or "old_log_prob" in law.needs
@@ -144,10 +145,10 @@ class PolicyGradientConfig(UpdateConfig):
         recomputed = ", old log-probabilities recomputed" if correction.decoupled else ""
         if self.correction.kind != "auto":
             why = f"algorithm.correction: {self.correction.kind}"
-        elif run.max_staleness == 0:
+        elif run.max_age == 0:
             why = "default: groups are fresh"
         else:
-            why = f"default: groups may be {run.max_staleness} version(s) old"
+            why = f"default: groups may be {run.max_age} version(s) old"
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
             made_for = f", and {' and '.join(self._made_for_stale_groups)} are made for them"
             why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
@@ -198,9 +199,9 @@ class PolicyGradientConfig(UpdateConfig):
                     f"it refuses no group of {run.schedule.group_size} (schedule.group_size)",
                     f"use groups of at least {law.min_group}, or leave the filter out",
                 )  # fmt: skip
-        if self.refill and run.schedule.deterministic and run.max_staleness > 0:
+        if self.refill and run.slots_are_settled:
             yield Problem(
-                f"{where}.refill", "refused groups replaced in a deterministic run that is ahead of its trainer",
+                f"{where}.refill", f"refused groups replaced {SETTLED}",
                 "which version plays a slot would depend on what is refused later",
                 "set refill, schedule.max_staleness or schedule.deterministic back",
             )  # fmt: skip
@@ -220,11 +221,19 @@ class PolicyGradientConfig(UpdateConfig):
         about_experts = [f"the loss {self.policy_loss.kind!r}"] if loss.split else []
         if self.entropy.coef and isinstance(entropy, EntropyLaw) and entropy.sampled:
             about_experts.append(f"the entropy term {self.entropy.term.kind!r}")
-        for what in about_experts if not getattr(resolve("buffers", run.buffer.kind), "mixed", False) else ():
+        for what in about_experts if not is_mixed(run) else ():
             yield Problem(
                 f"{where}.{'policy_loss' if 'loss' in what else 'entropy.term'}",
                 f"{what}, which tells an expert's tokens from the policy's own",
-                f"buffer.kind {run.buffer.kind!r} never holds both", "use another one, or a buffer that mixes the two",
+                f"buffer.strategy {run.buffer.strategy.kind!r} never gives a step both",
+                "use another one, or a strategy that mixes the two (buffer.strategy.kind mix)",
+            )  # fmt: skip
+        if is_mixed(run) and not loss.split:
+            yield Problem(
+                f"{where}.policy_loss",
+                f"the loss {self.policy_loss.kind!r} with buffer.strategy {run.buffer.strategy.kind!r}",
+                "it would take an expert's tokens for the policy's own, and nobody judged them",
+                "use policy_loss.kind mix or mix_chord, or leave buffer.strategy out",
             )  # fmt: skip
 
     def _correction_problems(self, loss: PolicyLossLaw, correction: Correction, where: str) -> Iterator[Problem]:
@@ -310,6 +319,12 @@ class PolicyGradientConfig(UpdateConfig):
             yield Problem(
                 f"{where}.normalise_advantages", "normalised advantages",
                 f"the estimator {self.advantage.kind!r} whitens them already", "leave the key out",
+            )  # fmt: skip
+        if "values" in estimator.needs and is_mixed(run):
+            yield Problem(
+                f"{where}.advantage", f"the estimator {self.advantage.kind!r}, which needs a critic",
+                f"with buffer.strategy {run.buffer.strategy.kind!r} it would learn from replies that nobody judged",
+                "use an estimator without a critic, advantage.kind grpo for example",
             )  # fmt: skip
         for name in changed(self.critic) if "values" not in estimator.needs else ():
             yield Problem(

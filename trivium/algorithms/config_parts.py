@@ -205,12 +205,12 @@ def ratio_problems(
     if "old_log_prob" in loss.needs or loss.off_policy:
         return
     weights = correction.against if correction is not None and correction.weights != "none" else "none"
-    if run.max_staleness > 0 and weights == "none":
+    if run.max_age > 0 and weights == "none":
         yield Problem(
             f"{where}.policy_loss",
-            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_staleness} version(s) old",
+            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_age} version(s) old",
             "it has no ratio, so samples of older weights would bias its gradient",
-            f"use {instead}, or set schedule.max_staleness to 0",
+            f"use {instead}, or set schedule.max_staleness to 0, and replay nothing",
         )  # fmt: skip
     elif updates > 1 and weights != "current":
         yield Problem(
@@ -223,6 +223,11 @@ def ratio_problems(
 def is_explored(run: RunConfig) -> bool:
     """Whether the policy itself plays what it is trained on."""
     return resolve("buffers", run.buffer.kind).explored
+
+
+def is_mixed(run: RunConfig) -> bool:
+    """Whether an expert's replies are trained on beside the policy's own."""
+    return getattr(resolve("sample_strategies", run.buffer.strategy.kind), "mixed", False)
 
 
 def law_or_problem(section: Plugin, room: str, kind: type[LawT], where: str) -> LawT | Problem:

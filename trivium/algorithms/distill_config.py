@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.config import supervised
-from trivium.algorithms.config_parts import UpdateConfig, is_explored, law_or_problem, ratio_problems
+from trivium.algorithms.config_parts import UpdateConfig, is_explored, is_mixed, law_or_problem, ratio_problems
 from trivium.algorithms.registered import PolicyLossLaw
 from trivium.algorithms.teacher import TeacherConfig, teacher_problems
 from trivium.config import RunConfig
@@ -40,11 +40,12 @@ class DistillConfig(UpdateConfig):
                 "it needs advantages, and nothing is judged here",
                 "use kind: distill or distill_top_k, or algorithm.kind grpo",
             )  # fmt: skip
-        if "teacher_log_prob" in loss.needs and not is_explored(run):
+        if "teacher_log_prob" in loss.needs and (is_mixed(run) or not is_explored(run)):
+            where_from = f"strategy {run.buffer.strategy.kind!r}" if is_explored(run) else f"kind {run.buffer.kind!r}"
             yield Problem(
-                f"{where}.policy_loss", f"the loss {self.policy_loss.kind!r} on buffer.kind {run.buffer.kind!r}",
+                f"{where}.policy_loss", f"the loss {self.policy_loss.kind!r} on buffer.{where_from}",
                 "it takes each token for a sample of the policy, and an expert wrote these",
-                "use kind: distill_top_k, or buffer.kind memory",
+                "use kind: distill_top_k, or buffer.kind memory without such a strategy",
             )  # fmt: skip
         elif "teacher_log_prob" in loss.needs:
             yield from ratio_problems(self, loss, run, where, "policy_loss.kind distill_top_k")

@@ -59,10 +59,11 @@ def _single(group: Group, member: Trajectory) -> Experience:
 def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
     """What was played, refused groups included: what is trained on alone would look better than the policy is.
 
-    `refused_by` says how many groups each rule refused.
+    `refused_by` says how many groups each rule refused. Beside what was played, an expert's replies are not described.
     """
     failures = Counter(member.failure.side for group in groups for member in group.played if member.failure)
-    members = [member for group in groups for member in group.alive]
+    played = [group for group in groups if not group.expert] or groups
+    members = [member for group in played for member in group.alive]
     return {
         "rollout/groups": len(groups),
         "rollout/refused": len(groups) - len(kept),
@@ -95,7 +96,7 @@ def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
     if not rewards:
         return {}
     comparable = [group for group in judged if len(group) > 1]
-    trained = [member.reward for group in kept for member in group.alive]
+    trained = [member.reward for group in kept for member in group.alive if member.rewards]
     greedy = [group.greedy.reward for group in groups if group.greedy is not None and group.greedy.failure is None]
     equal = {"reward/equal_groups": fmean(len(set(group)) == 1 for group in comparable)} if comparable else {}
     return {

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.config_parts import PassesConfig, is_explored, section_problems
+from trivium.algorithms.config_parts import PassesConfig, is_explored, is_mixed, section_problems
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.algorithms.registered import PairLossLaw, ScoreLossLaw, chosen
 from trivium.config import Plugin, RunConfig, plugin
@@ -24,6 +24,11 @@ class PairsConfig(PassesConfig):
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
         size = run.schedule.group_size
+        if is_mixed(run):
+            yield Problem(
+                f"{where}.kind", f"the algorithm {self.kind!r} with buffer.strategy {run.buffer.strategy.kind!r}",
+                "an expert's single reply is no pair", "leave buffer.strategy out",
+            )  # fmt: skip
         if is_explored(run) and size < 2:
             yield Problem(
                 "schedule.group_size", f"{size} trajectory per task",

@@ -38,6 +38,7 @@ class FileBuffer:
         """The column that holds the other one."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
             size = run.schedule.group_size
             read = _COLUMNS.get(size, ())
             for name in ("completion", "chosen", "rejected"):
@@ -61,7 +62,7 @@ class FileBuffer:
         self.config, self.schedule, self._renderer = config, schedule, renderer
 
     async def take(self, count: int, version: int) -> list[Group]:
-        first = (version - self.schedule.first_version) * self.schedule.groups_per_step
+        first = (version - self.schedule.first_version) * self.schedule.fresh_per_step
         return [self._group(self.schedule.at(slot)) for slot in range(first, first + count)]
 
     def _group(self, assignment: Assignment) -> Group:

@@ -15,7 +15,7 @@ import torch
 from trivium.errors import DataError
 from trivium.models.loss import Totals
 from trivium.models.packed import Pack, pack
-from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience
+from trivium.types import AnyArray, Batch, Experience
 
 
 def count(batch: Batch, max_response_length: int) -> Totals:
@@ -26,7 +26,7 @@ def count(batch: Batch, max_response_length: int) -> Totals:
         int(row[e.response_mask].sum())
         for row, e in zip(batch.columns.get("open", ()), batch.experiences, strict=False)
     ]
-    expert = [e for e in trained if (e.policy_version[e.response_mask] == EXPERT_VERSION).any()]
+    expert = [e for e in trained if e.expert]
     return Totals(
         sum(e.num_response_tokens for e in trained), len(trained), max_response_length,
         expert_tokens=sum(e.num_response_tokens for e in expert), expert_sequences=len(expert),
