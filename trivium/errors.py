@@ -11,6 +11,7 @@ TriviumError
 │   └── DeadlineExceeded a deadline fired; also a TimeoutError
 ├── RolloutsFailing      more rollouts failed than `workflow.max_failed_fraction` allows: ends the run
 ├── SyncError            the trainer and an explorer lost each other, or weights arrived damaged
+│   └── VersionGone      a version that was on offer is no longer: whoever wants weights asks for what is offered now
 └── RoleFailed           a role of the run (trainer, an explorer, its engine, the buffer, ...) died
 """
 
@@ -97,6 +98,10 @@ class RolloutsFailing(TriviumError):
 
 class SyncError(TriviumError):
     """Weights could not be carried from the trainer to an explorer."""
+
+
+class VersionGone(SyncError):
+    """A version that cannot be had any more: newer ones took its place, or the exchange that carried it broke off."""
 
 
 class RoleFailed(TriviumError):

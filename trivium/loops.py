@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trivium.errors import VersionGone
 from trivium.metrics import aggregate
 from trivium.types import SCORES
 
@@ -130,7 +131,15 @@ async def follow_weights(
         version = await synchronizer.next_version(explorer.name, loaded, newest=not schedule.ordered)
         if schedule.ordered and loaded is not None:
             await buffer.drained(loaded)
-        await explorer.adopt(version, channel)
+        try:
+            await explorer.adopt(version, channel)
+        except VersionGone:
+            # Newer ones took its place, or the exchange broke off: what is offered now will do. Where the schedule says
+            # which version it is to be, or there is no newer one, there is nothing to ask for.
+            newest = synchronizer.published[-1:] == (version,)
+            if not synchronizer.collective and (schedule.ordered or newest):
+                raise
+            continue
         loaded = version
         synchronizer.adopted(explorer.name, version)
         await buffer.advance(explorer.name, version)

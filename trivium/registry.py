@@ -249,6 +249,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "operators": {},
     "channels": {
         "memory": "trivium.sync.memory:MemoryChannel",
+        "checkpoint": "trivium.sync.checkpoint:CheckpointChannel",
     },
     "monitors": {
         "console": "trivium.monitors.console:ConsoleMonitor",

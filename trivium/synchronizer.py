@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -242,6 +242,12 @@ class Synchronizer:
                 silent.append(peer)
         return silent
 
+    def check_alive(self) -> Values:
+        """The board. Raises RoleFailed where the run is over for a reason other than being finished."""
+        values = self.board.read()
+        self._refuse_broken(values)
+        return values
+
     def _broken(self, values: Values) -> bool:
         return "failed" in values or not self._same_life(values)
 
@@ -373,6 +379,16 @@ class Synchronizer:
         exchange = self.board.read()["exchange"]
         members = tuple(exchange["members"])
         return Exchange(exchange["number"], version, members, address) if members else None
+
+    def broken(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
+        """Why an exchange under way will not be finished: one of those `waited_for` is gone, or the trainer has begun
+        another. Empty while it may be. Raises RoleFailed where the run is over."""
+        values = self.check_alive()
+        for name in waited_for:
+            if name not in living(values):
+                return f"explorer {name!r} is gone: {dead(values).get(name, 'it stopped')}"
+        now = values["exchange"]["number"]
+        return f"the trainer has begun exchange {now}" if now != exchange.number else ""
 
     # ------------------------------------------------------------------ evaluation
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from trivium.errors import SyncError
+from trivium.errors import VersionGone
 from trivium.protocols import Weights
+from trivium.sync.tensors import Named, digests, unique, verify
 from trivium.synchronizer import TRAINER, Synchronizer
 
 
@@ -22,34 +22,37 @@ class MemoryChannel:
     of every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error.
     """
 
+    local = True
+    """Both ends are one process."""
+
     def __init__(
         self, *, keep: int = 1, directory: Path | None = None, synchronizer: Synchronizer | None = None,
         role: str = TRAINER,
     ) -> None:  # fmt: skip
         del directory, synchronizer, role  # both sides are this process
         self._keep = keep
-        self._versions: dict[int, dict[str, torch.Tensor]] = {}
-        self._hashes: dict[int, dict[str, str]] = {}
+        self._versions: dict[int, tuple[list[Named], list[str]]] = {}
+        """(tensors, their hashes) by version."""
         self._lock = Lock()
 
     def offer(self, version: int, weights: Weights) -> bool:
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
-        hashes = {name: _digest(tensor) for name, tensor in copies.items()}
+        copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in unique(weights)]
+        hashes = digests([tensor for _, tensor in copies])
         with self._lock:
-            self._versions[version], self._hashes[version] = copies, hashes
+            self._versions[version] = copies, hashes
             for old in sorted(self._versions)[: -self._keep]:
-                del self._versions[old], self._hashes[old]
+                del self._versions[old]
         return True
 
     def collect(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         # Looked up now and read later: an explorer may first have to finish its replies in flight.
         with self._lock:
-            copies, hashes = self._versions.get(version), self._hashes.get(version)
-        if copies is None or hashes is None:
-            raise SyncError(
+            held = self._versions.get(version)
+        if held is None:
+            raise VersionGone(
                 f"collect version {version}", f"the channel holds {self.versions}", "publish before adopting"
             )
-        return _verified(version, copies, hashes)
+        return _verified(version, *held)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -61,7 +64,7 @@ class MemoryChannel:
         """Writes versions that explorers may still need, one safetensors file each."""
         for version in versions:
             directory.mkdir(parents=True, exist_ok=True)
-            save_file(self._versions[version], directory / f"{version:06d}.safetensors")
+            save_file(dict(self._versions[version][0]), directory / f"{version:06d}.safetensors")
 
     def restore(self, directory: Path) -> None:
         """Takes back what `save` wrote; nothing where nothing was needed."""
@@ -69,19 +72,9 @@ class MemoryChannel:
             self.offer(int(path.stem), load_file(path).items())
 
 
-def _verified(
-    version: int, copies: Mapping[str, torch.Tensor], hashes: Mapping[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in copies.items():
-        if _digest(tensor) != hashes[name]:
-            raise SyncError(
-                f"collect {name!r} of version {version}",
-                "its bytes changed after it was offered",
-                "do not write to tensors that came from the channel",
-            )
-        yield name, tensor
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+def _verified(version: int, copies: Sequence[Named], hashes: Sequence[str]) -> Iterator[Named]:
+    verify(
+        copies, hashes, version, "its bytes changed after it was offered",
+        "do not write to tensors that came from the channel",
+    )  # fmt: skip
+    yield from copies

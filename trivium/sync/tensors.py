@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,18 +56,22 @@ def type_named(name: str) -> torch.dtype:
     return found
 
 
-def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
-    """The weights in order, cut into lists of at most `limit` bytes, or of one larger tensor.
-
-    Raises SyncError for a name that comes twice.
-    """
-    part, size, seen = list[Named](), 0, set[str]()
+def unique(weights: Weights) -> Iterator[Named]:
+    """The weights as they come. Raises SyncError for a name that comes twice."""
+    seen = set[str]()
     for name, tensor in weights:
         if name in seen:
             raise SyncError(
                 f"offer {name!r}", "it comes twice", "export every parameter and buffer once, under its own name"
             )
         seen.add(name)
+        yield name, tensor
+
+
+def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
+    """The weights in order, cut into lists of at most `limit` bytes, or of one larger tensor."""
+    part, size = list[Named](), 0
+    for name, tensor in unique(weights):
         if part and size + tensor.nbytes > limit:
             yield part
             part, size = [], 0
@@ -75,9 +79,3 @@ def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
         size += tensor.nbytes
     if part:
         yield part
-
-
-def names(named: Iterable[Named]) -> str:
-    """The first few names, for an error."""
-    listed = [name for name, _ in named]
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
