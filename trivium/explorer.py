@@ -99,6 +99,10 @@ class Explorer:
         )
         return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
+    async def judged(self, task: Task, played: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories that were played elsewhere, with their rewards, as in `play`."""
+        return await self._judge(task, played, self.deadline_s)
+
     async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """The trajectory, and the seconds it took once there was room for it."""
         async with self._room:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,17 @@ class EngineFailure(TriviumError):
     """The engine itself broke: no rollout's fault, so it ends the run."""
 
 
+@dataclass
+class _Playing:
+    """What the speakers of one playing share."""
+
+    turns: dict[tuple[int | str, ...], Turn] = field(default_factory=dict[tuple[int | str, ...], Turn])
+    """The record, by call path."""
+    asking: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    """Who waits for a reply."""
+    over: bool = False
+
+
 class Policy:
     """The current policy as one trajectory sees it.
 
@@ -38,11 +50,11 @@ class Policy:
         sampling: Sampling,
         key: SampleKey,
         max_context: int,
-        _record: dict[tuple[int | str, ...], Turn] | None = None,
+        _playing: _Playing | None = None,
     ) -> None:
         self._engine, self._renderer = engine, renderer
         self._sampling, self._key, self._max_context = sampling, key, max_context
-        self._record = {} if _record is None else _record
+        self._playing = _playing or _Playing()
         self.metrics: dict[str, float] = {}
         """Numbers a workflow wants to see averaged; logged under `workflow/`."""
         self._calls = 0
@@ -54,7 +66,7 @@ class Policy:
     async def reply(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
         """The policy's answer to a conversation that ends where the assistant is to speak.
 
-        Raises PromptTooLong when the rendered conversation fills the context.
+        Raises PromptTooLong when the rendered conversation fills the context, RolloutError once the playing is over.
         """
         conversation = tuple(messages)
         prompt_tokens = self._prompt(conversation)
@@ -75,7 +87,7 @@ class Policy:
             prompt_tokens, done.tokens, done.log_prob, done.policy_version, done.stop_reason,
             self._renderer.decode(done.tokens), media,
         )  # fmt: skip
-        self._record[key.path] = turn
+        self._playing.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))
         self._tokens = np.concatenate([prompt_tokens, turn.tokens])
         self._stop_reason = turn.stop_reason
@@ -87,11 +99,12 @@ class Policy:
         Estimators that tell turns apart read both. The reward is a part of the trajectory's, not an addition to it.
         Raises RolloutError for a turn that is not in the record.
         """
-        path = next((path for path, known in self._record.items() if known is turn), None)
+        record = self._playing.turns
+        path = next((path for path, known in record.items() if known is turn), None)
         if path is None:
             raise RolloutError("credit for a turn", "it is not in the record", "credit what `reply` returned, and once")
         credited = replace(turn, reward=reward, state=state)
-        self._record[path] = credited
+        record[path] = credited
         return credited
 
     def fork(self, name: str) -> Policy:
@@ -103,19 +116,44 @@ class Policy:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
         self._forks.add(name)
         other = Policy(
-            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._record
+            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._playing
         )
         other.metrics = self.metrics
         return other
 
+    def branch(self, name: str, sampling: Sampling | None = None) -> Policy:
+        """A fork that goes on from here: a conversation that continues this one's continues its tokens. `sampling`
+        replaces how it is sampled."""
+        other = self.fork(name)
+        other._history, other._tokens, other._stop_reason = self._history, self._tokens, self._stop_reason
+        other._sampling = sampling or self._sampling
+        return other
+
+    @property
+    def history(self) -> tuple[Message, ...]:
+        """The conversation up to and including the last reply; nothing before the first."""
+        return self._history
+
     @property
     def turns(self) -> tuple[Turn, ...]:
         """Every turn so far, in the order of the call path (not of completion)."""
-        return tuple(
-            self._record[path] for path in sorted(self._record, key=lambda path: [str(p).zfill(6) for p in path])
-        )
+        record = self._playing.turns
+        return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
+
+    def end(self) -> tuple[Turn, ...]:
+        """The playing is over, for forks as well: replies that somebody still waits for are called off, no others are
+        given. Returns the record, which does not change any more."""
+        self._playing.over = True
+        for task in self._playing.asking:
+            task.cancel()
+        return self.turns
 
     async def _generate(self, request: Request) -> Completion:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._playing.over:
+            raise RolloutError("a reply", "the playing is over", "await every reply before the workflow returns")
+        self._playing.asking.add(task)
         try:
             return await self._engine.generate(request)
         except (RolloutError, EngineFailure):
@@ -124,6 +162,8 @@ class Policy:
             raise EngineFailure(
                 "a reply from the engine", f"{type(error).__name__}: {error}", "look at the engine's own error above"
             ) from error
+        finally:
+            self._playing.asking.discard(task)
 
     def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
         known = len(self._history)

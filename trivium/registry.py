@@ -239,6 +239,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "buffers": {
         "memory": "trivium.buffers.memory:MemoryBuffer",
         "files": "trivium.buffers.files:FileBuffer",
+        "sql": "trivium.buffers.sql:SqlBuffer",
     },
     "sample_strategies": {
         "default": "trivium.buffers.strategies:DefaultStrategy",
@@ -246,7 +247,13 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "replay": "trivium.buffers.replay:Replay",
         "mix": "trivium.buffers.strategies:Mix",
     },
-    "operators": {},
+    "operators": {
+        "reward_filter": "trivium.buffers.operators:RewardFilter",
+        "reward_std_filter": "trivium.buffers.operators:RewardStdFilter",
+        "reward_shaping": "trivium.buffers.operators:RewardShaping",
+        "dedup": "trivium.buffers.operators:Dedup",
+        "metrics": "trivium.buffers.operators:GroupMetrics",
+    },
     "channels": {
         "memory": "trivium.sync.memory:MemoryChannel",
         "checkpoint": "trivium.sync.checkpoint:CheckpointChannel",

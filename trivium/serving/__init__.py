@@ -1,0 +1,1 @@
+"""The current policy as an OpenAI-compatible endpoint that records what agents play, token by token."""
