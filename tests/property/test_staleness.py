@@ -124,7 +124,7 @@ async def simulate(schedule: Schedule, rollouts: Path, seed: int, failing: float
         slots = buffer.leases.keys()
         outcome = Outcome(
             steps, buffer._evicted + buffer._called_off, buffer.leases.copy(), buffer.puts.copy(), set(buffer._groups), set(buffer._leases),
-            buffer._free_slot(), Counter({slot: buffer._attempts.get(slot, 0) for slot in slots}),
+            buffer._free_slot, Counter({slot: buffer._attempts.get(slot, 0) for slot in slots}),
         )  # fmt: skip
         for helper in helpers:
             helper.cancel()

@@ -260,7 +260,7 @@ def assert_every_slot_is_accounted_for(schedule: Schedule, buffer: Watched, take
     to_be_issued = issued - taken - waiting - in_flight - given_up
     assert issued == set(range(len(issued)))
     assert sum(map(len, (taken, waiting, in_flight, given_up, to_be_issued))) == len(issued)
-    assert min(to_be_issued, default=len(issued)) == buffer._free_slot()
+    assert min(to_be_issued, default=len(issued)) == buffer._free_slot
     assert all(0 < buffer._attempts.get(slot, 0) < schedule.max_attempts for slot in to_be_issued)
     assert buffer._given_up == len(given_up)
     last = schedule.first_version + schedule.steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,33 @@ class Journal:
 
     def append(self, step: int, group: Group) -> None:
         """Hands the group to the operating system: it survives the death of this process."""
-        payload = encode_group(group)
+        record = _record(group)
         with open(self._path(step), "ab") as file:  # buffered: written whole or raised, never cut short in silence
-            file.write(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+            file.write(record)
 
     def read(self, after_step: int) -> Iterator[Group]:
         """The groups of later steps, in the order they were written; cuts off torn tails."""
-        for path in sorted(self.directory.glob("step-*.msgpack")):
-            if int(path.stem.removeprefix("step-")) > after_step:
-                yield from self._read_file(path)
+        for path in self._paths(after_step):
+            yield from self._read_file(path)
+
+    def read_step(self, step: int) -> Iterator[Group]:
+        """The groups of one step, in the order they were written."""
+        if self._path(step).is_file():
+            yield from self._read_file(self._path(step))
+
+    def strike(self, after_step: int, lost: Callable[[Group], bool]) -> None:
+        """Removes groups of later steps for good."""
+        for path in self._paths(after_step):
+            groups = list(self._read_file(path))
+            kept = [group for group in groups if not lost(group)]
+            if len(kept) < len(groups):
+                aside = path.with_name(f".{path.name}.writing")
+                aside.write_bytes(b"".join(map(_record, kept)))
+                aside.replace(path)
+
+    def _paths(self, after_step: int) -> list[Path]:
+        paths = sorted(self.directory.glob("step-*.msgpack"))
+        return [path for path in paths if int(path.stem.removeprefix("step-")) > after_step]
 
     def _read_file(self, path: Path) -> Iterator[Group]:
         data = path.read_bytes()
@@ -57,6 +75,11 @@ class Journal:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}.msgpack"
+
+
+def _record(group: Group) -> bytes:
+    payload = encode_group(group)
+    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def encode_group(group: Group) -> bytes:
