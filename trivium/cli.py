@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from trivium.config import RunConfig, plan_run, usable_cores
-from trivium.errors import ConfigError, TriviumError
+from trivium.errors import ConfigError, TriviumError, first_cause
 
 app = typer.Typer(
     help="Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster.",
@@ -181,10 +181,3 @@ class Outcome:
         with path.open("a", encoding="utf-8") as file:
             file.write(details)
         return path
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The error itself; for a group (a task group's), the first that was raised in it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return error  # pyright: ignore[reportUnknownVariableType]

@@ -17,6 +17,7 @@ TriviumError
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -116,3 +117,11 @@ class RoleFailed(TriviumError):
 
     def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:
         return type(self), (self.role, self.cause)  # by its own arguments, where it travels between processes
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error itself; of a group (a task group's), the first that was raised in it and is no cancellation."""
+    while isinstance(error, BaseExceptionGroup):
+        parts: list[BaseException] = list(error.exceptions)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        error = next((part for part in parts if not isinstance(part, CancelledError)), parts[0])
+    return error

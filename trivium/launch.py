@@ -32,6 +32,7 @@ from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
 from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
 from trivium.errors import ConfigError, RunDirError
+from trivium.logs import logging_to
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Monitor
@@ -144,7 +145,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
     synchronizer = build_synchronizer(config, open_board(config))
-    with _logging(run_dir, f"log-{name}.txt"):
+    with logging_to(run_dir, f"log-{name}.txt"):
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number = -1
         while number < len(stages) - 1:
@@ -183,27 +184,8 @@ def _open_run_dir(config: RunConfig) -> Generator[Path]:
                 f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
             ) from error
         _claim(config, run_dir)
-        with _logging(run_dir, "log.txt"):
+        with logging_to(run_dir, "log.txt"):
             yield run_dir
-
-
-@contextmanager
-def _logging(run_dir: Path, file_name: str) -> Generator[None]:
-    """What happens goes to a file of the run directory; warnings to the terminal as well."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run_dir / file_name, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
-    terminal.setLevel(logging.WARNING)
-    _log.setLevel(logging.INFO)
-    for each in (handler, terminal):
-        _log.addHandler(each)
-    try:
-        yield
-    finally:
-        for each in (handler, terminal):
-            _log.removeHandler(each)
-            each.close()
 
 
 def _claim(config: RunConfig, run_dir: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RoleFailed, SyncError, TriviumError
+from trivium.errors import RoleFailed, SyncError, TriviumError, first_cause
 
 if TYPE_CHECKING:
     from trivium.board import Board, Values
@@ -186,7 +186,7 @@ class Synchronizer:
         except BaseException as error:
             # An explorer that is asked to stop leaves; that is no reason to end the run, whoever else explores.
             asked_to = isinstance(error, CancelledError | KeyboardInterrupt)
-            self.report_death(role, "it was stopped" if asked_to else first_cause(error), replaced=asked_to)
+            self.report_death(role, "it was stopped" if asked_to else _cause(error), replaced=asked_to)
             raise
 
     def report_death(self, role: str, cause: str, *, replaced: bool = False) -> None:
@@ -499,9 +499,7 @@ def _progress(values: Values) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "beats"}
 
 
-def first_cause(error: BaseException) -> str:
-    """What went wrong first, in one line per part: the first leaf of a group of errors that is not a cancellation."""
-    while isinstance(error, BaseExceptionGroup):
-        parts: list[BaseException] = list(error.exceptions)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        error = next((part for part in parts if not isinstance(part, CancelledError)), parts[0])
-    return str(error) if isinstance(error, TriviumError) else f"{type(error).__name__}: {error}"
+def _cause(error: BaseException) -> str:
+    """What went wrong first, in one line per part."""
+    cause = first_cause(error)
+    return str(cause) if isinstance(cause, TriviumError) else f"{type(cause).__name__}: {cause}"
