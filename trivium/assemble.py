@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
+from trivium.buffers.pipeline import Pipeline
 from trivium.checkpoint import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, usable_cores
 from trivium.errors import ConfigError
@@ -131,7 +132,7 @@ def build_trainer(
     algorithm, schedule = algorithm_of(config), build_schedule(stage)
     strategy = build(
         "sample_strategies", config.buffer.strategy, buffer=buffer, schedule=schedule, renderer=stage.renderer,
-        tasks=partial(_build_tasks, config), keeps=lambda groups: algorithm.filter(groups)[0],
+        tasks=partial(_build_tasks, config), algorithm=algorithm,
     )  # fmt: skip
     return Trainer(
         engine=_build_train_engine(stage, algorithm, meeting.channel, explored=buffer.explored),
@@ -204,7 +205,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
         max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
         max_concurrent=config.workflow.max_concurrent, greedy_baseline=algorithm_of(config).greedy_baseline,
         must_judge=config.algorithm.reads_rewards or stage.evaluated, name=name, in_flight=config.sync.in_flight,
-        operators=tuple(build("operators", section) for section in config.buffer.operators),
+        operators=(Pipeline(config.buffer),) if config.buffer.operators else (),
     )  # fmt: skip
 
 

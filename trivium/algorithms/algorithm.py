@@ -145,8 +145,8 @@ class GroupAlgorithm:
         """The rule that refuses a group: it cannot be judged, or a filter says no; None for a group to train on."""
         if self.pairs and pair_of(group) is None:
             return "no_pair"
-        judged = self.estimator is not None and not group.expert
-        if sum(bool(member.turns) for member in group.alive) < (self.estimator.law.min_group if judged else 1):
+        fewest = 1 if self.estimator is None or group.expert else self.estimator.law.min_group
+        if sum(bool(member.turns) for member in group.alive) < fewest:
             return "too_few_alive"
         if group.expert:
             return None  # filters ask what a reply was worth, and nobody judged this one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import Any, Literal
@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from trivium.buffers.strategies import DefaultStrategy, interleaved, played_problems, replacing_problems
-from trivium.config import RunConfig, StrategyConfig
+from trivium.config import RunConfig
 from trivium.errors import Problem
-from trivium.protocols import Buffer
+from trivium.protocols import Algorithm, Buffer
 from trivium.randomness import stream, uniforms
 from trivium.schedule import Schedule
 from trivium.types import Group, Sample
@@ -42,7 +42,7 @@ class Replay(DefaultStrategy):
     lacks, fresh groups make up for. Replayed groups may be older than `schedule.max_staleness`: up to `max_age`.
     """
 
-    class Config(StrategyConfig):
+    class Config(DefaultStrategy.Config):
         kind: str = "replay"
         fraction: float = Field(default=0.5, gt=0, lt=1)
         """The part of a step's groups that are replayed, rounded down to whole groups."""
@@ -83,6 +83,11 @@ class Replay(DefaultStrategy):
                     "every group would be too old before its second use",
                     f"set it to at least {self.cooldown}, or lower the cooldown",
                 )  # fmt: skip
+            if self.use_count_limit == 1:
+                yield Problem(
+                    f"{where}.use_count_limit", "groups that are trained on once", "then none is ever replayed",
+                    "use at least 2 (0 for any number), or kind: default",
+                )  # fmt: skip
             for name in _OF_LIMIT if self.priority == "linear_decay" else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     yield Problem(
@@ -91,11 +96,10 @@ class Replay(DefaultStrategy):
                     )  # fmt: skip
 
     def __init__(
-        self, config: Config, *, buffer: Buffer, schedule: Schedule, keeps: Callable[[Sequence[Group]], list[Group]],
-        **beside: Any,
-    ) -> None:  # fmt: skip
+        self, config: Config, *, buffer: Buffer, schedule: Schedule, algorithm: Algorithm, **beside: Any
+    ) -> None:
         super().__init__(config, buffer=buffer, **beside)
-        self.config, self._schedule, self._keeps = config, schedule, keeps
+        self.config, self._schedule, self._algorithm = config, schedule, algorithm
         self._store: list[_Kept] = []
         """In order of arrival; a use is a new arrival."""
         self._sampled_at: int | None = None
@@ -122,7 +126,7 @@ class Replay(DefaultStrategy):
         used = {kept.group.slot for kept in chosen}
         resting = [kept for kept in self._store if kept.group.slot not in used]
         back = [_Kept(kept.group, kept.uses + 1, version) for kept in chosen if self._may_return(kept.uses + 1)]
-        new = [_Kept(group, 1, version) for group in self._keeps(fresh) if self._may_return(1)]
+        new = [_Kept(group, 1, version) for group in self._algorithm.filter(fresh)[0] if self._may_return(1)]
         store = [*resting, *back, *new]
         excess = max(0, len(store) - self.config.capacity)
         evicted = {kept.group.slot for kept in sorted(store, key=self._priority)[:excess]}

@@ -52,7 +52,7 @@ class StalenessControl(DefaultStrategy):
     What is older is left out and counted, and another group is played in its place.
     """
 
-    class Config(StrategyConfig):
+    class Config(DefaultStrategy.Config):
         kind: str = "staleness_control"
         max_staleness: int = Field(ge=0)
         """How many versions old a group may be that is trained on: less than `schedule.max_staleness`."""
@@ -103,7 +103,7 @@ class Mix(DefaultStrategy):
 
     mixed = True
 
-    class Config(StrategyConfig):
+    class Config(DefaultStrategy.Config):
         kind: str = "mix"
         expert_data_ratio: float = Field(default=0.5, gt=0, lt=1)
         """The part of a step's groups that an expert wrote, rounded up to whole groups; each is one reply."""

@@ -1,0 +1,112 @@
+"""The experience pipeline: what becomes of a finished group before the buffer stores it.
+
+Operators look at members that did not fail. Failed ones pass them by, and so does a group that has no others: whether
+too much fails is for `workflow.max_failed_fraction` to say, and for nobody to hide. Evaluations are not refined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from trivium.config import BufferConfig, Plugin, build
+from trivium.errors import ConfigError, DataError, RolloutsFailing, TriviumError
+from trivium.protocols import Operator
+from trivium.types import Group, Trajectory
+
+
+class Pipeline:
+    """The operators of a config, one after the other. What comes of a group is checked after each.
+
+    Raises DataError where an operator raises or gives something else than the group; RolloutsFailing where nothing has
+    come through for too long.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._operators = [(section.short_name, _operator(section)) for section in config.operators]
+        self._patience, self._in_a_row = config.max_dropped_in_a_row, 0
+
+    def __call__(self, group: Group) -> Group:
+        for name, operator in self._operators:
+            group = _checked(name, group, _applied(name, operator, group))
+            if group.dropped:
+                self._in_a_row += 1
+                self._give_up_if_hopeless(group)
+                return replace(group, dropped=f"{name}: {group.dropped}")
+        self._in_a_row = 0
+        return group
+
+    def _give_up_if_hopeless(self, group: Group) -> None:
+        if self._in_a_row >= self._patience:
+            raise RolloutsFailing(
+                "groups to train on",
+                f"the experience pipeline dropped the last {self._in_a_row}; task {group.task.task_id!r}, because "
+                f"{group.dropped}",
+                "let the operators under buffer.operators drop less, or raise buffer.max_dropped_in_a_row",
+            )
+
+
+def _operator(section: Plugin) -> Operator:
+    operator = build("operators", section)
+    if not callable(operator):
+        raise ConfigError(
+            f"the operator {section.kind}", f"a {type(operator).__name__}", "name a function of a Group, or a class"
+        )
+    return cast(Operator, operator)
+
+
+def _applied(name: str, operator: Operator, group: Group) -> object:
+    try:
+        return operator(group)
+    except TriviumError:
+        raise  # it says already what is wrong
+    except Exception as error:
+        raise DataError(
+            f"the operator {name!r} on a group of task {group.task.task_id!r}",
+            f"it raised {type(error).__name__}: {error}",
+            "mend the operator; a group that it cannot use is refused with group.refused('why')",
+        ) from error
+
+
+def _checked(name: str, before: Group, after: object) -> Group:
+    """The answer of an operator; DataError for one that is no version of the group it was given."""
+    found = ""
+    if not isinstance(after, Group):
+        found = f"a {type(after).__name__}"
+    elif _identity(after) != _identity(before):
+        found = f"a group of slot {after.slot} and task {after.task.task_id!r}, or one that was played otherwise"
+    elif not _spoken(after.played) <= _spoken(before.played):
+        found = "members that it was not given, or whose turns were rewritten"
+    elif wrong := _not_numbers(after.played):
+        found = wrong
+    if found or not isinstance(after, Group):
+        raise DataError(
+            f"a group of task {before.task.task_id!r} from the operator {name!r}", found,
+            "return the group that was given: fewer members, other rewards (finite numbers), metrics or failures, or "
+            "group.refused('why')",
+        )  # fmt: skip
+    return after
+
+
+def _identity(group: Group) -> tuple[Any, ...]:
+    return group.slot, group.task.taskset, group.task.task_id, group.epoch, group.attempt, group.version
+
+
+def _spoken(members: Iterable[Trajectory]) -> set[tuple[int, ...]]:
+    """Members by index and by the very arrays that were recorded: `replace` keeps them."""
+    return {
+        (t.index, *(id(a) for turn in t.turns for a in (turn.prompt_tokens, turn.tokens, turn.log_prob)))
+        for t in members
+    }  # fmt: skip
+
+
+def _not_numbers(members: Iterable[Trajectory]) -> str:
+    """What is not a finite number among rewards and metrics, in words; empty where everything is."""
+    for member in members:
+        for what, numbers in (("reward", member.rewards), ("metric", member.metrics)):
+            for name, value in numbers.items():
+                if not isinstance(cast(object, value), int | float) or not math.isfinite(value):
+                    return f"{value!r} as the {what} {name!r} of member {member.index}"
+    return ""
