@@ -110,9 +110,10 @@ class Replay(DefaultStrategy):
         others = 0 if version == self._sampled_at else self._schedule.others
         rested = [kept for kept in self._store if version - kept.used_at >= self.config.cooldown]
         chosen = sorted(rested, key=self._priority, reverse=True)[:others]
-        if len(chosen) < others:
-            await self._buffer.refuse(others - len(chosen))  # the schedule has issued no slots for these
-        fresh = await self._buffer.take(count - len(chosen), version)
+        fresh = await self._buffer.take(count - others, version)
+        if lacking := others - len(chosen):  # the schedule has no slots for these: they are played now, by this version
+            await self._buffer.refuse(lacking)
+            fresh += await self._buffer.take(lacking, version)
         self._sampled_at = version
         uses = [kept.uses for kept in chosen]
         self._remember(chosen, fresh, version)
