@@ -22,7 +22,7 @@ from trivium.config import RunConfig, build, usable_cores
 from trivium.errors import ConfigError
 from trivium.evaluate import AskedEvaluator, Evaluator
 from trivium.explorer import Explorer
-from trivium.loops import Parts
+from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.fanout import FanOut
 from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, WeightChannel
 from trivium.registry import resolve
@@ -32,7 +32,7 @@ from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
-from trivium.types import Metrics
+from trivium.types import SERVED, Metrics
 
 disable_progress_bar()  # transformers' own bars would break into the console's table
 
@@ -82,6 +82,11 @@ def explorer_name(config: RunConfig) -> str:
     return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
 
 
+def shares_buffer(config: RunConfig) -> bool:
+    """Whether roles in other processes reach the buffer; such a buffer brings a board with it."""
+    return hasattr(resolve("buffers", config.buffer.kind), "open_board")
+
+
 def open_board(config: RunConfig) -> Board:
     """The board: that of this process, or the one that comes with a buffer that several processes share."""
     open_shared = getattr(resolve("buffers", config.buffer.kind), "open_board", None)
@@ -91,7 +96,7 @@ def open_board(config: RunConfig) -> Board:
 def build_synchronizer(config: RunConfig, board: Board) -> Synchronizer:
     """One role's view of the board. Over a shared buffer roles may be processes that nobody holds a handle of: they
     show by heartbeats that they live."""
-    sync, apart = config.sync, hasattr(resolve("buffers", config.buffer.kind), "open_board")
+    sync, apart = config.sync, shares_buffer(config)
     return Synchronizer(
         board, deadline_s=sync.deadline_s, style=sync.style, interval=sync.interval,
         collective=getattr(resolve("channels", sync.method), "collective", False),
@@ -155,7 +160,17 @@ def explorer_parts(stage: Stage, meeting: Meeting, explorer: Explorer) -> Parts:
     return Parts(
         meeting.buffer, build_schedule(stage), meeting.synchronizer, meeting.channel, explorer=explorer,
         evaluator=_build_evaluator(stage, explorer) if stage.evaluated else None, stage=stage.number,
+        explore=_build_exploring(stage),
     )  # fmt: skip
+
+
+def _build_exploring(stage: Stage) -> Explore:
+    """What fills the buffer."""
+    if stage.config.run.mode != "serve":
+        return explore_loop
+    from trivium.serving.run import agents  # its packages are optional
+
+    return agents(stage.config, stage.run_dir, make_judge(stage.config.rewards).check_columns)
 
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:
@@ -196,8 +211,9 @@ def build_engine(stage: Stage) -> RolloutEngine:
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
     """An explorer that plays with `engine`, or with one of its own."""
     config, judge = stage.config, make_judge(stage.config.rewards)
-    for taskset in {"train", stage.config.evaluation.taskset or "train"}:
-        judge.check_columns(_build_tasks(config, taskset)[0].columns)
+    for taskset in {"train", config.evaluation.taskset or "train"}:
+        if config.tasks[taskset].kind != SERVED:  # what agents bring is checked when they say it
+            judge.check_columns(_build_tasks(config, taskset)[0].columns)
     engine = engine or build_engine(stage)
     return Explorer(
         engine=engine, renderer=stage.renderer, workflow=build("workflows", config.workflow),

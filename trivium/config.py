@@ -20,7 +20,7 @@ from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
 from trivium.save_monitor import SaveStrategy
 from trivium.synchronizer import SyncStyle
-from trivium.types import Sampling
+from trivium.types import SERVED, Sampling
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
 """The folder that relative paths of the config being validated start from."""
@@ -245,6 +245,9 @@ class RewardConfig(Plugin):
     """Factor of this component in the total."""
     name: str = ""
     """Name in metrics; empty means the kind's last part."""
+    workers: int = free(0, ge=0)
+    """Processes that it computes in; 0 uses threads of the explorer. A reward that hangs or holds the interpreter is
+    killed there at the deadline of its rollout."""
 
     @property
     def label(self) -> str:
@@ -774,7 +777,7 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
     if config.rewards or getattr(resolve("workflows", config.workflow.kind), "earns", True):
         return
     explored = getattr(resolve("buffers", config.buffer.kind), "explored", False)
-    played = explored and config.algorithm.reads_rewards
+    played = explored and config.algorithm.reads_rewards and not _served(config)
     if played or config.evaluation.taskset is not None:
         yield Problem(
             "rewards", f"a reward for what is {'played' if played else 'evaluated'}",
@@ -783,7 +786,37 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-_CHECKS = (_check_schedule, _check_sampling, _check_evaluation, _check_rewards)
+def _served(config: RunConfig) -> bool:
+    """Whether agents bring the tasks, and judge how they were played."""
+    return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
+
+
+def _check_serving(config: RunConfig) -> Iterator[Problem]:
+    """Agents come over HTTP with their own tasks, when they like."""
+    mode, explored = config.run.mode, getattr(resolve("buffers", config.buffer.kind), "explored", False)
+    for name, tasks in config.tasks.items():
+        if tasks.kind == SERVED and (name != "train" or not explored or mode in ("both", "explore")):
+            yield Problem(
+                f"tasks.{name}", f"{SERVED!r} tasks: those that agents bring",
+                f"here run.mode {mode!r} plays or reads tasks itself",
+                "say it of `train` alone, with run.mode: serve (and `train` over a shared buffer), or name tasks",
+            )  # fmt: skip
+    if mode != "serve":
+        return
+    if config.schedule.deterministic:
+        yield Problem(
+            "schedule.deterministic", "a deterministic run that serves agents",
+            "which task comes when is their affair, no function of the run's seeds",
+            "leave it out; max_staleness: 0 still trains groups in the order in which they were begun",
+        )  # fmt: skip
+    if config.cluster.kind != "local":
+        yield Problem(
+            "cluster.kind", f"run.mode serve on {config.cluster.kind}", "the endpoint lives in the command's process",
+            "use cluster.kind: local; any number of serve commands may share a buffer",
+        )  # fmt: skip
+
+
+_CHECKS = (_check_schedule, _check_sampling, _check_evaluation, _check_rewards, _check_serving)
 
 
 # --------------------------------------------------------------------------- what follows

@@ -25,6 +25,7 @@ from trivium.assemble import (
     explorer_parts,
     meet_here,
     open_board,
+    shares_buffer,
     trainer_parts,
 )  # fmt: skip
 from trivium.board import Board
@@ -54,20 +55,22 @@ def run(config: RunConfig) -> dict[str, Any]:
             return bench(config)
         case "explore":
             return explore(config)
-        case "serve":
-            from trivium.serving.run import serve
-
-            return serve(config)
+        case "serve" if shares_buffer(config):
+            return explore(config)
+        case "serve":  # alone with its buffer, so it trains as well
+            return train(config)
         case _:
             return train(config)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Trains every stage that is not done yet; explores too, unless others do (`run.mode: train`)."""
+    """Trains every stage that is not done yet; explores or serves too, unless others do (`run.mode: train`)."""
     with _open_run_dir(config) as run_dir:
         store = CheckpointStore(
-            run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-        )
+            run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best,
+            save_strategy=config.checkpoint.save_strategy, remote=config.checkpoint.remote,
+            deadline_s=config.sync.deadline_s,
+        )  # fmt: skip
         store.discard_unfinished()
         latest = store.latest()
         monitor = build_monitor(config, run_dir, latest)
@@ -116,7 +119,7 @@ def _train_stage(
     trainer = build_trainer(stage, meeting, store, resume, monitor, record)
     parts = trainer_parts(stage, meeting, trainer)
     try:
-        if stage.config.run.mode == "both" and (meeting.buffer.explored or stage.evaluated):
+        if stage.config.run.mode in ("both", "serve") and (meeting.buffer.explored or stage.evaluated):
             parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage)))
         trainer.prepare()
         asyncio.run(play(parts))
@@ -140,7 +143,7 @@ async def play(parts: Parts) -> None:
 
 
 def explore(config: RunConfig) -> dict[str, Any]:
-    """Explores and evaluates, stage after stage, for a trainer elsewhere (`run.mode: train`)."""
+    """Explores (or serves) and evaluates, stage after stage, for a trainer elsewhere (`run.mode: train`)."""
     name, run_dir = explorer_name(config), Path(config.run.dir)
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]

@@ -20,7 +20,7 @@ from trivium.policy import EngineFailure, Policy
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
-from trivium.serving.asks import Ask, Feedback, Labels, Refused
+from trivium.serving.asks import Ask, Feedback, Refused
 from trivium.serving.groups import OpenGroup, Slot
 from trivium.serving.sessions import Index, Reply, Session, agreed, digest, shown
 from trivium.synchronizer import Synchronizer
@@ -440,7 +440,9 @@ class Gateway:
         self._refuse_closed()
         groups = [g for g in self._open if g.done and task_id in (None, g.task_id)]
         if task_id is not None and not groups:
-            raise Refused(404, f"commit task {task_id!r}", "no open group of it has a trajectory", "send feedback first")
+            raise Refused(
+                404, f"commit task {task_id!r}", "no open group of it has a trajectory", "send feedback first"
+            )
         result = {"groups": len(groups), "trajectories": sum(len(g.done) for g in groups), "dropped": 0}
         concluding: list[asyncio.Task[None]] = []
         for group in groups:
@@ -507,6 +509,15 @@ class Gateway:
         self.counts["groups"] += 1
         for session in sessions:
             session.forget()
+
+    def health(self) -> dict[str, Any]:
+        """How the server fares."""
+        return {
+            "status": "closed" if self.closed else "ok" if self.loaded else "loading",
+            "version": self.explorer.version, "loaded": self.loaded,
+            "in_flight": sum(session.calls for session in self._live), "sessions": len(self._live),
+            "open_groups": len(self._open), "waiting_groups": len(self._waiting), **self.counts,
+        }  # fmt: skip
 
     def _refuse_closed(self) -> None:
         if self.closed:
