@@ -367,8 +367,8 @@ class Buffer(Protocol):
         ...
 
     async def refuse(self, count: int) -> None:
-        """So many of the groups taken last will not be trained on, or the step needs so many more than the schedule says:
-        that many further slots are issued for the same version. Called between two `take` of one step."""
+        """So many of the groups taken last will not be trained on, or the step needs so many more than the schedule
+        says: that many further slots are issued for the same version. Called between two `take` of one step."""
         ...
 
     async def past(self, slots: Sequence[int]) -> list[Group]:
