@@ -42,6 +42,7 @@ PRINTED_WHOLE = {"Plan", "StagePlan"}
 LAZY_DOORS = {
     ("trivium.protocols", "trivium.loops"): "the seeds' TrainEngine.train_step is loops.train_step under another name",
     ("trivium", "trivium.launch"): "`from trivium import run`, imported when asked for",
+    ("trivium.remote", "fsspec"): "opened where a config names a remote directory; it comes with torch",
 }
 """Imports inside functions that the layering would forbid, and why."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trivium.errors import RunDirError
+from trivium.save_monitor import CHECKPOINT, CheckpointMonitor, SaveStrategy, save_step
+from trivium.sealing import MANIFEST, discard, discard_unsealed, folder_name, refuse_damaged, sealed_steps, write_aside
 
-_PREFIX, _MANIFEST, _STATE = "step-", "manifest.json", "state.json"
+__all__ = ["Checkpoint", "CheckpointMonitor", "CheckpointStore", "SaveStrategy", "export", "write_aside"]
+
+_STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +30,43 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of a run directory, earlier sessions' included."""
+    """The checkpoints of a run directory, earlier sessions' included.
 
-    def __init__(self, directory: Path, *, keep: int = 3, keep_best: str | None = None) -> None:
+    Saving goes through a CheckpointMonitor over the same directory, which seals a step when every saver of it is done:
+    what one calls the latest is what the other does.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep: int = 3, keep_best: str | None = None,
+        save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED, remote: str | None = None, deadline_s: float = 3600.0,
+    ) -> None:  # fmt: skip
+        """`remote` is an fsspec URL that complete checkpoints are copied to; `deadline_s` bounds waits for other savers
+        and for the copying."""
         self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self.monitor = CheckpointMonitor(save_strategy, str(directory), remote, deadline_s=deadline_s)
 
-    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint: `write` fills a directory, the manifest seals it, a rename publishes it.
+    async def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint, in a thread: `write` fills a directory, the manifest seals it, a rename publishes it.
 
         `state["score"]` is what `keep_best` compares (None where nothing was measured); `state["pinned"]` are steps
         that retention must not touch. Then removes what retention does not keep.
         """
-        final = self.directory / f"{_PREFIX}{step:06d}"
-        aside = self.directory / f".{final.name}.writing"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        (aside / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        entries = {
-            str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files
-        }
-        write_aside(aside / _MANIFEST, json.dumps({"step": step, "files": entries}, indent=1, sort_keys=True))
-        for path in (*files, aside):
-            _to_disk(path)
-        if final.exists():
-            shutil.rmtree(final)  # the same step saved again after a resume from an earlier one
-        aside.rename(final)
-        _to_disk(self.directory)
-        self.prune(pinned=state.get("pinned", ()))
-        return final
+
+        def write_all(directory: Path) -> None:
+            write(directory)
+            (directory / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
+
+        await save_step(self.monitor, step, write_all)
+        await asyncio.to_thread(self.prune, pinned=state.get("pinned", ()))
+        return self._path(step)
+
+    async def copied(self) -> None:
+        """Every checkpoint kept here is in the remote directory as well, where one is named; RunDirError otherwise."""
+        await self.monitor.copied()
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, oldest first."""
-        found = [
-            int(path.name.removeprefix(_PREFIX))
-            for path in self.directory.glob(f"{_PREFIX}*")
-            if (path / _MANIFEST).is_file()
-        ]
-        return sorted(found)
+        return sealed_steps(self.directory, CHECKPOINT)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint, verified; None where there is none."""
@@ -74,19 +75,12 @@ class CheckpointStore:
 
     def open(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises RunDirError if it is absent, or if a byte of it has changed."""
-        path = self.directory / f"{_PREFIX}{step:06d}"
-        if not (path / _MANIFEST).is_file():
+        path = self._path(step)
+        if not (path / MANIFEST).is_file():
             raise RunDirError(
                 f"the checkpoint of step {step}", f"{self.directory} has steps {self.steps()}", "name one of those"
             )
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest["files"].items():
-            file = path / name
-            if not file.is_file() or file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
-                raise RunDirError(
-                    f"the checkpoint {path.name}", f"{name} is missing or not what was saved",
-                    f"remove {path} to continue from an earlier checkpoint",
-                )  # fmt: skip
+        refuse_damaged(path)
         return Checkpoint(step, path, self._state(step))
 
     def prune(self, pinned: Collection[int] = ()) -> None:
@@ -99,22 +93,17 @@ class CheckpointStore:
             kept.add(max(measured, key=lambda step: (measured[step], step)))
         for step in steps:
             if step not in kept:
-                # Unsealed before it is removed, so that a kill half-way leaves nothing that looks complete.
-                path = self.directory / f"{_PREFIX}{step:06d}"
-                (path / _MANIFEST).unlink()
-                shutil.rmtree(path)
+                discard(self._path(step))
 
     def discard_unfinished(self) -> None:
         """Removes what a killed process left half-written or half-removed."""
-        for path in self.directory.glob(f".{_PREFIX}*.writing"):
-            shutil.rmtree(path)
-        for path in self.directory.glob(f"{_PREFIX}*"):
-            if not (path / _MANIFEST).is_file():
-                shutil.rmtree(path)
+        discard_unsealed(self.directory, CHECKPOINT)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / folder_name(CHECKPOINT, step)
 
     def _state(self, step: int) -> Mapping[str, Any]:
-        path = self.directory / f"{_PREFIX}{step:06d}" / _STATE
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads((self._path(step) / _STATE).read_text(encoding="utf-8"))
 
 
 def export(checkpoint: Checkpoint, out: Path) -> Path:
@@ -123,24 +112,3 @@ def export(checkpoint: Checkpoint, out: Path) -> Path:
         raise RunDirError(f"export to {out}", "it exists and is not empty", "name a new directory")
     shutil.copytree(checkpoint.path / "policy", out, dirs_exist_ok=True)
     return out
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Replaces a file in one move: readers see the old text or the new, never half of it."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    _to_disk(aside)
-    aside.replace(path)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,10 @@ class LocalDirectory:
         self._lock = threading.Lock()
 
     def get(self, namespace: str, name: str, make: Callable[[], Any] | None = None) -> Any:
-        """The role of that name; where there is none yet, what `make` builds, once. Raises UnknownName without `make`."""
+        """The role of that name; where there is none yet, what `make` builds, once.
+
+        Raises UnknownName where there is none and nothing to build.
+        """
         with self._lock:
             here = self._roles.setdefault(namespace, {})
             if name not in here and make is None:

@@ -237,7 +237,7 @@ class Trainer:
             self.channel.save(directory / "versions", needed)
 
         with self._timed("checkpoint"):
-            await asyncio.to_thread(self.checkpoints.save, version, write, state)
+            await self.checkpoints.save(version, write, state)
         self._saved_step = version
 
     async def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import trivium.launch
-import trivium.checkpoint
+import trivium.sealing
 from trivium.buffers.journal import Journal
 from trivium.checkpoint import CheckpointStore
 from trivium.cli import main
@@ -76,10 +77,10 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "model: built, not renamed": (Path, "rename", nothing),
     "config: half written": (trivium.launch, "write_aside", half_of_a_file),
     "save: models written, not sealed": (TorchTrainEngine, "save", whole),
-    "save: manifest half written": (trivium.checkpoint, "write_aside", half_of_a_file),
+    "save: manifest half written": (trivium.sealing, "write_aside", half_of_a_file),
     "save: sealed, not renamed": (Path, "rename", nothing),
     "save: renamed, not pruned": (CheckpointStore, "prune", nothing),
-    "prune: unsealed, not removed": (trivium.checkpoint.shutil, "rmtree", nothing),
+    "prune: unsealed, not removed": (shutil, "rmtree", nothing),
     "put: half a record": (Journal, "append", half_a_record),
     "put: journaled, not counted": (Journal, "append", whole),
     "adopt: half the tensors": (Decoder, "load", half_the_tensors),

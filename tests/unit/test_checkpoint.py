@@ -1,13 +1,17 @@
-"""Checkpoints are complete or absent, verified when read, and pruned by rule."""
+"""Checkpoints are complete or absent, verified when read, pruned by rule, and copied elsewhere by the same law."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from trivium.checkpoint import CheckpointStore, export
-from trivium.errors import RunDirError
+from trivium.errors import ConfigError, RunDirError
+from trivium.sealing import MANIFEST
 
 
 def write(directory: Path) -> None:
@@ -15,15 +19,16 @@ def write(directory: Path) -> None:
     (directory / "policy" / "weights").write_bytes(b"x" * 100)
 
 
-def saved(store: CheckpointStore, *steps: int, **state: object) -> None:
+async def saved(store: CheckpointStore, *steps: int, **state: object) -> None:
     for step in steps:
-        store.save(step, write, {"step": step, **state})
+        await store.save(step, write, {"step": step, **state})
 
 
-def test_round_trip(tmp_path: Path) -> None:
+async def test_round_trip(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert store.latest() is None
-    saved(store, 1, 2)
+    assert store.monitor.latest_checkpoint_step == 0
+    await saved(store, 1, 2)
     latest = store.latest()
     assert latest is not None
     assert (latest.step, latest.state["step"]) == (2, 2)
@@ -32,26 +37,41 @@ def test_round_trip(tmp_path: Path) -> None:
         export(latest, tmp_path / "out")
 
 
-def test_a_save_that_dies_leaves_the_previous_one(tmp_path: Path) -> None:
+async def test_what_the_monitor_calls_latest_is_what_the_store_opens(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (3, 1, 7):  # 1 again after a resume from somewhere else
+        await saved(store, step)
+        latest = store.latest()
+        assert latest is not None
+        assert store.monitor.latest_checkpoint_step == latest.step == CheckpointStore(tmp_path).steps()[-1]
+    (tmp_path / "step-000007" / MANIFEST).unlink()  # somebody removes it by hand: it is gone for both
+    assert store.latest() is None
+    assert store.monitor.latest_checkpoint_step == 0
+
+
+async def test_a_save_that_dies_leaves_the_previous_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    saved(store, 1)
+    await saved(store, 1)
 
     def dies(directory: Path) -> None:
         write(directory)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        store.save(2, dies, {})
+        await store.save(2, dies, {})
     assert store.steps() == [1]
+    assert store.monitor.latest_checkpoint_step == 1
     (tmp_path / "step-000007").mkdir()  # a removal that died after unsealing
     store.discard_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    await saved(store, 2)  # the same step, saved anew
+    assert store.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(tmp_path)
-    saved(store, 1)
+    await saved(store, 1)
     file = tmp_path / "step-000001" / "policy" / "weights"
     if damage == "flip":
         file.write_bytes(b"x" * 99 + b"y")
@@ -63,25 +83,138 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
         store.latest()
 
 
-def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+async def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    saved(store, 3)
+    await saved(store, 3)
     with pytest.raises(RunDirError, match=r"has steps \[3\]"):
         store.open(4)
 
 
-def test_retention_keeps_newest_best_and_pinned_of_earlier_sessions_too(tmp_path: Path) -> None:
+async def test_retention_keeps_newest_best_and_pinned_of_earlier_sessions_too(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2, keep_best="eval/test/accuracy")
     for step, score in ((1, None), (2, 0.9), (3, 0.1)):
-        store.save(step, write, {"score": score, "pinned": [1]})
+        await store.save(step, write, {"score": score, "pinned": [1]})
     later = CheckpointStore(tmp_path, keep=2, keep_best="eval/test/accuracy")
     for step, score in ((4, 0.2), (5, 0.3), (6, None)):
-        later.save(step, write, {"score": score, "pinned": [1]})
+        await later.save(step, write, {"score": score, "pinned": [1]})
     assert later.steps() == [1, 2, 5, 6]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+async def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    saved(store, 1, mark="old")
-    saved(store, 1, mark="new")
+    await saved(store, 1, mark="old")
+    await saved(store, 1, mark="new")
     assert store.open(1).state["mark"] == "new"
+
+
+# --------------------------------------------------------------------------- copies elsewhere
+
+
+@pytest.fixture(params=["file", "memory"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty directory."""
+    return (tmp_path / "elsewhere").as_uri() if request.param == "file" else f"memory://{tmp_path.name}"
+
+
+def found(url: str) -> dict[str, bytes]:
+    """Every file of a remote directory."""
+    files, root = fsspec.url_to_fs(url)
+    paths = files.find(root) if files.exists(root) else []
+    return {str(path).removeprefix(root).lstrip("/"): files.cat_file(path) for path in paths}
+
+
+def local(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+async def test_complete_checkpoints_are_copied_byte_for_byte(tmp_path: Path, remote: str) -> None:
+    store = CheckpointStore(tmp_path / "here", remote=remote)
+    await saved(store, 1, 2)
+    assert found(remote) == local(tmp_path / "here")
+    assert len(found(remote)) == 6
+
+
+async def test_retention_here_removes_nothing_there(tmp_path: Path, remote: str) -> None:
+    store = CheckpointStore(tmp_path / "here", keep=1, remote=remote)
+    await saved(store, 1, 2)
+    assert store.steps() == [2]
+    assert {path.partition("/")[0] for path in found(remote)} == {"step-000001", "step-000002"}
+
+
+async def test_a_step_saved_anew_is_copied_anew(tmp_path: Path, remote: str) -> None:
+    store = CheckpointStore(tmp_path / "here", remote=remote)
+    await saved(store, 1, mark="old")
+    await saved(store, 1, mark="new")
+    assert found(remote) == local(tmp_path / "here")
+
+
+class _Broken:
+    """Breaks the remote storage after so many files, and mends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, url: str, after: int) -> None:
+        kind = type(fsspec.url_to_fs(url)[0])
+        self.original, self.left, self.broken = kind.put_file, after, True
+
+        def put_file(files: object, here: str, there: str, **more: object) -> None:
+            self.left -= 1
+            if self.broken and self.left < 0:
+                raise ConnectionError("no route to the bucket")
+            self.original(files, here, there, **more)
+
+        monkeypatch.setattr(kind, "put_file", put_file)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+async def test_a_copy_that_fails_is_said_does_not_count_and_is_made_up_for(
+    tmp_path: Path, remote: str, after: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path / "here", remote=remote)
+    storage = _Broken(monkeypatch, remote, after)
+    await saved(store, 1)
+    assert store.steps() == [1]  # here it counts
+    assert "no route to the bucket" in caplog.text
+    assert remote in caplog.text
+    assert f"step-000001/{MANIFEST}" not in found(remote)  # there it does not
+    with pytest.raises(RunDirError, match="no route to the bucket"):
+        await store.copied()
+    storage.broken = False
+    await saved(store, 2)
+    assert found(remote) == local(tmp_path / "here")
+    await store.copied()
+
+
+async def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = _Broken(monkeypatch, remote, 1)
+    await saved(CheckpointStore(tmp_path / "here", remote=remote), 1)
+    storage.broken = False
+    await CheckpointStore(tmp_path / "here", remote=remote).copied()
+    assert found(remote) == local(tmp_path / "here")
+
+
+async def test_a_storage_that_hangs_does_not_hang_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    mended = threading.Event()
+    url = (tmp_path / "elsewhere").as_uri()
+    kind = type(fsspec.url_to_fs(url)[0])
+    original: Callable[..., None] = kind.put_file
+
+    def put_file(files: object, here: str, there: str) -> None:
+        mended.wait(20)
+        original(files, here, there)
+
+    monkeypatch.setattr(kind, "put_file", put_file)
+    store = CheckpointStore(tmp_path / "here", remote=url, deadline_s=0.2)
+    async with asyncio.timeout(10):
+        await saved(store, 1)
+        with pytest.raises(RunDirError, match="TimeoutError"):
+            await store.copied()
+    mended.set()
+
+
+@pytest.mark.parametrize("url", ["nowhere://bucket/run", "s3n://"])
+def test_a_url_that_cannot_be_opened_is_refused_before_anything_is_trained(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="copy checkpoints to"):
+        CheckpointStore(tmp_path, remote=url)
