@@ -46,7 +46,10 @@ class MemoryBoard:
 
     def write(self, change: Callable[[Values], Values]) -> None:
         with self._lock:
-            self._values = dict(change(dict(self._values)))
+            changed = dict(change(dict(self._values)))
+            if changed == self._values:
+                return
+            self._values = changed
             for loop, event in self._waiting:
                 loop.call_soon_threadsafe(event.set)
 
@@ -95,7 +98,8 @@ class SharedBoard:
     def write(self, change: Callable[[Values], Values]) -> None:
         while True:
             revision, values = self._table.load()
-            if self._table.swap(revision, dict(change(dict(values)))):
+            changed = dict(change(dict(values)))
+            if changed == values or self._table.swap(revision, changed):
                 return
 
     async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:

@@ -6,6 +6,7 @@ publishes, explorers adopt; nobody waits without a deadline, and nobody waits fo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -21,6 +22,8 @@ from trivium.errors import RoleFailed, SyncError, TriviumError, first_cause
 if TYPE_CHECKING:
     from trivium.board import Board, Values
     from trivium.types import Metrics
+
+_log = logging.getLogger("trivium")
 
 TRAINER = "trainer"
 """The role name of the trainer; any other name on a board is an explorer's."""
@@ -79,6 +82,7 @@ class Synchronizer:
         self.heartbeat_s = heartbeat_s
         """A role is dead that has not beaten for so long; None where process handles tell, or one process holds all."""
         self._incarnation = ""
+        self._heart_failed: Exception | None = None
 
     # ------------------------------------------------------------------ coming and going
 
@@ -98,7 +102,8 @@ class Synchronizer:
         def ready(values: Values) -> bool:
             # What a dead trainer left on the board says RUNNING for ever; a beat tells the living.
             alive = self.heartbeat_s is None or values.get("beats", {}).get(TRAINER) != beat
-            return alive and values.get("incarnation", left) != left and not values.get("finished")
+            begun = values.get("incarnation", left) != left
+            return alive and begun and not values.get("finished") and "failed" not in values
 
         values = await self.board.poll(ready, self.deadline_s)
         if not ready(values):
@@ -109,13 +114,36 @@ class Synchronizer:
         self._incarnation = values["incarnation"]
         return values["stage"]
 
-    def join(self, name: str) -> None:
-        """An explorer takes its place beside the trainer."""
-        self._explorer(name, status=RunningStatus.REQUIRE_SYNC.value, version=None)
+    async def join(self, name: str) -> None:
+        """An explorer takes its place beside the trainer, once an earlier one of that name is dead and buried.
+
+        Raises SyncError if that one is alive.
+        """
+        life = uuid.uuid4().hex
+
+        def free(values: Values) -> bool:
+            earlier = values.get("explorers", {}).get(name)
+            stopped = earlier is None or earlier["status"] == RunningStatus.STOPPED.value
+            return stopped and (earlier or {}).get("buried", True)
+
+        def enter(values: Values) -> Values:
+            if not free(values):
+                return values
+            entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life}
+            # The beat is for whoever has just seen the earlier one fall silent and must not take this one for it.
+            return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
+
+        await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
+        self._write(enter)
+        if self.check_alive().get("explorers", {}).get(name, {}).get("life") != life:
+            raise SyncError(
+                f"join the run as explorer {name!r}", "another one of that name is in it",
+                "give each its own run.explorer, or leave it out",
+            )  # fmt: skip
 
     def finish(self) -> None:
         """The trainer is done: explorers may go."""
-        self.board.write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
+        self._write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
 
     async def finished(self, name: str) -> None:
         """Waits until the trainer is done, for as long as it lives."""
@@ -131,11 +159,11 @@ class Synchronizer:
             self.set_explorer_status(name, RunningStatus.STOPPED)
 
     def set_trainer_status(self, status: RunningStatus) -> None:
-        self.board.write(lambda values: {**values, "trainer": status.value})
+        self._write(lambda values: {**values, "trainer": status.value})
 
     def trained(self, step: int) -> None:
         """The trainer says that it has taken a step: whoever waits for it sees that it gets on."""
-        self.board.write(lambda values: {**values, "step": step})
+        self._write(lambda values: {**values, "step": step})
 
     def set_explorer_status(self, name: str, status: RunningStatus) -> None:
         self._explorer(name, status=status.value)
@@ -154,21 +182,20 @@ class Synchronizer:
 
     @contextmanager
     def heart(self, role: str) -> Generator[None]:
-        """Beats for this role while the block runs. A thread beats, so that a busy event loop is not a death."""
+        """Beats for this role while the block runs. A thread beats, so that a busy event loop is not a death; should
+        it fail, `tend` says so."""
         if self.heartbeat_s is None:
             yield
             return
         stopped, period_s = threading.Event(), self.heartbeat_s / 4
 
-        def beat(values: Values) -> Values:
-            beats: dict[str, int] = dict(values.get("beats", {}))
-            beats[role] = beats.get(role, 0) + 1
-            return {**values, "beats": beats}
-
         def work() -> None:
-            while not stopped.is_set():
-                self.board.write(beat)
-                stopped.wait(period_s)
+            try:
+                while not stopped.is_set():
+                    self._write(lambda values: _with_beat(values, role))
+                    stopped.wait(period_s)
+            except Exception as error:  # nobody awaits a thread
+                self._heart_failed = error
 
         thread = threading.Thread(target=work, name=f"heart-{role}", daemon=True)
         thread.start()
@@ -176,7 +203,7 @@ class Synchronizer:
             yield
         finally:
             stopped.set()
-            thread.join(self.deadline_s)
+            thread.join(self.heartbeat_s)
 
     @contextmanager
     def obituary(self, role: str) -> Generator[None]:
@@ -189,15 +216,19 @@ class Synchronizer:
             self.report_death(role, "it was stopped" if asked_to else _cause(error), replaced=asked_to)
             raise
 
-    def report_death(self, role: str, cause: str, *, replaced: bool = False) -> None:
+    def report_death(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
         """Says on the board that a role has died. The death of an explorer is borne while another one lives, or while
-        a new one takes its place (`replaced`); any other ends the run."""
+        a new one takes its place (`replaced`); any other ends the run. With `beats`, only if it has not beaten since.
+        """
 
         def change(values: Values) -> Values:
-            explorers: dict[str, dict[str, Any]] = dict(values.get("explorers", {}))
+            explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
+            if beats is not None and values.get("beats", {}).get(role, 0) != beats:
+                return values
             if role in explorers:
-                explorers[role] = {**explorers[role], "status": RunningStatus.STOPPED.value, "dead": cause}
-                values = {**values, "explorers": explorers}
+                if role not in living(values):
+                    return values
+                values = _with_explorer(values, role, status=RunningStatus.STOPPED.value, dead=cause, buried=False)
                 evaluation = values.get("evaluation")
                 if evaluation is not None and evaluation["by"] == role and evaluation["metrics"] is None:
                     values = {**values, "evaluation": {**evaluation, "by": None}}
@@ -205,42 +236,33 @@ class Synchronizer:
                     return values
             return {"failed": {"role": role, "cause": cause}, **values}
 
-        self.board.write(change)
+        self._write(change)
 
     async def tend(self, role: str, bury: Callable[[str], Awaitable[object]] | None = None) -> None:
-        """Watches the other roles until it is cancelled; `bury` is awaited once for each explorer that died.
+        """Watches the other roles until it is cancelled; `bury` is awaited for each explorer that died.
 
-        Raises RoleFailed for a death that the run cannot bear.
+        Raises RoleFailed for a death that the run cannot bear, and where this role itself counts as dead.
         """
-        seen: dict[str, tuple[int, float]] = {}
-        buried: set[str] = set()
+
+        def to_bury(values: Values) -> list[str]:
+            return [name for name in dead(values) if bury and not values["explorers"][name]["buried"]]
+
+        pulse = _Pulse(self.heartbeat_s) if self.heartbeat_s is not None else None
         patience_s = 1.0 if self.heartbeat_s is None else self.heartbeat_s / 4
         while True:
-            values = await self.board.poll(lambda v: self._broken(v) or bool(dead(v).keys() - buried), patience_s)
+            values = await self.board.poll(lambda v: self._broken(v) or bool(to_bury(v)), patience_s)
             self._refuse_broken(values)
-            for name in dead(values).keys() - buried:
-                buried.add(name)
-                if bury is not None:
-                    await bury(name)
-            for peer in self._silent(values, role, seen):
-                self.report_death(peer, f"no heartbeat for {self.heartbeat_s} s")
-
-    def _silent(self, values: Values, role: str, seen: dict[str, tuple[int, float]]) -> list[str]:
-        """The roles whose heart has not beaten for too long. Compares beats, not clocks: machines disagree on time."""
-        if self.heartbeat_s is None:
-            return []
-        now, silent = time.monotonic(), list[str]()
-        gone = {name for name, entry in values.get("explorers", {}).items() if entry["status"] == "stopped"}
-        if values.get("finished"):
-            gone.add(TRAINER)
-        for peer, beats in values.get("beats", {}).items():
-            if peer == role or peer in gone:
-                continue
-            if peer not in seen or seen[peer][0] != beats:
-                seen[peer] = (beats, now)
-            elif now - seen[peer][1] > self.heartbeat_s:
-                silent.append(peer)
-        return silent
+            if role in dead(values):
+                raise RoleFailed(role, f"it counts as dead: {dead(values)[role]}")
+            if self._heart_failed is not None:
+                raise RoleFailed(role, f"its heart stopped: {_cause(self._heart_failed)}") from self._heart_failed
+            for name in to_bury(values):
+                assert bury is not None
+                await bury(name)
+                self._write(lambda values, name=name: _with_explorer(values, name, buried=True))
+                _log.warning("explorer %s is gone: %s", name, dead(values)[name])
+            for peer, beats in pulse.silent(values, role) if pulse is not None else ():
+                self.report_death(peer, f"no heartbeat for {self.heartbeat_s} s", beats=beats)
 
     def check_alive(self) -> Values:
         """The board. Raises RoleFailed where the run is over for a reason other than being finished."""
@@ -279,7 +301,7 @@ class Synchronizer:
                 "versions": list(versions if versions[-1:] == (version,) else (*versions, version)[-256:]),
             }
 
-        self.board.write(change)
+        self._write(change)
 
     @property
     def published(self) -> tuple[int, ...]:
@@ -329,10 +351,6 @@ class Synchronizer:
         """An explorer says that it now plays with `version`."""
         self._explorer(name, status=RunningStatus.RUNNING.value, version=version)
 
-    def behind(self, version: int) -> list[str]:
-        """The living explorers that do not play with `version` yet."""
-        return _behind(self.board.read(), version)
-
     # ------------------------------------------------------------------ collective exchange
 
     async def ready_to_nccl_sync(self, role: str, version: int, address: str = "") -> Exchange | None:
@@ -342,14 +360,19 @@ class Synchronizer:
         """
         if role == TRAINER:
             return await self._gather(version, address)
-        number: int = self.board.read()["exchange"]["number"]
 
         def stand(values: Values) -> Values:
-            exchange = values["exchange"]
-            return {**values, "exchange": {**exchange, "ready": sorted({*exchange["ready"], role})}}
+            exchange = values.get("exchange")
+            if exchange is None or exchange["version"] != version or exchange["members"] is not None:
+                return values  # it was agreed upon without this explorer, or given up
+            ready = {**exchange, "ready": sorted({*exchange["ready"], role})}
+            return _with_explorer({**values, "exchange": ready}, role, status=RunningStatus.WAITING_SYNC.value)
 
-        self.board.write(stand)
-        self.set_explorer_status(role, RunningStatus.WAITING_SYNC)
+        self._write(stand)
+        entered = self.check_alive().get("exchange")
+        if entered is None or entered["version"] != version or role not in entered["ready"]:
+            return None
+        number: int = entered["number"]
         values = await self._wait(
             lambda v: v["exchange"]["number"] != number or v["exchange"]["members"] is not None,
             f"explorer {role!r}", f"the exchange of version {version}",
@@ -370,13 +393,13 @@ class Synchronizer:
             members = [name for name in exchange["ready"] if name in living(values)]
             return {**values, "exchange": {**exchange, "members": members}, "trainer": RunningStatus.RUNNING.value}
 
-        self.board.write(begin)
+        self._write(begin)
         await self._wait(
             lambda v: bool(living(v)) and not set(_behind(v, version)) - set(v["exchange"]["ready"]),
             TRAINER, f"the explorers to enter the exchange of version {version}",
         )  # fmt: skip
-        self.board.write(agree)
-        exchange = self.board.read()["exchange"]
+        self._write(agree)
+        exchange = self.check_alive()["exchange"]
         members = tuple(exchange["members"])
         return Exchange(exchange["number"], version, members, address) if members else None
 
@@ -399,7 +422,7 @@ class Synchronizer:
             number = values.get("evaluation", {"number": 0})["number"] + 1
             return {**values, "evaluation": {"number": number, "version": version, "by": None, "metrics": None}}
 
-        self.board.write(ask)
+        self._write(ask)
         values = await self._wait(
             lambda values: values["evaluation"]["metrics"] is not None, TRAINER, f"an evaluation of version {version}"
         )
@@ -424,8 +447,8 @@ class Synchronizer:
             values = await self.board.poll(lambda v: mine(v) or self._broken(v), 60.0)
             self._refuse_broken(values)
             if mine(values):
-                self.board.write(claim)
-                asked = self.board.read()["evaluation"]
+                self._write(claim)
+                asked = self.check_alive()["evaluation"]
                 if asked["by"] == name:
                     return asked["number"], asked["version"]
 
@@ -436,7 +459,7 @@ class Synchronizer:
             asked = values["evaluation"]
             return {**values, "evaluation": {**asked, "metrics": metrics}} if asked["number"] == number else values
 
-        self.board.write(answer)
+        self._write(answer)
 
     # ------------------------------------------------------------------ the board
 
@@ -447,7 +470,7 @@ class Synchronizer:
         seen = _progress(self.board.read())
 
         def over(values: Values) -> bool:
-            return until(values) or self._broken(values) or _progress(values) != seen
+            return self._broken(values) or until(values) or _progress(values) != seen
 
         while True:
             values = await self.board.poll(over, max(0.0, last + self.deadline_s - time.monotonic()))
@@ -465,12 +488,43 @@ class Synchronizer:
                 )
 
     def _explorer(self, name: str, **entry: Any) -> None:
-        def change(values: Values) -> Values:
-            explorers: dict[str, dict[str, Any]] = dict(values.get("explorers", {}))
-            explorers[name] = {**explorers.get(name, {}), **entry}
-            return {**values, "explorers": explorers}
+        # The dead stay dead, whatever they say: their slots are played by others by now.
+        self._write(lambda values: values if name in dead(values) else _with_explorer(values, name, **entry))
 
-        self.board.write(change)
+    def _write(self, change: Callable[[Values], Values]) -> None:
+        """Changes the board, unless another trainer has begun on it: then it is no longer this role's to change."""
+
+        def allowed(values: Values) -> Values:
+            return change(values) if self._incarnation in ("", values.get("incarnation", "")) else values
+
+        self.board.write(allowed)
+
+
+class _Pulse:
+    """Notices hearts that have stopped. It compares beats, not clocks: machines disagree on the time."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._seen: dict[str, tuple[int, float]] = {}
+        """What each role's count of beats was, and since when."""
+        self._looked = time.monotonic()
+
+    def silent(self, values: Values, role: str) -> list[tuple[str, int]]:
+        """The roles, `role` aside, that have not beaten for too long, and how often they have."""
+        now = time.monotonic()
+        if now - self._looked > self._heartbeat_s / 2:
+            self._seen.clear()  # whoever did not look, or could not, has nothing to say about others
+        self._looked = now
+        silent: list[tuple[str, int]] = []
+        peers = [*living(values), *([] if values.get("finished") else [TRAINER])]
+        for peer in (peer for peer in peers if peer != role):
+            beats = values.get("beats", {}).get(peer, 0)
+            count, since = self._seen.get(peer, (None, now))
+            if count != beats:
+                self._seen[peer] = (beats, now)
+            elif now - since > self._heartbeat_s:
+                silent.append((peer, beats))
+        return silent
 
 
 def living(values: Values) -> Mapping[str, Mapping[str, Any]]:
@@ -489,6 +543,16 @@ def wanted(values: Values) -> bool:
     """Whether a living explorer asks for newer weights."""
     asking = (RunningStatus.REQUIRE_SYNC.value, RunningStatus.WAITING_SYNC.value)
     return any(entry["status"] in asking for entry in living(values).values())
+
+
+def _with_explorer(values: Values, name: str, **entry: Any) -> Values:
+    explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
+    return {**values, "explorers": {**explorers, name: {**explorers.get(name, {}), **entry}}}
+
+
+def _with_beat(values: Values, role: str) -> Values:
+    beats: Mapping[str, int] = values.get("beats", {})
+    return {**values, "beats": {**beats, role: beats.get(role, 0) + 1}}
 
 
 def _behind(values: Values, version: int) -> list[str]:

@@ -104,7 +104,8 @@ class MemoryBuffer:
                 if self._is_consumed(slot) or group.attempt < self._attempts.get(slot, 0):
                     return  # called off, and finished before its player heard of it
                 raise DataError(
-                    f"put slot {slot} (attempt {group.attempt})", f"{owner!r} holds no lease of it; it is held as {held}",
+                    f"put slot {slot} (attempt {group.attempt})",
+                    f"{owner!r} holds no lease of it (what is held is {held})",
                     "lease a slot before playing it, and put it once",
                 )  # fmt: skip
             self._journal.append(self.schedule.step_of(slot), group)
