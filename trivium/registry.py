@@ -257,6 +257,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "channels": {
         "memory": "trivium.sync.memory:MemoryChannel",
         "checkpoint": "trivium.sync.checkpoint:CheckpointChannel",
+        "nccl": "trivium.sync.collective:CollectiveChannel",
     },
     "monitors": {
         "console": "trivium.monitors.console:ConsoleMonitor",

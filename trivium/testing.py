@@ -6,19 +6,22 @@ Call one from a test of your own; a broken promise is an AssertionError that nam
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
+from trivium.errors import DataError
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
-from trivium.types import Request, Sampling, StopReason
+from trivium.schedule import Schedule
+from trivium.types import Group, Lease, Message, Request, Sampling, StopReason, Task, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from trivium.protocols import RolloutEngine, Weights, Workflow
-    from trivium.types import Completion, IntArray, Message, Task, Turn
+    from trivium.protocols import Buffer, RolloutEngine, Weights, Workflow
+    from trivium.types import Completion, IntArray
 
 
 async def check_workflow(
@@ -171,6 +174,301 @@ async def _check_updating(
     _promise(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
     _promise(any((span == new).any() for span in spans), "updates_in_flight: replies in flight go on with new weights")
     _promise(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
+
+
+MakeBuffer = Callable[[str, Schedule], "Buffer"]
+
+
+async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: float = 60.0) -> None:
+    """A buffer admits, orders, evicts, calls off and replaces as the schedule says, and loses and repeats nothing.
+
+    `make(name, schedule)` builds an end of the buffer `name`, empty the first time; the next end of the same name finds
+    what the one before it left. `shared`: several ends of one name work at the same time. Its own deadline must not be
+    shorter than `patience_s`.
+    """
+    checks = (
+        _check_order, _check_admission, _check_eviction, _check_release, _check_calling_off, _check_dropped,
+        _check_refused, _check_cancelled_waits, _check_restored, _check_lost_future, _check_close,
+    )  # fmt: skip
+    for check in checks:
+        async with asyncio.timeout(patience_s):
+            await check(make)
+    async with asyncio.timeout(patience_s):
+        await _check_company(make, shared)
+
+
+async def _check_order(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "order", _schedule())
+    held = [await _lease(buffer) for _ in range(2)]
+    _promise([lease.slot for lease in held] == [0, 1], "slots are issued from 0, in order")
+    await buffer.put("e", _group(held[1]))
+    taking = asyncio.ensure_future(buffer.take(2, 0))
+    await asyncio.sleep(0.1)
+    _promise(not taking.done(), "take waits for as many groups as were asked for")
+    await _refused(buffer.put("e", _group(held[1])), "a group is put once")
+    await buffer.put("e", _group(held[0]))
+    taken = await taking
+    _promise(_slots(taken) == [0, 1], "with max_staleness 0 groups are taken in slot order")
+    again = await buffer.past([1, 0])
+    _promise(_slots(again) == [1, 0], "past returns groups that were taken, as asked for")
+    _promise(repr(again[1]) == repr(taken[0]), "a group comes out as it went in")
+
+    buffer = await _opened(make, "arrival", _schedule(max_staleness=4))
+    held = [await _lease(buffer) for _ in range(3)]
+    for lease in (held[2], held[0], held[1]):
+        await buffer.put("e", _group(lease))
+    taken = await buffer.take(2, 0) + await buffer.take(1, 0)
+    _promise(_slots(taken) == [2, 0, 1], "with staleness groups are taken in order of arrival")
+
+
+async def _check_admission(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "admission", _schedule(max_staleness=1))
+    _promise(await buffer.lease("late", wait=False) is None, "who has adopted no version gets no slot")
+    slots = [(await _lease(buffer)).slot for _ in range(4)]
+    _promise(slots == [0, 1, 2, 3], "version v admits (v + max_staleness + 1) * groups_per_step slots")
+    _promise(await buffer.lease("e", wait=False) is None, "without wait, lease returns None where nothing is free")
+    waiting = asyncio.ensure_future(buffer.lease("e"))
+    draining = asyncio.ensure_future(buffer.drained(0))
+    await asyncio.sleep(0.1)
+    _promise(not waiting.done(), "lease waits for a slot")
+    for slot in slots[:3]:
+        await buffer.put("e", _group(Lease(slot)))
+    await asyncio.sleep(0.1)
+    _promise(not draining.done(), "drained waits for every slot that the version admits")
+    await buffer.put("e", _group(Lease(3)))
+    await draining
+    await buffer.advance("e", 1)
+    _promise(await waiting == Lease(4), "a newer version admits more slots, and wakes who waits for one")
+    await _refused(buffer.put("other", _group(Lease(4))), "only who leased a slot puts its group")
+    await _refused(buffer.put("e", _group(Lease(77))), "only what was leased is put")
+
+
+async def _check_eviction(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "eviction", _schedule(max_staleness=1, max_attempts=2))
+    for lease in [await _lease(buffer) for _ in range(4)]:
+        await buffer.put("e", _group(lease))
+    await buffer.take(1, 0)
+    taking = asyncio.ensure_future(buffer.take(1, 2))
+    await asyncio.sleep(0.1)
+    await buffer.advance("e", 2)
+    first = await _lease(buffer)
+    _promise(first == Lease(1, attempt=1), "what became too stale is issued again, as another attempt")
+    await buffer.put("e", _group(first, version=0))
+    await _until(buffer, evicted=4, given_up=1)  # after max_attempts another slot takes its place
+    rest = [await _lease(buffer) for _ in range(6)]
+    promised = [Lease(2, 1), Lease(3, 1), *map(Lease, range(4, 8))]
+    _promise(rest == promised, "evicted slots come first, then new ones")
+    last = await buffer.lease("e", wait=False)
+    _promise(last == Lease(8), "a slot that is given up for good is replaced by another one")
+    await buffer.put("e", _group(rest[3], version=2))
+    _promise(_slots(await taking) == [5], "take never returns what is staler than max_staleness")
+
+
+async def _check_release(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "release", _schedule())
+    await buffer.advance("heir", 0)
+    held = [await _lease(buffer) for _ in range(2)]
+    await buffer.put("e", _group(held[0]))
+    _promise(await buffer.release("e") == 1, "release says how many leases came back")
+    _promise(await buffer.lease("e", wait=False) is None, "who was released gets nothing before it adopts a version")
+    _promise(await buffer.lease("heir") == held[1], "a released lease is issued again, as the same attempt")
+    await _refused(buffer.put("e", _group(held[1])), "the lease of who was released is no longer its own")
+    await buffer.put("heir", _group(held[1]))
+    _promise(_slots(await buffer.take(2, 0)) == [0, 1], "what was put before a release stays")
+
+
+async def _check_calling_off(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "calling-off", _schedule(max_staleness=1))
+    hearing = asyncio.ensure_future(buffer.called_off("e"))
+    held = [await _lease(buffer) for _ in range(4)]
+    for lease in held[:2]:
+        await buffer.put("e", _group(lease))
+    await buffer.take(1, 0)
+    await asyncio.sleep(0.1)
+    _promise(not hearing.done(), "what can still be trained on is not called off")
+    await buffer.take(1, 1)
+    _promise(
+        sorted(await hearing, key=lambda lease: lease.slot) == held[2:], "what could only be too stale is called off"
+    )
+    await buffer.put("e", _group(held[2]))
+    _promise((await buffer.counts())["called_off"] == 2, "what was called off is counted")
+    await buffer.advance("e", 1)
+    _promise(await _lease(buffer) == Lease(2, attempt=1), "a slot that was called off is issued again")
+    await buffer.put("e", _group(Lease(2, 1), version=1))
+    _promise([g.attempt for g in await buffer.take(1, 2)] == [1], "a group that was called off is never taken")
+
+
+async def _check_dropped(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "dropped", _schedule())
+    held = [await _lease(buffer) for _ in range(2)]
+    await buffer.put("e", _group(held[0]).refused("unwanted"))
+    third = await _lease(buffer)
+    _promise(third == Lease(2), "another slot is issued for a group that was dropped")
+    for lease in (held[1], third):
+        await buffer.put("e", _group(lease))
+    _promise(_slots(await buffer.take(2, 0)) == [1, 2], "a group that was dropped is never taken")
+    counts = await buffer.counts()
+    _promise((counts["dropped"], counts["given_up"]) == (1, 0), "what was dropped is counted as that")
+
+
+async def _check_refused(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "refused", _schedule())
+    for _ in range(2):
+        await buffer.put("e", _group(await _lease(buffer)))
+    await buffer.take(2, 0)
+    _promise(await buffer.lease("e", wait=False) is None, "a version admits no slot of the next step")
+    await buffer.refuse(1)
+    await buffer.put("e", _group(await _lease(buffer)))
+    _promise(_slots(await buffer.take(1, 0)) == [2], "a slot is issued for a group that the trainer refused")
+
+
+async def _check_cancelled_waits(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "cancelled", _schedule())
+    waits: list[asyncio.Future[Any]] = []
+    for number in range(4):
+        waits += [asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease(f"w{number}"))]
+        await asyncio.sleep(0.01 * number)
+        for wait in waits[-2:]:
+            wait.cancel()
+    await asyncio.wait(waits)
+    for number in range(20):  # at whatever moment they are cancelled
+        await buffer.advance("gone", 0)
+        leasing = asyncio.ensure_future(buffer.lease("gone"))
+        await asyncio.sleep(0.0005 * number)
+        leasing.cancel()
+        await asyncio.wait({leasing})
+        if not leasing.cancelled():
+            await buffer.release("gone")
+    held = [await _lease(buffer) for _ in range(2)]
+    _promise(held == [Lease(0), Lease(1)], "a lease that was cancelled holds no slot")
+    for lease in held:
+        await buffer.put("e", _group(lease))
+    _promise(_slots(await buffer.take(2, 0)) == [0, 1], "a take that was cancelled keeps no group")
+
+
+async def _check_restored(make: MakeBuffer) -> None:
+    schedule = _schedule(max_staleness=1, deterministic=True)
+    buffer = await _opened(make, "restored", schedule)
+    held = [await _lease(buffer) for _ in range(4)]
+    for lease in held[:3]:
+        await buffer.put("e", _group(lease))
+    await buffer.take(2, 0)
+    state = json.loads(json.dumps(await buffer.state()))
+    await buffer.put("e", _group(held[3]))
+    await buffer.take(2, 1)
+    again = await _opened(make, "restored", schedule, state, version=1)
+    _promise(_slots(await again.take(2, 1)) == [2, 3], "what was taken after the checkpoint is taken again")
+    await again.advance("e", 1)
+    _promise(await _lease(again) == Lease(4), "what was put after the checkpoint is not played again")
+    first = await _opened(make, "restored", schedule)
+    _promise(_slots(await first.take(4, 0)) == [0, 1, 2, 3], "without a checkpoint the stage begins with what was put")
+
+
+async def _check_lost_future(make: MakeBuffer) -> None:
+    schedule = _schedule(max_staleness=1)
+    buffer = await _opened(make, "lost-future", schedule)
+    for lease in [await _lease(buffer) for _ in range(4)]:
+        await buffer.put("e", _group(lease))
+    await buffer.take(2, 0)
+    state = json.loads(json.dumps(await buffer.state()))
+    await buffer.advance("e", 1)
+    await buffer.put("e", _group(await _lease(buffer), version=1))
+    again = await _opened(make, "lost-future", schedule, state, version=0)
+    await again.advance("e", 1)
+    _promise(await _lease(again) == Lease(4), "in an unordered run nothing is left of versions that are lost")
+    _promise(_slots(await again.take(2, 0)) == [2, 3], "what older versions played stays")
+
+
+async def _check_close(make: MakeBuffer) -> None:
+    buffer = await _opened(make, "close", _schedule())
+    taking, leasing = asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease("nobody"))
+    await asyncio.sleep(0.05)
+    await buffer.close()
+    ends = await asyncio.gather(taking, leasing, buffer.lease("e", wait=False), return_exceptions=True)
+    closed = all(isinstance(end, StopAsyncIteration) for end in ends)
+    _promise(closed, f"close wakes everybody, with StopAsyncIteration from then on, not {ends!r}")
+
+
+async def _check_company(make: MakeBuffer, shared: bool) -> None:
+    """Four writers and two readers at once; one explorer dies and its leases are played by the others."""
+    number = 96
+    schedule = _schedule(groups_per_step=number, max_staleness=8)
+    trainer = await _opened(make, "company", schedule)
+    ends = [make("company", schedule) if shared else trainer for _ in range(6)]
+    await trainer.advance("dead", 0)
+    for _ in range(5):
+        await trainer.lease("dead")
+    await trainer.release("dead")
+
+    async def write(buffer: Buffer, name: str) -> list[int]:
+        await buffer.advance(name, 0)
+        slots: list[int] = []
+        while len(slots) < number // 4:
+            lease = await buffer.lease(name)
+            assert lease is not None
+            await buffer.put(name, _group(lease))
+            slots.append(lease.slot)
+        return slots
+
+    async def read(buffer: Buffer) -> list[int]:
+        return [group.slot for _ in range(number // 6) for group in await buffer.take(3, 0)]
+
+    writing = [write(end, f"writer-{place}") for place, end in enumerate(ends[:4])]
+    *written, first, second = await asyncio.gather(*writing, *map(read, ends[4:]))
+    everything = list(range(number))
+    _promise(sorted(slot for slots in written for slot in slots) == everything, "every slot is issued once")
+    _promise(sorted(first + second) == everything, "every group is delivered once, whoever takes")
+
+
+def _schedule(**change: Any) -> Schedule:
+    tasks: Any = [Task(f"t{place}", (Message("user", f"{place}="),), {"answer": place}) for place in range(8)]
+    said: dict[str, Any] = {"groups_per_step": 2, "steps": 50, "shuffle": False, **change}
+    return Schedule(tasks, 0, **said)
+
+
+async def _opened(
+    make: MakeBuffer, name: str, schedule: Schedule, state: Mapping[str, Any] | None = None, version: int = 0
+) -> Buffer:
+    """An end of the buffer as a trainer opens it, and an explorer `e` that has loaded version 0."""
+    buffer = make(name, schedule)
+    await buffer.restore(state, version)
+    await buffer.advance("e", 0)
+    return buffer
+
+
+async def _lease(buffer: Buffer) -> Lease:
+    lease = await buffer.lease("e")
+    assert lease is not None
+    return lease
+
+
+def _group(lease: Lease, version: int = 0) -> Group:
+    """What an explorer plays that has loaded `version`."""
+    turn = Turn(
+        np.arange(3, dtype=np.int32), np.array([5, 6 + lease.slot], np.int32), np.array([-0.5, -1.25], np.float32),
+        np.full(2, version, np.int32), StopReason.EOS, "six",
+    )  # fmt: skip
+    task = Task(f"t{lease.slot % 8}", (Message("user", f"{lease.slot % 8}="),), {"answer": lease.slot % 8})
+    played = (Trajectory(0, (turn,), {"exact": 1.0}), Trajectory(1, (turn,), {"exact": 0.0}, metrics={"n": 2.0}))
+    return Group(lease.slot, task, played, lease.slot // 8, lease.attempt, version)
+
+
+def _slots(groups: Sequence[Group]) -> list[int]:
+    return [group.slot for group in groups]
+
+
+async def _until(buffer: Buffer, **counts: int) -> None:
+    """Waits until the buffer counts so many."""
+    while counts.items() - (await buffer.counts()).items():
+        await asyncio.sleep(0.01)
+
+
+async def _refused(putting: Awaitable[None], promise: str) -> None:
+    try:
+        await putting
+    except DataError:
+        return
+    _promise(False, promise + ": DataError for anything else")
 
 
 def _request(prompt: IntArray, index: int, max_new_tokens: int, temperature: float = 1.0) -> Request:

@@ -114,6 +114,17 @@ def _understood(url: str) -> sa.URL:
     return parsed.set(drivername=drivers[name])
 
 
+def located(url: str, place: Callable[[str], Path]) -> str:
+    """The URL, where it names a file with `place(file)` instead. Raises ValueError for one that cannot be used."""
+    try:
+        parsed = _understood(url)
+    except ConfigError as error:
+        raise ValueError(f"{error.found}; {error.do}") from error
+    if parsed.get_backend_name() == "sqlite":
+        parsed = parsed.set(database=str(place(parsed.database or "")))
+    return parsed.render_as_string(hide_password=False)
+
+
 def _open(url: sa.URL) -> sa.Engine:
     if url.get_backend_name() == "sqlite":
         Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
