@@ -112,12 +112,17 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
     )  # fmt: skip
 
 
+def kept_versions(config: RunConfig) -> int:
+    """How many of the newest versions can be had. Explorers of a resumed run may need every one since the oldest that a
+    pending slot is played with."""
+    return config.max_staleness // config.sync.interval + 2
+
+
 def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
     """The end of the channel that belongs to `role`."""
     config = stage.config
     return resolve("channels", config.sync.method)(
-        # Explorers of a resumed run may need every version since the oldest one a pending slot is played with.
-        keep=config.max_staleness // config.sync.interval + 2,
+        keep=kept_versions(config),
         directory=Path(config.sync.dir) if config.sync.dir else stage.run_dir / "sync",
         synchronizer=synchronizer, role=role,
     )  # fmt: skip
@@ -126,6 +131,15 @@ def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> Weight
 def meet_here(stage: Stage, synchronizer: Synchronizer, role: str) -> Meeting:
     """This process's own ends of buffer and channel."""
     return Meeting(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
+
+
+def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
+    """The checkpoints of a run directory, kept as the config says."""
+    checkpoint = config.checkpoint
+    return CheckpointStore(
+        run_dir / "checkpoints", keep=checkpoint.keep, keep_best=checkpoint.keep_best,
+        save_strategy=checkpoint.save_strategy, remote=checkpoint.remote, deadline_s=config.sync.deadline_s,
+    )  # fmt: skip
 
 
 def build_trainer(
@@ -210,16 +224,19 @@ def build_engine(stage: Stage) -> RolloutEngine:
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
     """An explorer that plays with `engine`, or with one of its own."""
-    config, judge = stage.config, make_judge(stage.config.rewards)
+    config, workflow = stage.config, stage.config.workflow
+    judge = make_judge(config.rewards, workflow.deadline_s)
     for taskset in {"train", config.evaluation.taskset or "train"}:
         if config.tasks[taskset].kind != SERVED:  # what agents bring is checked when they say it
             judge.check_columns(_build_tasks(config, taskset)[0].columns)
     engine = engine or build_engine(stage)
     return Explorer(
-        engine=engine, renderer=stage.renderer, workflow=build("workflows", config.workflow),
+        engine=engine, renderer=stage.renderer, workflow=build("workflows", workflow),
         judge=judge, sampling=config.engine.sampling.sampling(),
-        max_context=engine.max_context, deadline_s=config.workflow.deadline_s,
-        max_concurrent=config.workflow.max_concurrent, greedy_baseline=algorithm_of(config).greedy_baseline,
+        max_context=engine.max_context, deadline_s=workflow.deadline_s, max_concurrent=workflow.max_concurrent,
+        max_retries=workflow.max_retries, min_members=workflow.min_members,
+        max_failed_fraction=workflow.max_failed_fraction,
+        judged_together=max(16, config.schedule.groups_per_step), greedy_baseline=algorithm_of(config).greedy_baseline,
         must_judge=config.algorithm.reads_rewards or stage.evaluated, name=name, in_flight=config.sync.in_flight,
         operators=(Pipeline(config.buffer),) if config.buffer.operators else (),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from trivium.assemble import (
     explorer_parts,
     meet_here,
     open_board,
+    open_store,
     shares_buffer,
     trainer_parts,
 )  # fmt: skip
@@ -66,31 +67,43 @@ def run(config: RunConfig) -> dict[str, Any]:
 def train(config: RunConfig) -> dict[str, Any]:
     """Trains every stage that is not done yet; explores or serves too, unless others do (`run.mode: train`)."""
     with _open_run_dir(config) as run_dir:
-        store = CheckpointStore(
-            run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best,
-            save_strategy=config.checkpoint.save_strategy, remote=config.checkpoint.remote,
-            deadline_s=config.sync.deadline_s,
-        )  # fmt: skip
+        store = open_store(config, run_dir)
         store.discard_unfinished()
         latest = store.latest()
-        monitor = build_monitor(config, run_dir, latest)
         if latest is not None:
             _log.info("continuing from %s", latest.path.name)
-        try:
-            summary = _train_stages(config, run_dir, store, latest, monitor)
-        finally:
-            monitor.close()
+        with _stage(config, run_dir, store, latest) as play_stage:
+            summary = _train_stages(config, run_dir, store, latest, play_stage)
         write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
 
 
+PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
+"""(stage, checkpoint to continue from, record of the run) -> record: plays one stage to its end."""
+
+
+@contextmanager
+def _stage(config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None) -> Generator[PlayStage]:
+    """Where stages are played: in this process, or on a cluster."""
+    if config.cluster.kind == "ray":
+        from trivium.cluster.session import cluster_of
+
+        with cluster_of(config) as play_stage:
+            yield play_stage
+        return
+    monitor, board = build_monitor(config, run_dir, latest), open_board(config)
+    try:
+        yield lambda stage, resume, record: _train_stage(stage, store, resume, monitor, record, board)
+    finally:
+        monitor.close()
+
+
 def _train_stages(
-    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, monitor: Monitor
+    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, play_stage: PlayStage
 ) -> dict[str, Any]:
     """Each stage starts from the weights that the one before it left on disk, with a fresh optimizer."""
     stages = config.stage_configs()
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    board = open_board(config)
     record: dict[str, Any] = {}
     pinned: list[int] = []
     first_version = 0
@@ -102,7 +115,8 @@ def _train_stages(
         if resume is None or resume.step < last_version:
             record |= {"stage": number, "pinned": list(pinned)}
             stage = Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir)
-            _train_stage(stage, store, resume, monitor, record, board)
+            _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
+            record = play_stage(stage, resume, record)
             latest = None
         first_version = last_version
         pinned.append(last_version)
@@ -113,8 +127,7 @@ def _train_stages(
 def _train_stage(
     stage: Stage, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor, record: dict[str, Any],
     board: Board,
-) -> None:  # fmt: skip
-    _log.info("stage %d begins at step %d", stage.number, resume.step if resume else stage.first_version)
+) -> dict[str, Any]:  # fmt: skip
     meeting = meet_here(stage, build_synchronizer(stage.config, board), TRAINER)
     trainer = build_trainer(stage, meeting, store, resume, monitor, record)
     parts = trainer_parts(stage, meeting, trainer)
@@ -123,7 +136,7 @@ def _train_stage(
             parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage)))
         trainer.prepare()
         asyncio.run(play(parts))
-        record["seconds"] = trainer.seconds
+        return {**trainer.record, "seconds": trainer.seconds}
     finally:
         trainer.engine.close()
 

@@ -1,0 +1,92 @@
+"""A Ray instance for one command: started on this machine and ended with the command, or one that runs already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from trivium.assemble import Stage, run_name
+from trivium.checkpoint import Checkpoint
+from trivium.config import RunConfig
+from trivium.errors import ConfigError, MissingPackage
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the switch between all interfaces and the loopback one, on any system
+    "RAY_AUTH_MODE": "token",  # as Ray would decide by itself, without a warning that it did
+}
+"""What a private instance is started with. Ray reads it while it is imported."""
+_LAST_WORDS_S = 0.5
+"""What roles printed last needs so long to reach the terminal."""
+
+PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
+"""(stage, checkpoint to continue from, record of the run) -> record: plays one stage to its end."""
+
+
+@contextmanager
+def cluster_of(config: RunConfig) -> Generator[PlayStage]:
+    """Connects to Ray, or starts it, as the config says; plays stages there; leaves no process behind.
+
+    Raises MissingPackage without Ray, ConfigError where nothing answers at `cluster.address`.
+    """
+    address = config.cluster.address
+    if address is None:
+        os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackage("ray", "ray", "cluster.kind: ray") from error
+    from trivium.cluster.crew import Crew
+
+    namespace = f"{run_name(config)}-{uuid.uuid4().hex[:8]}"
+
+    def play(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
+        crew = Crew(stage, namespace)
+        try:
+            return crew.work(record, resume is not None)
+        finally:
+            crew.dismiss()
+
+    own: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
+    with _signals_restored():
+        try:
+            ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **own)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"a Ray cluster at {address!r}", str(error), "check cluster.address, or leave it out to start one here"
+            ) from error
+        _leave_on_sigterm()
+        try:
+            yield play
+            time.sleep(_LAST_WORDS_S)
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _signals_restored() -> Generator[None]:
+    """Whatever is done about SIGTERM in the block is undone."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave_on_sigterm() -> None:
+    """SIGTERM ends this process as an error would: in order. Ray's own handler would end Ray first, under our feet."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)

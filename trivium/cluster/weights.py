@@ -1,0 +1,95 @@
+"""The object store as a channel: weights lie there once for every machine, and engines read them where they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+
+from trivium.protocols import Weights
+from trivium.sync.tensors import Named, digest, parts, raw, type_name, type_named, verify
+
+_PART = 1 << 30
+"""Bytes of weights that are put into the store at a time: what the trainer's process needs beside the model."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The weights of one version in the object store, as something that travels cheaply."""
+
+    version: int
+    names: tuple[str, ...]
+    refs: tuple[Any, ...]
+    """One per part; each a list of (name, type, shape, hash, bytes)."""
+
+
+def store(version: int, weights: Weights) -> Stored:
+    """Copies weights into the object store. Raises SyncError for a name that comes twice."""
+    names, refs = list[str](), list[Any]()
+    for part in parts(weights, _PART):
+        packed = [
+            (name, type_name(tensor), tuple(tensor.shape), digest(tensor), raw(tensor).cpu().numpy())
+            for name, tensor in part
+        ]
+        refs.append(ray.put(packed))
+        names += [name for name, _ in part]
+    return Stored(version, tuple(names), tuple(refs))
+
+
+async def fetched(stored: Stored) -> list[Named]:
+    """The tensors, every one verified: views of the store's own memory, which must not be written to."""
+    packed = [row for part in await asyncio.gather(*stored.refs) for row in part]
+    return await asyncio.to_thread(_unpacked, stored.version, packed)
+
+
+def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], str, Any]]) -> list[Named]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        named = [
+            (name, torch.from_numpy(data).view(type_named(kind)).reshape(shape))
+            for name, kind, shape, _, data in packed
+        ]
+    hashes = [expected for _, _, _, expected, _ in packed]
+    verify(
+        named, hashes, version, "its bytes are not those that were offered",
+        "do not write to tensors that came from the channel",
+    )  # fmt: skip
+    return named
+
+
+class ObjectStoreChannel:
+    """The method `memory` between processes of one Ray cluster."""
+
+    def __init__(self, hub: Any, *, keep: int) -> None:
+        self._hub, self._keep = hub, keep
+
+    def offer(self, version: int, weights: Weights) -> bool:
+        self._hub.shelve(version, store(version, weights), self._keep)
+        return True
+
+    def collect(self, version: int) -> Iterator[tuple[str, Stored]]:
+        """Each name with the place where all of them lie: replicas fetch and verify them, this process need not."""
+        stored: Stored = self._hub.fetch(version)
+        return ((name, stored) for name in stored.names)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self._hub.shelved()
+
+    def save(self, directory: Path, versions: Sequence[int]) -> None:
+        for version in versions:
+            directory.mkdir(parents=True, exist_ok=True)
+            stored: Stored = self._hub.fetch(version)
+            packed = [row for ref in stored.refs for row in ray.get(ref)]
+            save_file(dict(_unpacked(version, packed)), directory / f"{version:06d}.safetensors")
+
+    def restore(self, directory: Path) -> None:
+        for path in sorted(directory.glob("*.safetensors")):
+            self.offer(int(path.stem), load_file(path).items())
