@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trivium")
 
+_REMEMBERED = 64
 TRAINER = "trainer"
 """The role name of the trainer; any other name on a board is an explorer's."""
 
@@ -119,12 +120,11 @@ class Synchronizer:
 
         Raises SyncError if that one is alive.
         """
-        life = uuid.uuid4().hex
+        life, stopped = uuid.uuid4().hex, RunningStatus.STOPPED.value
 
         def free(values: Values) -> bool:
             earlier = values.get("explorers", {}).get(name)
-            stopped = earlier is None or earlier["status"] == RunningStatus.STOPPED.value
-            return stopped and (earlier or {}).get("buried", True)
+            return earlier is None or (earlier["status"] == stopped and bool(earlier.get("buried", True)))
 
         def enter(values: Values) -> Values:
             if not free(values):
@@ -285,8 +285,11 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ versions
 
-    def publish(self, version: int) -> None:
-        """Says that `version` has been delivered, or lies where it can be fetched. Versions only grow."""
+    def publish(self, version: int, held: Sequence[int] = ()) -> None:
+        """Says that `version` has been delivered, or lies where it can be fetched. Versions only grow.
+
+        Of those published before, what is not among the `held` ones is gone; nothing said, the last few are kept.
+        """
 
         def change(values: Values) -> Values:
             versions: tuple[int, ...] = tuple(values.get("versions", ()))
@@ -296,21 +299,23 @@ class Synchronizer:
                     f"version {versions[-1]} is published already",
                     "publish versions in order",
                 )
-            return {
-                **values,
-                "versions": list(versions if versions[-1:] == (version,) else (*versions, version)[-256:]),
-            }
+            before = [v for v in versions if v != version and (v in held or not held)]
+            return {**values, "versions": [*before[-_REMEMBERED:], version]}
 
         self._write(change)
 
     @property
     def published(self) -> tuple[int, ...]:
-        """The versions published so far, oldest first (the last 256)."""
+        """The versions that can be had, oldest first."""
         return tuple(self.board.read().get("versions", ()))
 
+    def ask(self, name: str, wants: bool) -> None:
+        """An explorer says whether it wants newer weights."""
+        self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING)
+
     def require(self, name: str) -> None:
-        """An explorer says that it has nothing to play until newer weights come."""
-        self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC)
+        """An explorer says that it wants newer weights."""
+        self.ask(name, True)
 
     async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
         """Waits for something newer than `loaded` that can be had; the newest of it, or the next one.
@@ -347,9 +352,14 @@ class Synchronizer:
         exchange = values.get("exchange")
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
-    def adopted(self, name: str, version: int) -> None:
-        """An explorer says that it now plays with `version`."""
-        self._explorer(name, status=RunningStatus.RUNNING.value, version=version)
+    def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
+        """An explorer says that it now plays with `version`, or, if it `wants` newer ones, has still nothing to play."""
+        status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
+        self._explorer(name, status=status.value, version=version)
+
+    def interval_over(self, steps: float) -> bool:
+        """Whether an explorer that played so many steps' worth of groups with the same weights asks for newer ones."""
+        return self.style is SyncStyle.DYNAMIC_BY_EXPLORER and steps >= self.interval
 
     # ------------------------------------------------------------------ collective exchange
 

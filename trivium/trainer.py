@@ -95,8 +95,9 @@ class Trainer:
         await self.buffer.restore(state.get("buffer"), self.train_step_num)
         await self.strategy.restore(state.get("strategy", {}))
         self._counts = await self.buffer.counts()
-        for version in self.channel.versions:
-            self.synchronizer.publish(version)
+        held = self.channel.versions
+        for version in held:
+            self.synchronizer.publish(version, held)
         version = self.train_step_num
         followed = self.buffer.explored or self.evaluator is not None
         started_from = self.schedule.resume_version(version) == version or self.schedule.published(version)
@@ -165,8 +166,12 @@ class Trainer:
         try:
             while not sampling.done():
                 asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 60.0))
-                await asyncio.wait({sampling, asked}, return_when=asyncio.FIRST_COMPLETED)
-                asked.cancel()
+                try:
+                    await asyncio.wait({sampling, asked}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    ended = not asked.cancel()
+                if ended:
+                    asked.result()  # a board that fails is no board without news
                 if not sampling.done() and self.need_sync():
                     await asyncio.to_thread(self.sync_weight)
             return sampling.result()
@@ -183,7 +188,7 @@ class Trainer:
             return True
         if not self.buffer.explored:
             return False
-        if self.synchronizer.collective and any(entry["version"] is None for entry in living(values).values()):
+        if self.synchronizer.collective and any(entry.get("version") is None for entry in living(values).values()):
             return True  # somebody who came late has no weights at all, and there is nowhere to fetch them
         if self.synchronizer.style is SyncStyle.FIXED:
             return not offered and self.schedule.published(self.train_step_num)
@@ -201,7 +206,7 @@ class Trainer:
         with self._timed("sync"):
             if not self.engine.sync_weight():
                 return
-            self.synchronizer.publish(self.train_step_num)
+            self.synchronizer.publish(self.train_step_num, self.channel.versions)
         self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
         if self._examples:

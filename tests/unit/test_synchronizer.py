@@ -28,7 +28,7 @@ async def test_statuses_are_counted() -> None:
 
 async def test_next_version_waits_for_publish_from_another_thread() -> None:
     sync = synchronizer()
-    sync.join("a")
+    await sync.join("a")
     waiting = asyncio.create_task(sync.next_version("a", None, newest=True))
     await asyncio.sleep(0)
     assert sync.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 1
