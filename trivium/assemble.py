@@ -17,14 +17,14 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
-from trivium.checkpoint import Checkpoint, CheckpointStore
+from trivium.checkpoint import Checkpoint, CheckpointMonitor, CheckpointStore
 from trivium.config import RunConfig, build, usable_cores
 from trivium.errors import ConfigError
 from trivium.evaluate import AskedEvaluator, Evaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.fanout import FanOut
-from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, WeightChannel
+from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Curriculum, Schedule
@@ -264,8 +264,22 @@ def _build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: Any, *
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
         first_version=stage.first_version, seed=config.run.seed, threads=stage.threads,
     )  # fmt: skip
-    engine.channel, engine.checkpoint_dir = channel, stage.run_dir / "weights"
+    engine.channel = channel
+    engine.saves = CheckpointMonitor(
+        config.checkpoint.save_strategy, str(stage.run_dir / "weights"), deadline_s=config.sync.deadline_s
+    )
     return engine
+
+
+def lone_train_engine(config: RunConfig) -> TrainEngine:
+    """The train engine of the config's first stage, by itself: whoever asks for it drives it."""
+    run_dir = Path(config.run.dir)
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    first = config.stage_configs()[0]
+    stage = Stage(first, 0, 0, len(config.stages) < 2, run_dir, model_dir)
+    channel = build_channel(stage, build_synchronizer(first, open_board(first)), TRAINER)
+    explored = resolve("buffers", first.buffer.kind).explored
+    return _build_train_engine(stage, algorithm_of(first), channel, explored=explored)
 
 
 def _check_vocabulary(teacher: Path, policy: Path) -> None:

@@ -235,7 +235,8 @@ class WorkflowConfig(Plugin):
     """How often a trajectory that its workflow failed is played again, from its first turn and with the same
     randomness, within the same deadline."""
     min_members: int = Field(default=1, ge=1)
-    """A group of which fewer trajectories succeeded is dropped, and another one played for it."""
+    """A group of which fewer trajectories succeeded is dropped, and another one played for it. 1 drops none: a group
+    that failed whole reaches the trainer, which counts it and leaves it out."""
 
 
 class RewardConfig(Plugin):
@@ -708,6 +709,12 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
             "the explorer would wait for weights that are only published after groups it may not play",
             f"set schedule.max_staleness to at least {sync.interval - 1}",
         )  # fmt: skip
+    if schedule.deterministic and sync.style is not SyncStyle.FIXED:
+        yield Problem(
+            "sync.style", f"the style {sync.style} in a deterministic run",
+            "when weights travel would follow who is faster, and with it which version plays a group",
+            "use style fixed, or leave schedule.deterministic out",
+        )  # fmt: skip
     if schedule.curriculum is not None and not schedule.shuffle:
         yield Problem(
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
@@ -816,7 +823,56 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-_CHECKS = (_check_schedule, _check_sampling, _check_evaluation, _check_rewards, _check_serving)
+def _check_replaced(config: RunConfig) -> Iterator[Problem]:
+    """What would make it depend on timing who plays what, and with which weights."""
+    schedule, workflow = config.schedule, config.workflow
+    if workflow.min_members > schedule.group_size:
+        yield Problem(
+            "workflow.min_members", f"groups with at least {workflow.min_members} living members",
+            f"schedule.group_size is {schedule.group_size}, so every group would be dropped", "lower it",
+        )  # fmt: skip
+    if workflow.min_members > 1 and workflow.max_failed_fraction == 1:
+        yield Problem(
+            "workflow.max_failed_fraction", "1 with workflow.min_members",
+            "dropped groups would be replaced for ever, and nothing would end the run", "set it below 1",
+        )  # fmt: skip
+    if workflow.min_members > 1 and config.slots_are_settled:
+        yield Problem(
+            "workflow.min_members", f"dropped groups replaced {SETTLED}",
+            "which version plays a slot would depend on what is dropped before it",
+            "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
+        )  # fmt: skip
+    if schedule.over_rollout and schedule.deterministic:
+        yield Problem(
+            "schedule.over_rollout", "more groups than a step needs in a deterministic run",
+            "which of them are trained on depends on timing", "leave one of the keys out",
+        )  # fmt: skip
+
+
+def _check_in_flight(config: RunConfig) -> Iterator[Problem]:
+    if config.sync.in_flight == "finish":
+        return
+    if config.schedule.deterministic:
+        yield Problem(
+            "sync.in_flight", "weights that change in mid-reply in a deterministic run",
+            "which token is sampled by which version depends on timing", "leave one of the keys out",
+        )  # fmt: skip
+    if not getattr(resolve("engines", config.engine.kind), "updates_in_flight", False):
+        yield Problem(
+            "sync.in_flight", "weights that change in mid-reply",
+            f"engine.kind {config.engine.kind!r} does not offer it", "set sync.in_flight to finish",
+        )  # fmt: skip
+
+
+_CHECKS = (
+    _check_schedule,
+    _check_replaced,
+    _check_in_flight,
+    _check_sampling,
+    _check_evaluation,
+    _check_rewards,
+    _check_serving,
+)
 
 
 # --------------------------------------------------------------------------- what follows

@@ -5,29 +5,39 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from trivium.deadlines import together, within
 from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing
 from trivium.policy import EngineFailure, Policy, PromptTooLong
+from trivium.threads import left_behind
 from trivium.types import Failure, Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Workflow
     from trivium.randomness import SampleKey
-    from trivium.types import Task
+    from trivium.schedule import Schedule
+    from trivium.types import Lease, Task
+
+T = TypeVar("T")
+Score = Mapping[str, float] | RewardError
+"""Weighted components of a reward by name, or why there are none."""
 
 
 class Judge(Protocol):
-    """Scores the living members of a group."""
+    """Scores trajectories that did not fail: each as soon as it is finished, then the members of a group together."""
 
-    async def score(
-        self, task: Task, trajectories: Sequence[Trajectory]
-    ) -> Sequence[Mapping[str, float] | RewardError]:
-        """The weighted components of each trajectory, or why there are none."""
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """What one trajectory earned by itself."""
+        ...
+
+    async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """What each of these earned beside the others, in order; empty components where nobody compares."""
         ...
 
 
@@ -52,10 +62,28 @@ class Explorer:
     """The experience pipeline, in order."""
     in_flight: str = "finish"
     """What becomes of replies in progress when new weights arrive: `finish` or `update` (see `sync.in_flight`)."""
+    max_retries: int = 0
+    """How often a trajectory that its workflow failed is played again."""
+    min_members: int = 1
+    """A group with fewer living members is dropped; 1 drops none, the trainer leaves it out."""
+    max_failed_fraction: float = 1.0
+    """The largest part of trajectories that may fail, or be dropped with those that did, where groups are dropped."""
+    judged_together: int = 16
+    """Consecutive groups that this is measured over."""
+    leased: int = field(default=0, init=False)
+    """Slots that were leased since it adopted its version."""
+    idle: bool = field(default=False, init=False)
+    """Whether it has found no free slot."""
+    asking: bool = field(default=False, init=False)
+    """Whether it has said that it wants newer weights."""
     _room: asyncio.Semaphore = field(init=False)
+    _filling: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
+    """What has been begun, in that order, up to the oldest group in progress (None)."""
+    _filled: deque[Group] = field(init=False)
 
     def __post_init__(self) -> None:
         self._room = asyncio.Semaphore(self.max_concurrent)
+        self._filled = deque(maxlen=self.judged_together)
 
     @property
     def version(self) -> int:
@@ -63,9 +91,9 @@ class Explorer:
         return self.engine.version
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
-        """Loads a published version; replies in flight finish first."""
+        """Loads a published version; replies in flight finish first, or go on with it."""
         weights = await asyncio.to_thread(lambda: list(channel.collect(version)))  # may wait for the trainer
-        await self.engine.load(version, weights)
+        await self.engine.load(version, weights, in_flight=self.in_flight)
 
     def refined(self, group: Group) -> Group:
         """The group after the experience pipeline; the first operator that refuses it has the last word."""
@@ -75,6 +103,45 @@ class Explorer:
             group = operator(group)
         return group
 
+    async def fill(self, schedule: Schedule, lease: Lease) -> Group:
+        """Plays what a leased slot stands for: the group as it goes into the buffer, dropped where that is its fate.
+
+        Raises RolloutsFailing when the groups that are dropped, which no trainer sees, show that too much fails.
+        """
+        at = schedule.at(lease.slot)
+        keys = [schedule.key(at, index) for index in range(schedule.group_size)]
+        greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
+        with self._counted(lease) as count:
+            group = await self.play(
+                at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
+            )  # fmt: skip
+            living = len(group.alive)
+            if self.min_members > 1 and living < self.min_members:
+                why = f"{living} of {len(keys)} members lived, workflow.min_members is {self.min_members}"
+                group = group.refused(why)
+            count(group)
+        return self.refined(group)
+
+    @contextmanager
+    def _counted(self, lease: Lease) -> Generator[Callable[[Group], None]]:
+        """Keeps account of a group that is being filled. Groups are looked at in the order in which they were begun:
+        those that fail at once must not stand for slow ones that succeed."""
+        self._filling[lease] = None
+
+        def count(group: Group) -> None:
+            self._filling[lease] = group
+            while self._filling and (oldest := next(iter(self._filling.values()))) is not None:
+                del self._filling[next(iter(self._filling))]
+                self._filled.append(oldest)
+            if self.min_members > 1 and len(self._filled) == self.judged_together:
+                refuse_failing(tuple(self._filled), self.max_failed_fraction, f"{self.judged_together} groups in a row")
+
+        try:
+            yield count
+        finally:
+            if self._filling.get(lease) is None:
+                self._filling.pop(lease, None)
+
     async def play(
         self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,
         sampling: Sampling | None = None, greedy: SampleKey | None = None,
@@ -83,68 +150,85 @@ class Explorer:
 
         With a key for `greedy` it is played once more at temperature 0, and judged by itself: whoever judges members
         against each other must not see it. Raises EngineFailure when the engine itself breaks; everything that is the
-        task's or a user's fault is data.
+        task's or a user's fault is data. Cancelling it frees what it holds of the engine.
         """
         version = self.version
         sampling = sampling or self.sampling
         plays = [(key, sampling) for key in keys]
         if greedy is not None:
             plays.append((greedy, replace(sampling, temperature=0.0)))
-        played = await asyncio.gather(*(self._play_one(task, key, how) for key, how in plays))
-        # The deadline covers a rollout whole: rewards get what the longest playing left of it.
-        left_s = max(0.0, self.deadline_s - max(seconds for _, seconds in played))
+        played = await together(self._play_one(task, key, how) for key, how in plays)
+        # The deadline covers a rollout whole: a comparison gets what the longest one left of it.
+        left_s = self.deadline_s - max(seconds for _, seconds in played)
         trajectories = [trajectory for trajectory, _ in played]
-        members, baseline = await asyncio.gather(
-            self._judge(task, trajectories[: len(keys)], left_s), self._judge(task, trajectories[len(keys) :], left_s)
+        members, baseline = await together(
+            self._compared(task, part, left_s) for part in (trajectories[: len(keys)], trajectories[len(keys) :])
         )
         return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
     async def judged(self, task: Task, played: Sequence[Trajectory]) -> list[Trajectory]:
-        """Trajectories that were played elsewhere, with their rewards, as in `play`."""
-        return await self._judge(task, played, self.deadline_s)
+        """Trajectories that somebody else played, judged as if they had been played here; `deadline_s` for all."""
+        started = time.monotonic()
+        scored = await together(self._scored(task, trajectory, self.deadline_s) for trajectory in played)
+        return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
     async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
-        """The trajectory, and the seconds it took once there was room for it."""
+        """The trajectory with what it earned by itself, and the seconds it took once there was room for it."""
         async with self._room:
             started = time.monotonic()
-            policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
-            try:
-                async with asyncio.timeout(self.deadline_s):
-                    earned = await self.workflow.run(task, policy)
-                trajectory = Trajectory(
-                    key.index, policy.turns, _finite("reward", earned or {}),
-                    metrics=_finite("metric", policy.metrics),
-                )  # fmt: skip
-            except EngineFailure:
-                raise
-            except asyncio.CancelledError:
-                if (current := asyncio.current_task()) is None or current.cancelling():
-                    raise
-                # Nobody cancelled this rollout: the workflow let a cancellation of its own escape.
-                trajectory = Trajectory(
-                    key.index, policy.turns,
-                    failure=Failure("workflow", "CancelledError", "the workflow let a cancellation of its own escape"),
-                )  # fmt: skip
-            except Exception as error:  # the rollout boundary: a bad rollout is data
-                trajectory = Trajectory(key.index, policy.turns, failure=self._failure(error))
-            return trajectory, time.monotonic() - started
+            trajectory = await self._played(task, key, sampling, started + self.deadline_s)
+        trajectory = await self._scored(task, trajectory, started + self.deadline_s - time.monotonic())
+        return trajectory, time.monotonic() - started
 
-    async def _judge(self, task: Task, played: Sequence[Trajectory], deadline_s: float) -> list[Trajectory]:
-        """The trajectories with their rewards; a judge that failed fails the trajectory, never scores it 0."""
-        living = [t for t in played if t.failure is None]
+    async def _played(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
+        """The first attempt that its workflow does not fail, or the last; each begins as if it were the first."""
+        retries = 0
+        trajectory = await self._attempt(task, key, sampling, until)
+        while retries < self.max_retries and trajectory.failure is not None and trajectory.failure.side == "workflow":
+            retries += 1
+            trajectory = await self._attempt(task, key, sampling, until)
+        if not self.max_retries:
+            return trajectory
+        return replace(trajectory, metrics={**trajectory.metrics, "retries": float(retries)})
+
+    async def _attempt(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
+        policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
         try:
-            async with asyncio.timeout(deadline_s):
-                scores = await self.judge.score(task, living) if living else ()
-        except TimeoutError:
-            error = DeadlineExceeded(
-                f"the reward of task {task.task_id!r}", f"none after {deadline_s:.1f} s", "make it faster, or raise "
-                "workflow.deadline_s",
-            )  # fmt: skip
-            scores = [error] * len(living)
-        by_index = dict(zip((t.index for t in living), scores, strict=True))
-        return [self._scored(t, by_index[t.index]) if t.index in by_index else t for t in played]
+            earned = await within(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
+            rewards, metrics = _finite("reward", earned or {}), _finite("metric", policy.metrics)
+            return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
+        except EngineFailure:
+            raise
+        except Exception as error:  # the rollout boundary: a bad rollout is data
+            return Trajectory(key.index, policy.turns, failure=self._failure(error))
 
-    def _scored(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
+    async def _scored(self, task: Task, trajectory: Trajectory, left_s: float) -> Trajectory:
+        """The trajectory with what it earned by itself."""
+        if trajectory.failure is not None:
+            return trajectory
+        return self._rewarded(trajectory, await self._verdict(task, self.judge.score(task, trajectory), left_s))
+
+    async def _compared(self, task: Task, played: Sequence[Trajectory], left_s: float) -> list[Trajectory]:
+        """The trajectories with what they earned beside each other; one that nobody judged at all failed."""
+        living = [t for t in played if t.failure is None]
+        said = await self._verdict(task, self.judge.compare(task, living), left_s) if living else ()
+        scores = [said] * len(living) if isinstance(said, RolloutError) else said
+        by_index = {t.index: self._rewarded(t, score) for t, score in zip(living, scores, strict=True)}
+        return [self._fail_unjudged(by_index.get(t.index, t)) for t in played]
+
+    async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
+        """What a judge says, or why it says nothing; a judge that failed fails the trajectory, never scores it 0."""
+        try:
+            return await within(left_s, judging)
+        except TimeoutError:
+            return DeadlineExceeded(
+                f"the reward of task {task.task_id!r}", f"none within {self.deadline_s:.1f} s of playing and judging",
+                "make it faster, or raise workflow.deadline_s",
+            )  # fmt: skip
+        except RolloutError as error:  # no thread for it, or a cancellation that escaped it
+            return RewardError(error.asked, error.found, error.do)
+
+    def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
         if isinstance(score, RolloutError):
             return replace(trajectory, failure=self._failure(score))
         rewards = {**trajectory.rewards, **score}
@@ -153,12 +237,15 @@ class Explorer:
                 "rewards of different names", f"both the workflow and a reward gave {sorted(score)}", "rename one"
             )
             return replace(trajectory, failure=self._failure(error))
-        if not rewards and self.must_judge:
-            error = RewardError(
-                "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
-            )
-            return replace(trajectory, failure=self._failure(error))
         return replace(trajectory, rewards=rewards)
+
+    def _fail_unjudged(self, trajectory: Trajectory) -> Trajectory:
+        if trajectory.failure is not None or trajectory.rewards or not self.must_judge:
+            return trajectory
+        error = RewardError(
+            "a reward", "neither the workflow nor a reward function gave one", "add an entry under `rewards`"
+        )
+        return replace(trajectory, failure=self._failure(error))
 
     def _failure(self, error: Exception) -> Failure:
         match error:
@@ -171,19 +258,24 @@ class Explorer:
             case _:
                 side = "workflow"
         message = str(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
+        if side == "deadline" and (number := left_behind()):
+            message += f"\n{number} call(s) of plain functions that were given up still run in their threads"
         return Failure(side, type(error).__name__, message)
 
 
 def refuse_failing(groups: Sequence[Group], max_fraction: float, what: str) -> None:
-    """Raises RolloutsFailing when more than this part of the groups' trajectories failed."""
+    """Raises RolloutsFailing when more than this part of the groups' trajectories failed, or were dropped with those
+    that did."""
     failures = [t.failure for group in groups for t in group.played if t.failure is not None]
     total = sum(len(group.played) for group in groups)
-    if len(failures) <= max_fraction * total:
+    dropped = sum(t.failure is None for group in groups if group.dropped for t in group.played)
+    if len(failures) + dropped <= max_fraction * total:
         return
     (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
+    beside = f" and {dropped} were dropped with them" if dropped else ""
     raise RolloutsFailing(
         f"at most {max_fraction:.0%} failed trajectories in {what}",
-        f"{len(failures)} of {total} failed; most often ({times} times) the {side}: {kind}: {message}",
+        f"{len(failures)} of {total} failed{beside}; most often ({times} times) the {side}: {kind}: {message}",
         "mend the cause and start another run.dir (failed rollouts are part of this run), or raise "
         "workflow.max_failed_fraction if this many failures are normal",
     )

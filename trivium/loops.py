@@ -87,13 +87,7 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
     playing: dict[Lease, asyncio.Task[None]] = {}
 
     async def play(lease: Lease) -> None:
-        assignment = schedule.at(lease.slot)
-        keys = [schedule.key(assignment, index) for index in range(schedule.group_size)]
-        greedy = schedule.key(assignment, schedule.group_size) if explorer.greedy_baseline else None
-        group = await explorer.play(
-            assignment.task, keys, slot=lease.slot, epoch=assignment.epoch, attempt=lease.attempt, greedy=greedy
-        )
-        await buffer.put(explorer.name, explorer.refined(group))
+        await buffer.put(explorer.name, await explorer.fill(schedule, lease))
 
     async def call_off() -> None:
         while True:
@@ -101,17 +95,32 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
                 if lease in playing:  # else it finished in the same moment
                     playing[lease].cancel()
 
+    def ask() -> None:
+        """Says whether newer weights are wanted: by who has nothing to play, or has played enough with these."""
+        wants = explorer.idle or synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
+        if wants != explorer.asking:
+            explorer.asking = wants
+            synchronizer.ask(explorer.name, wants)
+
+    async def next_lease() -> Lease:
+        lease = await buffer.lease(explorer.name, wait=False)
+        if lease is None:
+            explorer.idle = True
+            ask()
+            lease = await buffer.lease(explorer.name)
+        assert lease is not None
+        explorer.idle = False
+        explorer.leased += 1
+        ask()
+        return lease
+
     async with asyncio.TaskGroup() as tasks:
         calling = tasks.create_task(call_off(), name="call_off")
         while True:
             try:
-                lease = await buffer.lease(explorer.name, wait=False)
-                if lease is None:
-                    synchronizer.require(explorer.name)
-                    lease = await buffer.lease(explorer.name)
+                lease = await next_lease()
             except StopAsyncIteration:
                 break
-            assert lease is not None
             task = playing[lease] = tasks.create_task(play(lease), name=f"slot-{lease.slot}")
             task.add_done_callback(lambda _, lease=lease: playing.pop(lease, None))
         for task in (calling, *playing.values()):  # the stage is over: what is still being played has no use
@@ -141,7 +150,8 @@ async def follow_weights(
                 raise
             continue
         loaded = version
-        synchronizer.adopted(explorer.name, version)
+        explorer.leased, explorer.asking = 0, explorer.idle
+        synchronizer.adopted(explorer.name, version, wants=explorer.idle)
         await buffer.advance(explorer.name, version)
 
 
@@ -170,6 +180,9 @@ async def train_loop(trainer: Trainer) -> None:
     await trainer.finish()
 
 
+Explore = Callable[["Explorer", "Buffer", "Schedule", "Synchronizer"], Coroutine[Any, Any, None]]
+
+
 @dataclass(frozen=True)
 class Parts:
     """What one stage of a run consists of, or one half of it."""
@@ -185,7 +198,7 @@ class Parts:
     evaluator: Evaluator | None = None
     """None where nothing is evaluated, or somebody else does it."""
     stage: int = 0
-    explore: Callable[[Explorer, Buffer, Schedule, Synchronizer], Coroutine[Any, Any, None]] = explore_loop
+    explore: Explore = explore_loop
     """What fills the buffer: the schedule's tasks, or agents that come with their own."""
 
 
@@ -214,8 +227,8 @@ async def train_half(parts: Parts, trainer: Trainer) -> None:
 async def explore_half(parts: Parts, explorer: Explorer) -> None:
     """Explores and evaluates until the trainer is done with the stage."""
     synchronizer = parts.synchronizer
+    await synchronizer.join(explorer.name)
     with synchronizer.obituary(explorer.name), synchronizer.heart(explorer.name):
-        synchronizer.join(explorer.name)
         async with asyncio.TaskGroup() as tasks:
             following = follow_weights(explorer, parts.buffer, parts.schedule, synchronizer, parts.channel)
             roles: dict[str, Coroutine[Any, Any, None]] = {

@@ -129,6 +129,10 @@ declare(
 declare("rollout/given_up", "slots given up after `schedule.max_attempts`", aggregation="sum", better="down")
 declare("rollout/dropped", "groups that the experience pipeline refused", aggregation="sum")
 declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
+declare(
+    "workflow/retries", "how often a trajectory had been played in vain before (where `workflow.max_retries` is set)",
+    better="down",
+)  # fmt: skip
 declare("workflow/*", "a number that the workflow, or an operator, reported, averaged over trajectories")
 
 # Where a step's groups came from.

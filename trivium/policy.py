@@ -140,22 +140,20 @@ class Policy:
         record = self._playing.turns
         return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
 
-    def end(self) -> tuple[Turn, ...]:
+    def end(self) -> None:
         """The playing is over, for forks as well: replies that somebody still waits for are called off, no others are
-        given. Returns the record, which does not change any more."""
+        given, and none joins the record any more."""
         self._playing.over = True
         for task in self._playing.asking:
             task.cancel()
-        return self.turns
 
     async def _generate(self, request: Request) -> Completion:
         task = asyncio.current_task()
         assert task is not None
-        if self._playing.over:
-            raise RolloutError("a reply", "the playing is over", "await every reply before the workflow returns")
+        self._refuse_late()
         self._playing.asking.add(task)
         try:
-            return await self._engine.generate(request)
+            done = await self._engine.generate(request)
         except (RolloutError, EngineFailure):
             raise
         except Exception as error:
@@ -164,6 +162,12 @@ class Policy:
             ) from error
         finally:
             self._playing.asking.discard(task)
+        self._refuse_late()
+        return done
+
+    def _refuse_late(self) -> None:
+        if self._playing.over:
+            raise RolloutError("a reply", "the playing is over", "await every reply before the workflow returns")
 
     def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
         known = len(self._history)

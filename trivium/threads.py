@@ -7,39 +7,139 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trivium.errors import RolloutError
 
 T = TypeVar("T")
 
+MAX_LEFT_BEHIND = 64
+"""Functions that may still compute after their caller has given them up, in the whole process."""
 
-async def in_thread(function: Callable[[], T], name: str = "trivium-user-code") -> T:
-    """The function's result, computed in a daemon thread of its own. Cancelling abandons the thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+_IDLE_S = 1.0
+"""A thread without work for so long ends."""
 
-    def deliver(result: T | None, error: BaseException | None) -> None:
+
+@dataclass(eq=False)
+class _Job:
+    """A function that waits for a thread, or runs in one."""
+
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
+    running: bool = False
+    left: bool = False
+    """Its caller has gone while it ran."""
+
+
+_left_behind = 0
+_counting = threading.Lock()
+
+
+def left_behind() -> int:
+    """How many functions still run although their caller has given them up."""
+    return _left_behind
+
+
+def _leave(change: int) -> None:
+    global _left_behind
+    with _counting:
+        _left_behind += change
+
+
+class Threads:
+    """Up to `limit` daemon threads that take one function after the other.
+
+    A function that is given up while it runs cannot be stopped: it is left behind with its thread, another thread takes
+    its place, and there may be no more than `MAX_LEFT_BEHIND` of them.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._threads = self._idle = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """The function's result. Cancelling gives up the function, in a thread or on its way to one.
+
+        Raises RolloutError while too many others that were given up still run.
+        """
+        if left_behind() >= MAX_LEFT_BEHIND:
+            raise RolloutError(
+                f"a thread for {self._name}",
+                f"{left_behind()} calls that were given up at their deadline still run in theirs",
+                "give what they wait for a time limit of its own, make it `async`, or (rewards) set `workers`",
+            )
+        job = _Job(function, asyncio.get_running_loop().create_future())
+        with self._changed:
+            self._jobs.append(job)
+            if len(self._jobs) > self._idle and self._threads < self._limit:
+                self._threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._changed.notify()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._give_up(job)
+            raise
+
+    def _give_up(self, job: _Job) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            elif job.running:
+                job.left = True
+                self._threads -= 1
+                _leave(+1)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            outcome = _outcome(job.function)
+            with self._changed:
+                job.running = False
+            if job.left:
+                _leave(-1)
+                return
+            _deliver(job.future, *outcome)
+
+    def _next(self) -> _Job | None:
+        """The next job; None where there is none for a while."""
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._jobs, _IDLE_S)
+            self._idle -= 1
+            if not self._jobs:
+                self._threads -= 1
+                return None
+            job = self._jobs.popleft()
+            job.running = True
+            return job
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return function(), None
+    except StopIteration:
+        return None, RuntimeError("user code raised StopIteration")  # a future cannot carry it
+    except BaseException as raised:  # carried to the caller, who decides
+        return None, raised
+
+
+def _deliver(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    def settle() -> None:
         if future.done():
             return
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # pyright: ignore[reportArgumentType]
+            future.set_result(result)
 
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:  # carried to the caller, who decides
-            error = raised
-            if isinstance(raised, StopIteration):
-                error = RuntimeError(f"StopIteration raised by {name}")
-        if not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(deliver, result, error)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await future
+    loop = future.get_loop()
+    try:
+        loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        if not loop.is_closed():  # a closed loop has nobody left to tell
+            raise

@@ -90,7 +90,7 @@ async def test_a_cancellation_that_escapes_a_workflow_is_its_failure() -> None:
         raise asyncio.CancelledError
 
     group = await asyncio.wait_for(play(explorer(leaks)), 5)
-    assert [t.failure.kind for t in group.trajectories if t.failure] == ["CancelledError"] * 4
+    assert [t.failure.kind for t in group.trajectories if t.failure] == ["CancellationEscaped"] * 4
 
 
 async def test_a_cancellation_from_outside_ends_the_playing() -> None:

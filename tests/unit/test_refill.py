@@ -364,7 +364,10 @@ class Judging:
 
     def check_columns(self, columns: Mapping[str, Any]) -> None: ...
 
-    async def score(self, task: Task, trajectories: Sequence[Any]) -> list[dict[str, float]]:
+    async def score(self, task: Task, trajectory: Any) -> dict[str, float]:
+        return {}
+
+    async def compare(self, task: Task, trajectories: Sequence[Any]) -> list[dict[str, float]]:
         return [{"shown": float(len(trajectories))} for _ in trajectories]
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import signal
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from trivium import threads
 from trivium.config import RewardConfig, plugin
 from trivium.errors import ConfigError, DataError, RewardError, UnknownName
 from trivium.registry import resolve
@@ -17,7 +20,9 @@ from trivium.rewards.functions import Exact
 from trivium.types import Message, StopReason, Task, Trajectory, Turn
 
 USER_FILE = """
-import asyncio, functools, threading, time
+import asyncio, ctypes, functools, os, threading, time
+import numpy as np
+from trivium.config import RewardConfig
 
 threads = []
 seen = []
@@ -61,9 +66,51 @@ def raises(prompt, completion):
     raise KeyError("gone")
 
 def slow(prompt, completion, calls):
-    calls.append(1)
+    calls.append("slow")
     time.sleep(0.05)
     return 1.0
+
+def next_one(prompt, completion, calls):
+    calls.append("next")
+    return 1.0
+
+def place(prompt, completions, seen, default=1):
+    seen.append(list(completions))
+    return [sorted(completions).index(each) * default for each in completions]
+
+async def place_later(prompt, completions, **columns):
+    await asyncio.sleep(0)
+    return np.arange(len(completions)) / 2
+
+def both(prompt, completion, completions):
+    return 0.0
+
+def blocks(prompt, completion, seconds):
+    # One call into C that does not let go of the interpreter.
+    if seconds:
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return np.float32(len(completion))
+
+def who(prompt, completion):
+    print("a reward may print")
+    return os.getpid()
+
+def leaves(prompt, completion):
+    os._exit(3)
+
+async def slept(prompt, completion):
+    await asyncio.sleep(0)
+    return 7
+
+class Counts:
+    class Config(RewardConfig):
+        base: int = 0
+
+    def __init__(self, config):
+        self.pid, self.base = os.getpid(), config.base
+
+    def __call__(self, prompt, completion, parent):
+        return self.base + (self.pid != parent)
 
 async def gives_up(prompt, completion):
     raise asyncio.CancelledError
@@ -95,16 +142,24 @@ def said(*texts: str) -> list[Trajectory]:
 
 
 def score(judge: Judge, on: Task, *texts: str):
-    return asyncio.run(judge.score(on, said(*texts)))
+    """What each text earns by itself, all of them judged at the same time."""
+
+    async def all_of_them():
+        return await asyncio.gather(*(judge.score(on, trajectory) for trajectory in said(*texts)))
+
+    return asyncio.run(all_of_them())
+
+
+def compare(judge: Judge, on: Task, *texts: str):
+    return asyncio.run(judge.compare(on, said(*texts)))
 
 
 def test_a_reward_gets_the_last_user_message_the_last_turn_and_the_columns_it_names(rewards, tmp_path):
     judge = rewards("mine", weight=2.0)
     assert score(judge, task(answer="2", other=1), "2", "3") == [{"mine": 3.0}, {"mine": 1.0}]
     module = sys.modules[resolve("rewards", f"{tmp_path}/my_rewards.py:mine").__module__]
-    assert module.seen == [("1+1=", "2", "2", 0.5), ("1+1=", "3", "2", 0.5)]
-    assert len(set(module.threads)) == 1
-    assert module.threads[0] is not threading.main_thread()
+    assert sorted(module.seen) == [("1+1=", "2", "2", 0.5), ("1+1=", "3", "2", 0.5)]
+    assert threading.main_thread() not in module.threads
 
 
 def test_keyword_catch_all_gets_every_column_but_the_two_that_are_given(rewards):
@@ -182,15 +237,99 @@ def test_no_rewards_give_no_components():
 
 
 def test_cancelling_stops_the_worker_after_the_reward_it_is_in(rewards):
-    calls: list[int] = []
+    calls: list[str] = []
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rewards("slow").score(task(calls=calls), said(*["x"] * 100)), 0.12)
-        await asyncio.sleep(0.12)
+            await asyncio.wait_for(rewards("slow", "next_one").score(task(calls=calls), *said("x")), 0.02)
+        await asyncio.sleep(0.1)
 
     asyncio.run(main())
-    assert 1 <= len(calls) <= 5
+    assert calls == ["slow"]
+
+
+def test_a_reward_that_compares_sees_the_members_in_order_and_gives_one_number_each(rewards):
+    judge, seen = rewards("place", "place_later", weight=2.0), []
+    assert judge.labels == ("place", "place_later")
+    assert score(judge, task(seen=seen), "b", "a") == [{}, {}]
+    found = compare(judge, task(seen=seen), "b", "c", "a")
+    assert found == [
+        {"place": 2.0, "place_later": 0.0}, {"place": 4.0, "place_later": 1.0}, {"place": 0.0, "place_later": 2.0}
+    ]  # fmt: skip
+    assert seen == [["b", "c", "a"]]
+    assert compare(rewards("mine"), task(answer="x"), "b", "c") == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [([1.0], "1 of them for 2"), (1.0, "1.0 of type float for 2"), ("ab", "2 of them for 2"), ({}, "dict for 2")],
+)
+def test_a_reward_that_compares_and_does_not_give_one_number_each_fails_all(tmp_path, value, shown):
+    (tmp_path / "one.py").write_text("def one(prompt, completions, what):\n    return what\n")
+    judge = make_judge([RewardConfig(kind=f"{tmp_path}/one.py:one")])
+    errors = compare(judge, task(what=value), "a", "b")
+    assert all(isinstance(error, RewardError) and shown in error.found for error in errors)
+    good, bad = compare(judge, task(what=[1.0, math.nan]), "a", "b")
+    assert good == {"one": 1.0}
+    assert isinstance(bad, RewardError)
+
+
+def test_a_reward_judges_one_or_all_not_both(rewards):
+    with pytest.raises(ConfigError, match=r"it takes \(prompt, completion, completions\)"):
+        rewards("both")
+
+
+async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(rewards):
+    judge = rewards("blocks", workers=1)
+    (said_two,) = said("ab")
+    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    began = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await judge.score(task(seconds=60), said_two)
+    assert time.perf_counter() - began < 5
+    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    async with asyncio.timeout(5):
+        while threads.left_behind():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_kernel_ends_what_nobody_is_left_to_kill(rewards, tmp_path):
+    judge = make_judge([RewardConfig(kind=f"{tmp_path}/my_rewards.py:blocks", workers=1)], deadline_s=0.2)
+    error = await judge.score(task(seconds=60), *said("ab"))
+    assert isinstance(error, RewardError)
+    assert f"code {-signal.SIGALRM}" in error.found
+
+
+async def test_workers_serve_calls_side_by_side_and_are_kept(rewards):
+    judge = rewards("who", workers=2)
+    first = await asyncio.gather(*(judge.score(task(), each) for each in said("a", "b", "c", "d")))
+    pids = {scores["who"] for scores in first}
+    assert len(pids) <= 2
+    assert os.getpid() not in pids
+    assert (await judge.score(task(), *said("e")))["who"] in pids
+
+
+async def test_workers_build_classes_await_coroutines_and_say_what_went_wrong(rewards, tmp_path):
+    said_once = said("abc")
+    assert await rewards("slept", workers=1).score(task(), *said_once) == {"slept": 7.0}
+    config = plugin("rewards", RewardConfig)(
+        {"kind": f"{tmp_path}/my_rewards.py:Counts", "base": 5, "workers": 1, "weight": 2.0}
+    )
+    judge = make_judge([config])
+    with pytest.raises(DataError, match="lacks parent"):
+        judge.check_columns({})
+    assert await judge.score(task(parent=os.getpid()), *said_once) == {"Counts": 12.0}
+    error = await rewards("raises", workers=1).score(task(), *said_once)
+    assert isinstance(error, RewardError)
+    assert "KeyError: 'gone'" in error.found
+    error = await rewards("leaves", workers=1).score(task(), *said_once)
+    assert isinstance(error, RewardError)
+    assert "code 3" in error.found
+    error = await rewards("everything", workers=1).score(task(what=object()), *said_once)
+    assert isinstance(error, RewardError)
+    assert "not JSON serializable" in error.found
+    assert isinstance(await rewards("place", workers=1).compare(task(seen=[]), said("b", "a")), list)
 
 
 def test_cancelled_error_is_not_turned_into_a_score(rewards):

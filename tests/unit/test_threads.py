@@ -5,36 +5,101 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from trivium.threads import in_thread
+from trivium import threads
+from trivium.errors import RolloutError
+from trivium.threads import Threads, left_behind
 
 
 async def test_results_and_errors_come_back() -> None:
-    assert await in_thread(lambda: 3) == 3
+    pool = Threads(2, "test")
+    assert await pool.run(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        await in_thread(lambda: 1 // 0)
+        await pool.run(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await pool.run(lambda: next(iter(())))
 
 
 async def test_a_blocking_function_does_not_block_the_loop() -> None:
-    slow = asyncio.create_task(in_thread(lambda: time.sleep(0.2)))
+    slow = asyncio.create_task(Threads(1, "test").run(lambda: time.sleep(0.2)))
     await asyncio.wait_for(asyncio.sleep(0.01), 0.15)
     assert not slow.done()
     await slow
 
 
+async def test_no_more_threads_than_allowed_and_no_more_than_needed() -> None:
+    pool, lock, running, most = Threads(3, "test"), threading.Lock(), 0, 0
+
+    def work() -> threading.Thread:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return threading.current_thread()
+
+    assert len(set(await asyncio.gather(*(pool.run(work) for _ in range(12))))) == 3
+    assert most == 3
+    one_after_the_other = {await pool.run(work) for _ in range(4)}
+    assert len(one_after_the_other) <= 3
+
+
+async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> None:
+    pool, go_on = Threads(1, "test"), threading.Event()
+    stuck = asyncio.create_task(pool.run(go_on.wait))
+    queued = asyncio.create_task(pool.run(lambda: pytest.fail("given up before it began")))
+    await asyncio.sleep(0.02)
+    for task in (queued, stuck):
+        task.cancel()
+    await asyncio.wait((queued, stuck))
+    assert left_behind() == 1
+    assert await pool.run(lambda: 5) == 5
+    go_on.set()
+    async with asyncio.timeout(5):
+        while left_behind():
+            await asyncio.sleep(0.005)
+
+
+async def test_there_are_only_so_many_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_LEFT_BEHIND", 2)
+    pool, go_on = Threads(8, "a test"), threading.Event()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await pool.run(go_on.wait)
+    with pytest.raises(RolloutError, match="2 calls that were given up"):
+        await pool.run(lambda: 1)
+    go_on.set()
+    async with asyncio.timeout(5):
+        while left_behind():
+            await asyncio.sleep(0.005)
+    assert await pool.run(lambda: 1) == 1
+
+
+async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_IDLE_S", 0.01)
+    thread = await Threads(1, "test").run(threading.current_thread)
+    async with asyncio.timeout(5):
+        while thread.is_alive():
+            await asyncio.sleep(0.005)
+
+
 def test_an_endless_function_does_not_outlive_its_deadline() -> None:
     program = """
 import asyncio, time
-from trivium.threads import in_thread
+from trivium.threads import Threads
 def endless():
     while True: time.sleep(0.05)
 async def main():
     try:
         async with asyncio.timeout(0.1):
-            await in_thread(endless)
+            await Threads(1, "test").run(endless)
     except TimeoutError:
         print("deadline")
 asyncio.run(main())

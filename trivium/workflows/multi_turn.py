@@ -5,7 +5,6 @@ reset(task) -> messages -> policy replies -> step(reply) -> messages, reward, do
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import json
@@ -22,7 +21,7 @@ from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
 from trivium.policy import Policy, PromptTooLong
 from trivium.registry import resolve
-from trivium.threads import in_thread
+from trivium.threads import Threads
 from trivium.types import Message, Task
 
 
@@ -62,7 +61,7 @@ class MultiTurn:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._environment = environment_of(config)
-        self._room = asyncio.Semaphore(config.threads)
+        self._threads = Threads(config.threads, f"the environment {config.environment}")
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
@@ -94,8 +93,7 @@ class MultiTurn:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            async with self._room:
-                result = await in_thread(partial(function, *args, **kwargs), "environment")
+            result = await self._threads.run(partial(function, *args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
