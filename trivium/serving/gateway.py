@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trivium.deadlines import together
 from trivium.explorer import Explorer
 from trivium.policy import EngineFailure, Policy
 from trivium.protocols import Buffer
@@ -24,7 +25,7 @@ from trivium.serving.asks import Ask, Feedback, Refused
 from trivium.serving.groups import OpenGroup, Slot
 from trivium.serving.sessions import Index, Reply, Session, agreed, digest, shown
 from trivium.synchronizer import Synchronizer
-from trivium.types import SERVED, Failure, Group, Message, StopReason, Task
+from trivium.types import SERVED, Failure, Group, Lease, Message, StopReason, Task
 
 _log = logging.getLogger("trivium")
 
@@ -37,8 +38,6 @@ class Terms:
     """A session that was not heard of for so long is forgotten."""
     deadline_s: float
     """A session that takes longer fails; also the longest wait of a call for a slot."""
-    min_members: int
-    """A group with fewer living trajectories is dropped."""
     reward_names: frozenset[str]
     """The names of the config's own reward functions."""
     check_columns: Callable[[Collection[str]], None]
@@ -74,7 +73,7 @@ class Gateway:
         self._spare: deque[Slot] = deque()
         """Slots whose group came to nothing before anything was said in it."""
         self._wanted = asyncio.Event()
-        self._concluding: dict[int, asyncio.Task[None]] = {}
+        self._concluding: dict[Lease, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(explorer.max_concurrent)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number = 0
@@ -135,11 +134,11 @@ class Gateway:
             self._waiting.popleft().slot.set_result(self._spare.popleft())
 
     async def _call_off(self) -> None:
-        """Ends the sessions of slots that can no longer be trained on."""
+        """Ends the sessions of groups that can no longer be trained on."""
         while True:
-            slots = set(await self._buffer.called_off(self.explorer.name))
-            self._spare = deque(spare for spare in self._spare if spare.lease.slot not in slots)
-            for group in [g for g in self._open if g.slot.done() and g.slot.result().lease.slot in slots]:
+            leases = set(await self._buffer.called_off(self.explorer.name))
+            self._spare = deque(spare for spare in self._spare if spare.lease not in leases)
+            for group in [g for g in self._open if g.slot.done() and g.slot.result().lease in leases]:
                 del self._open[group]
                 self.counts["called_off"] += group.taken
                 for session in list(group.live):
@@ -148,8 +147,8 @@ class Gateway:
                 for session in group.done:
                     session.over = (410, "its rollouts became too stale to train on")
                     session.forget()
-            for slot in slots & self._concluding.keys():
-                self._concluding[slot].cancel()
+            for lease in leases & self._concluding.keys():
+                self._concluding[lease].cancel()
 
     async def _sweep(self) -> None:
         """Ends what takes too long, forgets what is not heard of any more."""
@@ -185,17 +184,12 @@ class Gateway:
                 503, "a reply of the policy", "its weights have not arrived yet", "ask again", code="not_loaded",
                 retry_after_s=1,
             )  # fmt: skip
-        seats = self._seats(ask)
-        speaking = [asyncio.ensure_future(self._call(session, parent, ask)) for session, parent in seats]
         try:
-            return list(await asyncio.gather(*speaking))
+            return await together([self._call(session, parent, ask) for session, parent in self._seats(ask)])
         except EngineFailure as error:
             if not self._broken.done():
                 self._broken.set_exception(error)
             raise
-        finally:
-            for call in speaking:  # where one failed, the others have no use
-                call.cancel()
 
     def _seats(self, ask: Ask) -> list[tuple[Session, Reply | None]]:
         """The session of each choice, and the reply it goes on from. Calls are counted from here on."""
@@ -490,9 +484,9 @@ class Gateway:
     def _conclude(self, group: OpenGroup) -> asyncio.Task[None]:
         """The group is over: judged and put, while agents go on."""
         del self._open[group]
-        slot = group.slot.result().lease.slot
-        task = self._concluding[slot] = self._tasks.create_task(self._put(group))
-        task.add_done_callback(lambda _: self._concluding.pop(slot, None))
+        lease = group.slot.result().lease
+        task = self._concluding[lease] = self._tasks.create_task(self._put(group))
+        task.add_done_callback(lambda _: self._concluding.pop(lease, None))
         return task
 
     async def _put(self, group: OpenGroup) -> None:
@@ -503,8 +497,9 @@ class Gateway:
         judged = await self.explorer.judged(task, played)
         # Slots are never issued twice at once, so the slot tells this group from others of its task.
         made = Group(slot.lease.slot, task, tuple(judged), slot.lease.slot, slot.lease.attempt, slot.version)
-        if len(made.alive) < self.terms.min_members:
-            made = made.refused(f"{len(made.alive)} trajectories, and workflow.min_members is {self.terms.min_members}")
+        living, needed = len(made.alive), self.explorer.min_members
+        if not played or (needed > 1 and living < needed):
+            made = made.refused(f"{living} trajectories, and workflow.min_members is {needed}")
         await self._buffer.put(self.explorer.name, self.explorer.refined(made))
         self.counts["groups"] += 1
         for session in sessions:

@@ -33,7 +33,7 @@ def agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Collection
         raise MissingPackage(error.name or "fastapi", "serve", "serve the policy (run.mode: serve)") from error
     said = config.serve
     terms = Terms(
-        idle_s=said.idle_s, deadline_s=config.workflow.deadline_s, min_members=config.workflow.min_members,
+        idle_s=said.idle_s, deadline_s=config.workflow.deadline_s,
         reward_names=frozenset(reward.label for reward in config.rewards), check_columns=check_columns,
     )  # fmt: skip
 

@@ -78,14 +78,14 @@ class Index:
     def find(self, messages: Conversation, fits: Callable[[Reply], bool]) -> Reply | None:
         """The reply at the end of the longest known beginning of `messages`.
 
-        Of several with the same text, the first that nobody went on from; else the newest.
+        Of several with the same text, the newest that nobody went on from yet, else the newest.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1].role != "assistant":
                 continue
             found = [reply for reply in self._found.get(messages[:length], ()) if fits(reply)]
             if found:
-                return next((reply for reply in found if not reply.continued), found[-1])
+                return next((reply for reply in reversed(found) if not reply.continued), found[-1])
         return None
 
 

@@ -1,0 +1,573 @@
+"""The endpoint over real HTTP, a scripted engine and the memory buffer: what agents play is what is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from trivium.board import MemoryBoard
+from trivium.buffers.memory import MemoryBuffer
+from trivium.config import RewardConfig
+from trivium.engines.scripted import ScriptedEngine
+from trivium.explorer import Explorer
+from trivium.policy import EngineFailure
+from trivium.randomness import uniforms
+from trivium.rewards.calling import make_judge
+from trivium.schedule import Schedule
+from trivium.serving.gateway import Gateway, Terms
+from trivium.serving.http import CannotListen, Door, listening
+from trivium.synchronizer import Synchronizer
+from trivium.tasks.served import ServedTasks
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Completion, Group, Request, Sampling, experiences_of
+from trivium.workflows.single_turn import SingleTurn
+
+RENDERER = ChatRenderer(tiny_tokenizer("bytes"))
+VOCABULARY = 263
+NAME = "server"
+
+
+class Babbler(ScriptedEngine):
+    """Says arbitrary ids (broken UTF-8, special tokens), drawn from the key; keeps what it gave."""
+
+    def __init__(self, **config: Any) -> None:
+        said = {"replies": ((65, 66),), **config}
+        super().__init__(
+            ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode
+        )  # fmt: skip
+        self.babbles = "replies" not in config
+        self.given: list[tuple[Request, Completion]] = []
+
+    def _choose(self, request: Request, version: int) -> str | Sequence[int]:
+        if not self.babbles:
+            return super()._choose(request, version)
+        drawn = uniforms(np.uint64(request.key.digest()), np.arange(9))
+        return [int(u * VOCABULARY) for u in drawn[: 1 + int(drawn[8] * 8)]]
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        self.given.append((request, done))
+        return done
+
+
+@dataclass
+class Served:
+    """A running endpoint and what stands behind it."""
+
+    client: httpx.AsyncClient
+    gateway: Gateway
+    buffer: MemoryBuffer
+    engine: Babbler
+    running: asyncio.Task[None]
+
+    async def chat(self, *messages: Any, expect: int = 200, **more: Any) -> dict[str, Any]:
+        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        answer = await self.client.post("/v1/chat/completions", json={"model": "policy", "messages": said, **more})
+        assert answer.status_code == expect, answer.text
+        return answer.json()
+
+    async def feedback(self, expect: int = 200, **said: Any) -> dict[str, Any]:
+        answer = await self.client.post("/feedback", json=said)
+        assert answer.status_code == expect, answer.text
+        return answer.json()
+
+    async def take(self, count: int = 1, version: int = 0) -> list[Group]:
+        return await asyncio.wait_for(self.buffer.take(count, version), 5)
+
+    async def eventually(self, **health: Any) -> None:
+        for _ in range(500):
+            if health.items() <= (now := (await self.client.get("/health")).json()).items():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(now)
+
+
+@asynccontextmanager
+async def served(
+    path: Path, *, group_size: int = 2, groups: int = 4, staleness: int = 1, idle_s: float = 60.0,
+    deadline_s: float = 30.0, min_members: int = 1, rewards: Sequence[RewardConfig] = (), api_key: str | None = None,
+    temperature: float = 1.0, loaded: bool = True, broken: bool = False, **engine: Any,
+) -> AsyncGenerator[Served]:  # fmt: skip
+    babbler, judge = Babbler(**engine), make_judge(rewards)
+    explorer = Explorer(
+        babbler, RENDERER, SingleTurn(SingleTurn.Config()), judge, Sampling(8, temperature), babbler.max_context,
+        deadline_s, 64, NAME, min_members=min_members,
+    )  # fmt: skip
+    schedule = Schedule(
+        ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0), seed=0, groups_per_step=groups,
+        group_size=group_size, max_staleness=staleness, steps=100,
+    )  # fmt: skip
+    buffer = MemoryBuffer(
+        MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0
+    )
+    await buffer.restore(None, 0)
+    synchronizer = Synchronizer(MemoryBoard(), deadline_s=30.0)
+    synchronizer.open()
+    if loaded:
+        synchronizer.adopted(NAME, 0)
+        await buffer.advance(NAME, 0)
+    terms = Terms(idle_s, deadline_s, frozenset(judge.labels), judge.check_columns)
+    gateway = Gateway(explorer, buffer, schedule, synchronizer, terms)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    async with listening(Door(gateway, "policy", api_key).app, "127.0.0.1", 0) as url:
+        running = asyncio.create_task(gateway.run())
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
+            here = Served(client, gateway, buffer, babbler, running)
+            if loaded:
+                await here.eventually(loaded=True)
+            yield here
+        running.cancel()
+        await asyncio.wait([running])
+    if not (running.cancelled() or broken):
+        running.result()
+
+
+# --------------------------------------------------------------------------- custody
+
+
+async def agent(here: Served, seed: int, named: bool) -> list[str]:
+    """Plays at random: goes on, branches off, edits what was said, asks for several choices. Returns reply ids."""
+    draw = random.Random(seed)
+    labels = {"task_id": f"task-{seed // 3}", "session": f"agent-{seed}"} if named else {}
+    histories: list[list[Any]] = [[{"role": "user", "content": f"{seed} begins"}]]
+    ids: list[str] = []
+    for turn in range(draw.randint(1, 6)):
+        history = draw.choice(histories) if named else histories[-1]
+        if named and turn and draw.random() < 0.2:  # whatever the policy said there, it now said something else
+            history = [*history[:-2], {"role": "assistant", "content": "edited"}, history[-1]]
+        n = draw.choice((1, 1, 3)) if named else 1
+        done = await here.chat(*history, n=n, max_tokens=draw.randint(1, 8), **labels)
+        for choice in done["choices"]:
+            ids.append(choice["id"])
+            message = {"role": "assistant", "content": choice["message"]["content"], "tool_calls": None}
+            histories.append([*history, message, {"role": "user", "content": f"and {turn} é{draw.random()}"}])
+    return ids
+
+
+def check_custody(here: Served, groups: Sequence[Group]) -> int:
+    """Every reply is trained on exactly once, with the engine's own ids, in the engine's own context. Returns how many
+    turns continue a sequence."""
+    given = Counter(
+        (request.prompt_tokens.tobytes(), done.tokens.tobytes(), done.log_prob.tobytes())
+        for request, done in here.engine.given
+    )
+    trained: Counter[tuple[bytes, bytes, bytes]] = Counter()
+    continued = 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            for experience in experiences_of(group, trajectory):
+                continued += len(experience.turns) - 1
+                in_spans = np.zeros(len(experience.tokens), bool)
+                for span in experience.turns:
+                    own = slice(span.start, span.stop)
+                    in_spans[own] = True
+                    tokens, log_prob = experience.tokens[own], experience.rollout_log_prob[own]
+                    trained[experience.tokens[: span.start].tobytes(), tokens.tobytes(), log_prob.tobytes()] += 1
+                assert np.array_equal(experience.response_mask, in_spans)
+    assert trained == given
+    return continued
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_what_agents_play_is_what_the_engine_said(tmp_path: Path, named: bool) -> None:
+    size = 3 if named else 1
+    async with served(tmp_path, group_size=size, groups=60, delay_s=0.001) as here:
+        played = await asyncio.gather(*(agent(here, seed, named) for seed in range(48)))
+        for seed, ids in enumerate(played):
+            labels = {"task_id": f"task-{seed // 3}", "session": f"agent-{seed}"} if named else {"ids": ids[-1:]}
+            await here.feedback(reward=seed / 7, **labels)
+        groups = await here.take(48 // size)
+        assert all(len(group.alive) == size for group in groups)
+        # What went on from a reply continues its tokens: a good part of all turns did.
+        assert check_custody(here, groups) > 40
+        assert sum(len(t.turns) for group in groups for t in group.trajectories) == sum(map(len, played))
+        rewards = sorted(round(t.reward * 7) for group in groups for t in group.trajectories)
+        assert rewards == list(range(48))
+        assert here.gateway.health() | {"sessions": 0, "open_groups": 0, "forgotten": 0} == here.gateway.health()
+
+
+async def test_a_call_that_goes_on_begins_with_the_sampled_tokens(tmp_path: Path) -> None:
+    async with served(tmp_path) as here:
+        first = await here.chat("hello", session="s")
+        reply = first["choices"][0]["message"]
+        await here.chat("hello", reply, "more", session="s")
+        await here.chat("hello", reply, "else", session="s")  # a branch off the same reply
+        await here.chat("hello", {**reply, "content": "never said"}, "more", session="s")
+        (one, said), *others = here.engine.given
+        known = np.concatenate([one.prompt_tokens, said.tokens])
+        goes_on = [np.array_equal(request.prompt_tokens[: len(known)], known) for request, _ in others]
+        assert goes_on == [True, True, False]
+        await here.feedback(session="s", reward=1)
+        await here.chat("x", task_id="t")
+
+
+async def test_equal_replies_are_told_apart_by_reply_to(tmp_path: Path) -> None:
+    async with served(tmp_path, replies=((65, 66),)) as here:
+        first, second = [await here.chat("a", task_id="t", session=name) for name in ("x", "y")]
+        reply = first["choices"][0]["message"]
+        one = await here.chat("a", reply, "b", reply_to=second["id"])
+        assert one["choices"][0]["session"] == "y"
+        error = await here.chat("a", "b", reply_to=first["id"], expect=400)
+        assert "do not begin with its conversation" in error["error"]["message"]
+        await here.chat("a", "b", reply_to="nothing", expect=404)
+
+
+async def test_without_labels_a_conversation_is_a_trajectory_and_its_beginning_the_task(tmp_path: Path) -> None:
+    async with served(tmp_path) as here:
+        one, two = [await here.chat("same") for _ in range(2)]
+        other = await here.chat("other")
+        a, b, c = (done["choices"][0] for done in (one, two, other))
+        assert a["task_id"] == b["task_id"] != c["task_id"]
+        assert a["session"] != b["session"]
+        again = (await here.chat("same", a["message"], "more"))["choices"][0]
+        assert again["session"] == a["session"]
+        answer = await here.feedback(ids=[a["id"], again["id"]], reward=1)
+        assert answer == {"trajectories": 1, "groups": [{"task_id": a["task_id"], "done": 1, "of": 2}]}
+        await here.feedback(id=b["id"], rewards={"x": 0.25, "y": 0.5})
+        (group,) = await here.take()
+        assert (group.task.taskset, group.task.task_id) == ("served", a["task_id"])
+        assert [message.content for message in group.task.prompt] == ["same"]
+        assert [t.rewards for t in group.trajectories] == [{"reward": 1.0}, {"x": 0.25, "y": 0.5}]
+        assert [len(t.turns) for t in group.trajectories] == [2, 1]
+
+
+async def test_several_choices_are_trajectories_of_one_group(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=4) as here:
+        done = await here.chat("q", n=4)
+        ids = [choice["id"] for choice in done["choices"]]
+        assert len(set(ids)) == 4
+        assert len({choice["session"] for choice in done["choices"]}) == 4
+        for number, reply in enumerate(ids):
+            await here.feedback(id=reply, reward=number)
+        (group,) = await here.take()
+        assert [t.reward for t in group.trajectories] == [0, 1, 2, 3]
+        check_custody(here, [group])
+
+
+async def test_the_same_run_of_an_agent_draws_the_same_samples(tmp_path: Path) -> None:
+    async def play(path: Path, order: Sequence[str]) -> list[str]:
+        async with served(path, groups=10) as here:
+            texts = {}
+            for task in order:
+                done = await here.chat(f"do {task}", task_id=task, session="s", n=2)
+                texts[task] = [c["message"]["content"] for c in done["choices"]]
+            return [text for task in sorted(texts) for text in texts[task]]
+
+    first = await play(tmp_path / "a", ["x", "y", "z"])
+    assert await play(tmp_path / "b", ["z", "x", "y"]) == first
+    assert len(set(first)) == 6
+
+
+# --------------------------------------------------------------------------- OpenAI's shapes
+
+
+async def test_a_stream_says_what_the_whole_answer_says(tmp_path: Path) -> None:
+    async def ask(path: Path, **more: Any) -> httpx.Response:
+        async with served(path) as here:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True,
+                    "task_id": "t", "session": "s", **more}  # fmt: skip
+            return await here.client.post("/v1/chat/completions", json=body)
+
+    whole = (await ask(tmp_path / "a")).json()
+    stream = await ask(tmp_path / "b", stream=True, stream_options={"include_usage": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    *events, end = [line.removeprefix("data: ") for line in stream.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["choices"] == []
+    for index, choice in enumerate(whole["choices"]):
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None, choice["finish_reason"]]
+        assert mine[0]["logprobs"] == choice["logprobs"]
+
+
+async def test_log_probs_ids_usage_and_stop_strings(tmp_path: Path) -> None:
+    async with served(tmp_path, replies=((65, 66, 67, 68),)) as here:
+        done = await here.chat("x", logprobs=True, return_token_ids=True, session="s")
+        choice = done["choices"][0]
+        (request, completion), *_ = here.engine.given
+        assert choice["token_ids"] == completion.tokens.tolist()
+        assert choice["prompt_token_ids"] == request.prompt_tokens.tolist()
+        assert [e["token"] for e in choice["logprobs"]["content"]] == ["A", "B", "C", "D", ""]
+        assert [e["logprob"] for e in choice["logprobs"]["content"]] == completion.log_prob.tolist()
+        assert done["usage"]["completion_tokens"] == 5
+        assert choice["finish_reason"] == "stop"
+        assert (await here.chat("x", max_completion_tokens=2, session="s"))["choices"][0]["finish_reason"] == "length"
+        cut = (await here.chat("x", stop=["C"], session="s"))["choices"][0]
+        assert (cut["message"]["content"], cut["finish_reason"]) == ("AB", "stop")
+        await here.chat("x", cut["message"], "more", session="s")  # the stop string was sampled, so it is kept
+        request, _ = here.engine.given[-1]
+        stopped, said = here.engine.given[-2]
+        known = np.concatenate([stopped.prompt_tokens, said.tokens])
+        assert said.tokens.tolist() == [65, 66, 67]
+        assert np.array_equal(request.prompt_tokens[: len(known)], known)
+        assert (await here.client.get("/v1/models")).json()["data"][0]["id"] == "policy"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "gpt"}, "model"), ({"temprature": 1}, "temprature"), ({"temperature": 0.5}, "temperature"),
+    ({"top_p": 0.9}, "top_p"), ({"max_tokens": 9}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
+    ({"n": 0}, "n"), ({"n": True}, "n"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"), ({"seed": 1}, "seed"),
+    ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"top_logprobs": 5}, "top_logprobs"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"messages": []}, "messages"), ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"stream": 1}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"metadata": {"colour": "red"}}, "metadata"), ({"metadata": {"task_id": "a"}, "task_id": "b"}, "task_id"),
+    ({"session": ""}, "session"), ({"logprobs": "yes"}, "logprobs"), ({"columns": [1]}, "columns"),
+    ({"evaluation": "maybe"}, "evaluation"),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_done_is_refused_in_three_parts(tmp_path: Path) -> None:
+    async with served(tmp_path) as here:
+        for change, param in REFUSED:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], **change}
+            answer = await here.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == (404 if param == "model" else 400), (change, answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == param
+            assert all(f"{part}: " in error["message"] for part in ("asked", "found", "do")), error
+        for raw in (b"", b"[]", b"{", b'{"n": NaN}'):
+            assert (await here.client.post("/v1/chat/completions", content=raw)).status_code == 400
+        long = await here.chat("x" * 5000, expect=400)
+        assert long["error"]["code"] == "context_length_exceeded"
+        neutral = dict.fromkeys(("tools", "seed", "top_p", "user", "metadata", "stop", "n"))
+        await here.chat({"role": "user", "content": [{"type": "text", "text": "x"}]}, temperature=1, **neutral)
+        await here.eventually(sessions=1, open_groups=1)  # what was refused left nothing behind
+
+
+async def test_labels_may_come_in_headers_metadata_and_user(tmp_path: Path) -> None:
+    async with served(tmp_path, groups=8) as here:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+        headers = {"X-Task-Id": "t", "X-Session": "s"}
+        by_header = await here.client.post("/v1/chat/completions", json=body, headers=headers)
+        by_metadata = await here.chat("x", metadata={"task_id": "t", "session": "s"})
+        by_body = await here.chat("x", task_id="t", session="s")
+        by_user = await here.chat("x", task_id="t", user="s")
+        for done in (by_header.json(), by_metadata, by_body, by_user):
+            assert (done["choices"][0]["task_id"], done["choices"][0]["session"]) == ("t", "s")
+        await here.eventually(sessions=1)
+
+
+async def test_an_evaluation_is_sampled_as_it_likes_and_leaves_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path, groups=1, staleness=0) as here:
+        done = await here.chat("x", evaluation=True, temperature=0, max_tokens=100)
+        await here.chat("x", done["choices"][0]["message"], "y", metadata={"evaluation": "true"}, top_p=0.5)
+        assert [r.sampling.temperature for r, _ in here.engine.given] == [0.0, 1.0]
+        assert here.gateway.health()["open_groups"] == 0
+        error = await here.feedback(id=done["id"], reward=1, expect=400)
+        assert "evaluation" in error["error"]["message"]
+
+
+# --------------------------------------------------------------------------- feedback
+
+
+async def test_feedback_counts_exactly_once(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=2) as here:
+        done = await here.chat("x", session="s")
+        for said, status in (
+            ({"id": "nobody", "reward": 1}, 404), ({"session": "nobody", "reward": 1}, 404), ({"reward": 1}, 400),
+            ({"session": "s"}, 400), ({"session": "s", "reward": "high"}, 400), ({"session": "s", "rewrad": 1}, 400),
+            ({"session": "s", "reward": 1, "failure": "x"}, 400), ({"ids": [done["id"], "nobody"], "reward": 1}, 404),
+        ):  # fmt: skip
+            await here.feedback(expect=status, **said)
+        await here.feedback(session="s", reward=1)
+        assert "once" in (await here.feedback(session="s", reward=1, expect=409))["error"]["message"]
+        await here.feedback(id=done["id"], reward=1, expect=409)
+        await here.chat("x", session="s", expect=409)
+
+
+async def test_feedback_waits_for_calls_in_progress(tmp_path: Path) -> None:
+    async with served(tmp_path, delay_s=0.2) as here:
+        await here.chat("x", session="s")
+        asking = asyncio.create_task(here.chat("y", session="s"))
+        await here.eventually(in_flight=1)
+        await here.feedback(session="s", reward=1, expect=409)
+        await asking
+        await here.feedback(session="s", reward=1)
+
+
+async def test_a_failure_is_recorded_and_not_scored(tmp_path: Path) -> None:
+    async with served(tmp_path) as here:
+        for name in "ab":
+            await here.chat("x", task_id="t", session=name)
+        await here.feedback(task_id="t", session="a", failure="the browser crashed")
+        await here.feedback(task_id="t", session="b", reward=2)
+        (group,) = await here.take()
+        assert [t.failure.message for t in group.trajectories if t.failure] == ["the browser crashed"]
+        assert [t.reward for t in group.alive] == [2.0]
+
+
+async def test_reward_functions_judge_what_agents_close(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def length(prompt, completion, answer):\n    return float(len(completion) == answer) + len(prompt)\n"
+    )
+    rewards = [RewardConfig(kind=f"{tmp_path}/mine.py:length", weight=0.5)]
+    async with served(tmp_path / "r", rewards=rewards, replies=((65, 66),)) as here:
+        await here.chat("abc", task_id="t", session="a", columns={"answer": 2})
+        await here.chat("abc", task_id="t", session="b")
+        clash = await here.feedback(task_id="t", session="b", columns={"answer": 3}, expect=400)
+        assert "column 'answer'" in clash["error"]["message"]
+        await here.feedback(task_id="t", session="b", rewards={"length": 1}, expect=400)
+        await here.feedback(task_id="t", session="a")
+        await here.feedback(task_id="t", session="b", reward=10)
+        (group,) = await here.take()
+        assert [dict(t.rewards) for t in group.trajectories] == [{"length": 2.0}, {"reward": 10.0, "length": 2.0}]
+        await here.chat("abc", task_id="u", session="a")
+        lacking = await here.feedback(task_id="u", session="a", expect=400)
+        assert "answer" in lacking["error"]["message"]
+
+
+# --------------------------------------------------------------------------- groups
+
+
+async def test_a_commit_closes_a_group_now(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=4) as here:
+        for name in "abc":
+            await here.chat("x", task_id="t", session=name)
+        assert (await here.client.post("/commit", json={"task_id": "t"})).status_code == 404
+        await here.feedback(task_id="t", session="a", reward=1)
+        await here.feedback(task_id="t", session="b", reward=2)
+        committed = await here.client.post("/commit")
+        assert committed.json() == {"groups": 1, "trajectories": 2, "dropped": 1}
+        (group,) = await here.take()
+        assert [t.reward for t in group.trajectories] == [1, 2]
+        gone = await here.feedback(task_id="t", session="c", reward=3, expect=410)
+        assert "committed" in gone["error"]["message"]
+        assert here.gateway.health()["forgotten"] == 1
+
+
+async def test_what_is_not_heard_of_is_forgotten_and_its_slot_replaced(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=2, min_members=2, idle_s=0.2, groups=1, staleness=0) as here:
+        for name in ("kept", "lost"):
+            await here.chat("x", task_id="t", session=name)
+        await here.feedback(task_id="t", session="kept", reward=1)
+        await here.eventually(forgotten=1, groups=1)
+        assert (await here.buffer.counts())["dropped"] == 1
+        await here.chat("y", session="next")  # the slot was given up, so another is admitted
+        await here.eventually(forgotten=2, groups=2, sessions=0)
+
+
+async def test_a_session_that_takes_too_long_failed(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, deadline_s=0.3) as here:
+        await here.chat("x", session="s")
+        await here.eventually(failed=1)
+        late = await here.feedback(session="s", reward=1, expect=410)
+        assert "workflow.deadline_s" in late["error"]["message"]
+        (group,) = await here.take()
+        assert group.trajectories[0].failure is not None
+        assert group.trajectories[0].failure.side == "deadline"
+
+
+async def test_agents_ahead_of_the_trainer_wait_and_are_told_to_come_back(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, groups=1, staleness=0, deadline_s=0.5) as here:
+        await here.chat("a", task_id="a", session="s")
+        await here.feedback(task_id="a", session="s", reward=1)
+        body = {"model": "policy", "messages": [{"role": "user", "content": "b"}]}
+        answer = await here.client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "trainer" in answer.json()["error"]["message"]
+        await here.eventually(waiting_groups=0, sessions=0)
+        waiting = asyncio.create_task(here.chat("b"))
+        await here.eventually(waiting_groups=1)
+        await here.take()
+        await here.buffer.advance(NAME, 1)
+        await waiting
+
+
+async def test_a_client_that_goes_away_leaves_its_slot(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, groups=1, staleness=0, delay_s=0.5) as here:
+        with pytest.raises(httpx.ReadTimeout):
+            await here.client.post(
+                "/v1/chat/completions", timeout=0.1,
+                json={"model": "policy", "messages": [{"role": "user", "content": "a"}], "session": "s"},
+            )  # fmt: skip
+        await here.eventually(sessions=0, open_groups=0, in_flight=0)
+        done = await here.chat("b", task_id="other")
+        assert done["choices"][0]["session"] == "0.0.0"
+        assert len(here.engine.given) == 1
+
+
+async def test_sessions_that_became_too_stale_end_and_say_so(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, groups=1, staleness=1) as here:
+        await here.chat("old", task_id="old", session="s")
+        for version in range(2):
+            await here.chat("new", task_id=f"{version}", session="s")
+            await here.feedback(task_id=f"{version}", session="s", reward=1)
+            await here.take(1, version)
+            await here.buffer.advance(NAME, version + 1)
+        await here.eventually(called_off=1)
+        for answer in (
+            await here.feedback(task_id="old", session="s", reward=1, expect=410),
+            await here.chat("old", task_id="old", session="s", expect=410),
+        ):
+            assert "too stale" in answer["error"]["message"]
+
+
+# --------------------------------------------------------------------------- the server
+
+
+async def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    async with served(tmp_path, api_key="secret") as here:
+        await here.chat("x")
+        here.client.headers["Authorization"] = "Bearer wrong"
+        wrong = await here.chat("x", expect=401)
+        assert wrong["error"]["code"] == "invalid_api_key"
+        for path in ("/feedback", "/commit"):
+            assert (await here.client.post(path, json={})).status_code == 401
+        assert (await here.client.get("/v1/models")).status_code == 401
+        assert (await here.client.get("/health")).status_code == 200
+
+
+async def test_without_weights_clients_are_sent_away_for_a_moment(tmp_path: Path) -> None:
+    async with served(tmp_path, loaded=False) as here:
+        error = await here.chat("x", expect=503)
+        assert error["error"]["code"] == "not_loaded"
+        assert (await here.client.get("/health")).json()["status"] == "loading"
+
+
+async def test_a_broken_engine_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    async with served(tmp_path, broken=True, break_after=1) as here:
+        await here.chat("x")
+        error = await here.chat("y", expect=500)
+        assert error["error"]["code"] == "engine_failure"
+        await asyncio.wait([here.running], timeout=5)
+        with pytest.raises(ExceptionGroup) as raised:
+            here.running.result()
+        assert raised.group_contains(EngineFailure)
+        await here.chat("z", expect=503)
+
+
+async def test_the_end_of_the_training_answers_who_still_waits(tmp_path: Path) -> None:
+    async with served(tmp_path, group_size=1, groups=1, staleness=0) as here:
+        await here.chat("a", task_id="a")
+        waiting = asyncio.create_task(here.chat("b", expect=503))
+        await here.eventually(waiting_groups=1)
+        await here.buffer.close()
+        assert "the training is over" in (await waiting)["error"]["message"]
+        await asyncio.wait_for(here.running, 5)
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    async with served(tmp_path) as here:
+        port = here.client.base_url.port
+        assert port is not None
+        with pytest.raises(CannotListen, match="choose another serve"):
+            async with listening(Door(here.gateway, "policy", None).app, "127.0.0.1", port):
+                raise AssertionError
