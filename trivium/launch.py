@@ -74,6 +74,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             _log.info("continuing from %s", latest.path.name)
         with _stage(config, run_dir, store, latest) as play_stage:
             summary = _train_stages(config, run_dir, store, latest, play_stage)
+        asyncio.run(store.copied())  # what could not be copied on the way has to be now
         write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from trivium.policy import Policy
+    from trivium.save_monitor import CheckpointMonitor
     from trivium.types import (
         Batch,
         Completion,
+        Experiences,
         FloatArray,
         Group,
         IntArray,
@@ -259,8 +261,9 @@ class TrainEngine(ABC):
     algorithm: Algorithm
     channel: WeightChannel
     """Where `sync_weight` offers weights; attached by the assembly."""
-    checkpoint_dir: Path
-    """Where the seeds' `save_checkpoint` and `save_state_dict` write; a run's own checkpoints are CheckpointStore's."""
+    saves: CheckpointMonitor
+    """Where the seeds' `save_checkpoint` and `save_state_dict` save; attached by the assembly. A run's own checkpoints,
+    which hold more than the engine knows, are CheckpointStore's."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
 
@@ -300,15 +303,18 @@ class TrainEngine(ABC):
         """How many train steps have been taken."""
         return self.version
 
-    def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
+    def train_step(self, experiences: Experiences) -> tuple[bool, Metrics]:
         """One step on these groups; (whether to go on, metrics)."""
         from trivium.loops import train_step
 
         return True, train_step(self, experiences, self.algorithm)
 
     def save_checkpoint(self, block_until_saved: bool = False) -> None:
-        """Saves everything training needs under `checkpoint_dir`; always blocks here."""
-        self.save(self.checkpoint_dir / f"step-{self.version:06d}")
+        """Saves everything this engine needs to go on, through the CheckpointMonitor `saves`. On return it is complete,
+        whatever `block_until_saved` says."""
+        from trivium.save_monitor import save_step_now
+
+        save_step_now(self.saves, self.version, self.save)
 
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
@@ -320,8 +326,10 @@ class TrainEngine(ABC):
         self.sync_weight()
 
     def save_state_dict(self) -> None:
-        """Writes the policy's weights alone under `checkpoint_dir`."""
-        self.save_weights(self.checkpoint_dir / f"weights-{self.version:06d}")
+        """Saves the policy's weights alone, through the same monitor."""
+        from trivium.save_monitor import save_step_now
+
+        save_step_now(self.saves, self.version, self.save_weights, is_state_dict=True)
 
 
 class Buffer(Protocol):

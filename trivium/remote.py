@@ -17,11 +17,12 @@ class RemoteDirectory:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for a URL that fsspec cannot open."""
-        import fsspec  # a second of imports, for runs that name a remote directory
+        # Imported where a run names a remote directory: it takes a moment.
+        import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
         self.url = url
         try:
-            opened: tuple[Any, str] = fsspec.url_to_fs(url)
+            opened: tuple[Any, str] = fsspec.url_to_fs(url)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         except (ValueError, ImportError) as error:
             raise ConfigError(
                 f"copy checkpoints to {url}", str(error),

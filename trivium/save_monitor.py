@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -549,3 +550,11 @@ async def save_step(
     async with saving(monitor, step, is_state_dict=is_state_dict):
         await asyncio.to_thread(write, directory)
     await monitor.completed(step, is_state_dict)
+
+
+def save_step_now(
+    monitor: CheckpointMonitor, step: int, write: Callable[[Path], None], *, is_state_dict: bool = False
+) -> None:
+    """`save_step` for a caller that cannot await, in whatever thread: it has an event loop of its own."""
+    with ThreadPoolExecutor(1, "trivium-save") as pool:
+        pool.submit(asyncio.run, save_step(monitor, step, write, is_state_dict=is_state_dict)).result()

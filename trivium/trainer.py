@@ -14,19 +14,32 @@ from typing import TYPE_CHECKING, Any
 from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
 from trivium.metrics import aggregate, declared
+from trivium.protocols import TrainEngine as TrainEngineWrapper
+from trivium.registry import resolve
 from trivium.synchronizer import RunningStatus, SyncStyle, living, wanted
-from trivium.types import Group, Sample
+from trivium.types import Experiences, Group, Sample
 
 if TYPE_CHECKING:
     from trivium.board import Values
     from trivium.checkpoint import Checkpoint, CheckpointStore
+    from trivium.config import RunConfig
     from trivium.evaluate import AskedEvaluator
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.types import Metrics
 
+__all__ = ["Cadence", "Experiences", "TrainEngineWrapper", "Trainer", "get_trainer_wrapper"]
+
 _log = logging.getLogger("trivium")
+
+
+def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
+    """The train engine that a config describes (in its first stage), for whoever wants to drive one without a Trainer.
+
+    Nothing is loaded before its `prepare()`. It saves under `weights` in the run directory.
+    """
+    return resolve("train", "trivium.assemble:lone_train_engine")(config)  # by name: core imports nothing above it
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class Trainer:
         self._counts: Mapping[str, int] = {}
         self._examples: list[dict[str, Any]] = []
         self._saved_step: int | None = None
+        self._evaluated_step: int | None = None
+        self._data_ended = False
         self._started = time.monotonic()
 
     def prepare(self) -> None:
@@ -81,7 +96,7 @@ class Trainer:
             self.engine.load(self.resume.path)
             self.channel.restore(self.resume.path / "versions")
             self.engine.algorithm.restore(self.resume.state["algorithm"])
-            self._saved_step = self.resume.step
+            self._saved_step, self._evaluated_step = self.resume.step, self.resume.state["evaluated"]
         self.last_trainer_sync_step = self.train_step_num
 
     async def train(self) -> str:
@@ -117,16 +132,16 @@ class Trainer:
         """
         started = time.monotonic()
         version = self.train_step_num
-        self.score = None  # of this step nothing has been measured yet
         try:
             with self._timed("wait"):
                 groups, fresh, sampled = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
-            self.train_continue = False
+            self._data_ended, self.train_continue = True, False
             return False
         with self._timed("train"):
             going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
+        self.score = None  # of this step nothing has been measured yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
@@ -165,7 +180,8 @@ class Trainer:
         sampling = asyncio.ensure_future(self.strategy.sample(count, version))
         try:
             while not sampling.done():
-                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 60.0))
+                # Woken at once by what the board says; a need_sync of somebody else's is asked every second.
+                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 1.0))
                 try:
                     await asyncio.wait({sampling, asked}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -209,6 +225,9 @@ class Trainer:
             self.synchronizer.publish(self.train_step_num, self.channel.versions)
         self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
+        self._show_examples()
+
+    def _show_examples(self) -> None:
         if self._examples:
             self.monitor.table(self.train_step_num, "rollout_examples", self._examples)
             self._examples = []
@@ -217,11 +236,12 @@ class Trainer:
         """Evaluates and saves, where this step is one for it."""
         if self.evaluation_due and self.evaluator is not None:
             self.record["accuracy_after"] = await self._evaluate(self.evaluator)
-        if self._due(self.cadence.save_every):
+        if self._due(self.cadence.save_every) and self._saved_step != self.train_step_num:
             await self.save_checkpoint()
 
     async def finish(self) -> None:
-        """A last blocking save, where this step has none yet."""
+        """A last blocking save, where this step has none yet: after the last step, or at the end of the data."""
+        self._show_examples()
         if self._saved_step != self.train_step_num:
             await self.save_checkpoint()
 
@@ -233,6 +253,7 @@ class Trainer:
         # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
         state = {
             **self.record, "seconds": self.seconds, "version": version, "score": self.score,
+            "evaluated": self._evaluated_step,
             "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
             "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
         }  # fmt: skip
@@ -271,10 +292,11 @@ class Trainer:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the current step is one to evaluate."""
-        if self.evaluator is None or self.train_step_num == self.schedule.first_version:
+        """Whether the current step is one to evaluate, and has not been."""
+        version = self.train_step_num
+        if self.evaluator is None or version in (self.schedule.first_version, self._evaluated_step):
             return False
-        at_end = self.cadence.evaluate_ends and self.train_step_num == self.last_step
+        at_end = self.cadence.evaluate_ends and (version == self.last_step or self._data_ended)
         return at_end or self._due(self.cadence.evaluate_every)
 
     def _due(self, every: int) -> bool:
@@ -285,6 +307,7 @@ class Trainer:
         version = self.train_step_num
         started = time.monotonic()
         metrics = await evaluator.run(version)
+        self._evaluated_step = version
         self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
         best = self.checkpoints.keep_best
         if best is not None:

@@ -303,6 +303,11 @@ class Group:
         return tuple(t for t in self.trajectories if t.failure is None)
 
 
+Experiences = Sequence[Group]
+"""The seeds' name for what one train step is given: groups, of whose living members the algorithm makes the trainable
+sequences (`Experience`) and what they are worth."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What a sample strategy gives the trainer for one step."""
