@@ -95,36 +95,39 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
                 if lease in playing:  # else it finished in the same moment
                     playing[lease].cancel()
 
-    def ask() -> None:
-        """Says whether newer weights are wanted: by who has nothing to play, or has played enough with these."""
-        wants = explorer.idle or synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
-        if wants != explorer.asking:
-            explorer.asking = wants
-            synchronizer.ask(explorer.name, wants)
-
-    async def next_lease() -> Lease:
-        lease = await buffer.lease(explorer.name, wait=False)
-        if lease is None:
-            explorer.idle = True
-            ask()
-            lease = await buffer.lease(explorer.name)
-        assert lease is not None
-        explorer.idle = False
-        explorer.leased += 1
-        ask()
-        return lease
-
     async with asyncio.TaskGroup() as tasks:
         calling = tasks.create_task(call_off(), name="call_off")
         while True:
             try:
-                lease = await next_lease()
+                lease = await next_lease(explorer, buffer, schedule, synchronizer)
             except StopAsyncIteration:
                 break
             task = playing[lease] = tasks.create_task(play(lease), name=f"slot-{lease.slot}")
             task.add_done_callback(lambda _, lease=lease: playing.pop(lease, None))
         for task in (calling, *playing.values()):  # the stage is over: what is still being played has no use
             task.cancel()
+
+
+async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> Lease:
+    """Waits for a slot; tells the trainer whether newer weights are wanted: by who has nothing to play, or has played
+    enough with these. Raises StopAsyncIteration once the buffer is closed."""
+
+    def ask() -> None:
+        wants = explorer.idle or synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
+        if wants != explorer.asking:
+            explorer.asking = wants
+            synchronizer.ask(explorer.name, wants)
+
+    lease = await buffer.lease(explorer.name, wait=False)
+    if lease is None:
+        explorer.idle = True
+        ask()
+        lease = await buffer.lease(explorer.name)
+    assert lease is not None
+    explorer.idle = False
+    explorer.leased += 1
+    ask()
+    return lease
 
 
 async def follow_weights(

@@ -17,6 +17,7 @@ from typing import Any
 
 from trivium.deadlines import together
 from trivium.explorer import Explorer
+from trivium.loops import next_lease
 from trivium.policy import EngineFailure, Policy
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
@@ -116,16 +117,11 @@ class Gateway:
 
     async def _lease_slots(self) -> None:
         """Leases a slot whenever a group needs one."""
-        name = self.explorer.name
         while True:
             while not self._waiting:
                 self._wanted.clear()
                 await self._wanted.wait()
-            lease = await self._buffer.lease(name, wait=False)
-            if lease is None:
-                await asyncio.to_thread(self._synchronizer.require, name)
-                lease = await self._buffer.lease(name)
-            assert lease is not None
+            lease = await next_lease(self.explorer, self._buffer, self._schedule, self._synchronizer)
             self._spare.append(Slot(lease, self.explorer.version))
             self._hand_out()
 
