@@ -6,24 +6,29 @@ import asyncio
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trivium import deadlines, threads
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RolloutError, RolloutsFailing
+from trivium.errors import RewardError, RolloutError, RolloutsFailing
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
-from trivium.policy import EngineFailure, Policy
+from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.randomness import SampleKey
+from trivium.registry import resolve
 from trivium.rewards.calling import make_judge
+from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Group, Message, Sampling, Task
+from trivium.types import Group, Lease, Message, Sampling, Task, Trajectory
+from trivium.workflows.multi_turn import MultiTurn
 
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
 TASK = Task("t", (Message("user", "1"),), {"answer": "12"})
@@ -198,3 +203,315 @@ def test_an_environment_that_never_answers_does_not_keep_the_process() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert (done.stdout.strip(), done.returncode) == ("deadline", 0), done.stderr
+
+
+# --------------------------------------------------------------------------- retries
+
+
+async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> None:
+    tried: dict[int, int] = {}
+
+    async def fails_twice(task: Task, policy: Policy) -> dict[str, float]:
+        index = policy._key.index
+        tried[index] = tried.get(index, 0) + 1
+        turn = await policy.reply(task.prompt)
+        if index == 1 and tried[index] <= 2:
+            policy.metrics["left"] = 1.0
+            raise ValueError("the world broke")
+        await policy.reply((*task.prompt, Message("assistant", turn.text), Message("user", "1")))
+        return {"played": 1.0}
+
+    playing = explorer(fails_twice)
+    playing.max_retries = 3
+    group = await play(playing, 3)
+    assert [t.failure for t in group.trajectories] == [None] * 3
+    assert [len(t.turns) for t in group.trajectories] == [2, 2, 2]
+    assert [dict(t.metrics) for t in group.trajectories] == [{"retries": 0.0}, {"retries": 2.0}, {"retries": 0.0}]
+    asked: Any = playing.engine
+    paths = [(r.key.index, r.key.path) for r in asked.requests]
+    assert paths.count((1, (0,))) == 3, "the same key, whatever attempt it is"
+
+
+@pytest.mark.parametrize(
+    ("raised", "attempts"),
+    [
+        (ValueError("x"), 3), (RolloutError("a", "b", "c"), 3), (asyncio.CancelledError(), 3), (TimeoutError(), 1),
+        (PromptTooLong("a", "b", "c"), 1), (RewardError("a", "b", "c"), 1),
+    ],
+)  # fmt: skip
+async def test_only_what_the_workflow_failed_is_played_again(raised: BaseException, attempts: int) -> None:
+    calls: list[int] = []
+
+    async def fails(task: Task, policy: Policy) -> None:
+        calls.append(1)
+        raise raised
+
+    playing = explorer(fails)
+    playing.max_retries = 2
+    (trajectory,) = (await play(playing, 1)).trajectories
+    assert trajectory.failure is not None
+    assert (len(calls), trajectory.metrics["retries"]) == (attempts, attempts - 1)
+
+
+async def test_retries_share_one_deadline_and_a_deadline_is_final() -> None:
+    calls: list[int] = []
+
+    async def slow(task: Task, policy: Policy) -> None:
+        calls.append(1)
+        await asyncio.sleep(0.04)
+        raise ValueError("broken")
+
+    playing = explorer(slow, deadline_s=0.1)
+    playing.max_retries = 100
+    (trajectory,) = (await play(playing, 1)).trajectories
+    assert trajectory.failure is not None
+    assert trajectory.failure.side == "deadline"
+    assert 2 <= len(calls) <= 3
+
+
+# --------------------------------------------------------------------------- deadlines and cancelling
+
+
+async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "_GRACE_S", 0.02)
+    release = asyncio.Event()
+    late: list[BaseException] = []
+
+    async def stubborn(task: Task, policy: Policy) -> dict[str, float]:
+        await policy.reply(task.prompt)
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        try:
+            await policy.reply(task.prompt)
+        except RolloutError as error:
+            late.append(error)
+        return {"played": 1.0}
+
+    group = await asyncio.wait_for(play(explorer(stubborn, deadline_s=0.05)), 2)
+    assert {t.failure.side for t in group.trajectories if t.failure} == {"deadline"}
+    assert [len(t.turns) for t in group.trajectories] == [1] * 4
+    release.set()
+    async with asyncio.timeout(2):
+        while deadlines._left_behind:
+            await asyncio.sleep(0.005)
+    assert len(late) == 4
+    assert "the playing is over" in str(late[0])
+    assert [len(t.turns) for t in group.trajectories] == [1] * 4
+
+
+async def test_what_is_answered_after_the_deadline_counts_for_nothing() -> None:
+    async def takes_what_it_has(task: Task, policy: Policy) -> dict[str, float]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return {"played": 1.0}
+        return {}
+
+    (trajectory,) = (await play(explorer(takes_what_it_has, deadline_s=0.03), 1)).trajectories
+    assert trajectory.failure is not None
+    assert trajectory.failure.side == "deadline"
+    assert not trajectory.rewards
+
+
+async def test_replies_that_nobody_awaits_end_with_the_playing() -> None:
+    async def careless(task: Task, policy: Policy) -> dict[str, float]:
+        tasks.append(asyncio.ensure_future(policy.fork("aside").reply(task.prompt)))
+        await asyncio.sleep(0)
+        return {"played": 1.0}
+
+    tasks: list[asyncio.Task[Any]] = []
+    group = await play(explorer(careless, delay_s=60), 1)
+    await asyncio.wait(tasks, timeout=1)
+    assert tasks[0].cancelled()
+    assert group.trajectories[0].turns == ()
+
+
+async def test_the_first_broken_engine_ends_the_siblings() -> None:
+    ended: list[int] = []
+
+    async def waits(task: Task, policy: Policy) -> None:
+        if policy._key.index == 3:
+            await policy.reply(task.prompt)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(policy._key.index)
+
+    with pytest.raises(EngineFailure):
+        await asyncio.wait_for(play(explorer(waits, break_after=0)), 2)
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "worlds.py").write_text(
+        "import threading\n"
+        "gate = threading.Event()\n"
+        "class World:\n"
+        "    def reset(self, task):\n"
+        "        from trivium.types import Message\n"
+        "        return [Message('user', '1')]\n"
+        "    def step(self, reply):\n"
+        "        gate.wait()\n"
+        "        return [], 1.0, True\n"
+    )
+    where = f"{tmp_path}/worlds.py"
+    workflow = MultiTurn(MultiTurn.Config(environment=f"{where}:World", threads=2))
+    playing = explorer(deadline_s=0.2)
+    playing.workflow = workflow
+    group = await asyncio.wait_for(play(playing), 3)
+    failures = [t.failure for t in group.trajectories if t.failure]
+    assert [failure.side for failure in failures] == ["deadline"] * 4
+    assert threads.left_behind() == 2
+    assert "call(s) of plain functions that were given up still run" in failures[-1].message
+    resolve("environments", f"{where}:gate").set()
+    async with asyncio.timeout(5):
+        while threads.left_behind():
+            await asyncio.sleep(0.01)
+    assert len((await play(playing)).alive) == 4
+
+
+# --------------------------------------------------------------------------- rewards beside generation
+
+
+class Timed:
+    """A judge that notes what had been played when it was asked."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.played = seconds, list[int]()
+        self.asked: dict[int, tuple[int, ...]] = {}
+        self.compared: list[list[int]] = []
+
+    async def score(self, task: Task, trajectory: Trajectory) -> dict[str, float]:
+        self.asked[trajectory.index] = tuple(self.played)
+        await asyncio.sleep(self.seconds)
+        return {"own": float(trajectory.index)}
+
+    async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+        self.compared.append([t.index for t in trajectories])
+        return [{"rank": float(i)} for i in range(len(trajectories))]
+
+
+def timed(order: Sequence[int], failing: Sequence[int] = (), **engine: Any) -> tuple[Explorer, Timed]:
+    """An explorer whose members finish in this order."""
+    judge, over = Timed(), [asyncio.Event() for _ in order]
+
+    async def plays(task: Task, policy: Policy) -> dict[str, float]:
+        index = policy._key.index
+        place = order.index(index)
+        if place:
+            await over[place - 1].wait()
+            await asyncio.sleep(0.01)
+        await policy.reply(task.prompt)
+        judge.played.append(index)
+        over[place].set()
+        if index in failing:
+            raise ValueError("broken")
+        return {"played": 1.0}
+
+    playing = explorer(plays, **engine)
+    playing.judge = judge
+    return playing, judge
+
+
+async def test_each_is_judged_when_it_is_finished_and_the_group_when_all_are() -> None:
+    playing, judge = timed([2, 0, 3, 1], failing=[3])
+    group = await play(playing)
+    assert judge.asked == {2: (2,), 0: (2, 0), 1: (2, 0, 3, 1)}, "while the siblings still play"
+    assert judge.compared == [[0, 1, 2]], "the living, in their own order"
+    assert [dict(t.rewards) for t in group.alive] == [
+        {"played": 1.0, "own": float(index), "rank": float(index)} for index in range(3)
+    ]
+
+
+async def test_the_order_of_completion_changes_nothing() -> None:
+    first, second = [await play(timed(order)[0]) for order in ([0, 1, 2, 3], [3, 1, 2, 0])]
+    assert [(t.index, list(t.rewards.items())) for t in first.trajectories] == [
+        (t.index, list(t.rewards.items())) for t in second.trajectories
+    ]
+
+
+async def test_judging_takes_its_time_from_the_rollouts_own_deadline() -> None:
+    playing, judge = timed([0, 1])
+    playing.deadline_s, judge.seconds = 0.2, 5.0
+    group = await asyncio.wait_for(play(playing, 2), 2)
+    failures = [t.failure for t in group.trajectories if t.failure]
+    assert [(failure.side, failure.kind) for failure in failures] == [("deadline", "DeadlineExceeded")] * 2
+    assert judge.compared == []
+
+
+async def test_a_judge_is_not_charged_for_the_room(tmp_path: Path) -> None:
+    playing, judge = timed([0, 1, 2, 3], room=1)
+    judge.seconds = 0.05
+    async with asyncio.timeout(2):
+        assert len((await play(playing)).alive) == 4
+
+
+# --------------------------------------------------------------------------- groups too thin to train on
+
+
+def filled(playing: Explorer, failing: Callable[[int, int], bool]) -> Callable[[int], Coroutine[Any, Any, Group]]:
+    """Fills a slot whose members fail where `failing(slot, index)` says so."""
+
+    async def plays(task: Task, policy: Policy) -> dict[str, float]:
+        await policy.reply(task.prompt)
+        if failing(int(task.task_id), policy._key.index):
+            raise ValueError("the world broke")
+        return {"played": 1.0}
+
+    playing.workflow = Plays(plays)
+    tasks = [Task(str(i), (Message("user", "1"),)) for i in range(100)]
+    schedule = Schedule(tasks, seed=0, group_size=4, shuffle=False)
+    return lambda slot: playing.fill(schedule, Lease(slot))
+
+
+async def test_a_group_with_too_few_living_members_is_dropped() -> None:
+    playing = replace(explorer(), min_members=3, max_failed_fraction=0.9)
+    fill = filled(playing, lambda slot, index: index < slot)
+    groups = [await fill(slot) for slot in range(5)]
+    assert [bool(group.dropped) for group in groups] == [False, False, True, True, True]
+    assert groups[2].dropped == "2 of 4 members lived, workflow.min_members is 3"
+    playing.min_members = 1
+    assert (await fill(4)).dropped == "", "the trainer counts it and leaves it out"
+
+
+async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None:
+    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, judged_together=8)
+    fill = filled(playing, lambda slot, index: True)
+    for slot in range(7):
+        await fill(slot)
+    with pytest.raises(RolloutsFailing, match=r"in 8 groups in a row\n.*most often \(32 times\) the workflow"):
+        await fill(7)
+
+
+async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
+    playing = replace(explorer(), min_members=4, max_failed_fraction=0.5, judged_together=4)
+    fill = filled(playing, lambda slot, index: index == 0 and slot % 4 != 0)
+    for slot in range(3):
+        await fill(slot)
+    with pytest.raises(RolloutsFailing, match="3 of 16 failed and 9 were dropped with them"):
+        await fill(3)
+
+
+async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
+    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, judged_together=4)
+    release = asyncio.Event()
+
+    async def plays(task: Task, policy: Policy) -> dict[str, float]:
+        if int(task.task_id) % 3 == 0:
+            raise ValueError("at once")
+        await release.wait()
+        return {"played": 1.0}
+
+    fill = filled(playing, lambda slot, index: False)
+    playing.workflow = Plays(plays)
+    begun = [asyncio.ensure_future(fill(slot)) for slot in range(18)]
+    await asyncio.sleep(0.02)
+    assert sum(task.done() for task in begun) == 6
+    begun[1].cancel()
+    release.set()
+    done = await asyncio.gather(*begun, return_exceptions=True)
+    assert [bool(group.dropped) for group in done if isinstance(group, Group)].count(True) == 6
+    assert not playing._filling, "nothing is kept of what has been judged or given up"
