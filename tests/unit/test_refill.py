@@ -6,198 +6,35 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.algorithms import GroupAlgorithm, build_algorithm
+from tests.sessions import RENDERER, TASKS, Lengths, Session
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.memory import MemoryBuffer
-from trivium.buffers.strategies import DefaultStrategy
-from trivium.checkpoint import CheckpointStore
-from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import DataError, RoleFailed, RolloutsFailing
+from trivium.errors import DataError, RolloutsFailing
 from trivium.explorer import Explorer
-from trivium.loops import Parts, run
-from trivium.metrics import depends_on_machine
-from trivium.policy import Policy
-from trivium.protocols import Objective, TrainEngine
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Schedule
-from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
-from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import tiny_tokenizer
-from trivium.trainer import Cadence, Trainer
-from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, Task
-
-TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]
-RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
+from trivium.types import Sampling, Task
 
 
-class Killed(Exception):
-    """Where a process would have died."""
-
-
-class Lengths:
-    """A workflow whose reward is a function of what was sampled; only its duration is random."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self.dice = dice
-
-    async def run(self, task: Task, policy: Policy) -> Mapping[str, float]:
-        await asyncio.sleep(self.dice.choice([0, 0, 0.001, 0.004]))
-        return {"length": float(len((await policy.reply(task.prompt)).tokens))}
-
-
-class Counting(TrainEngine):
-    """Trains nothing and remembers on what."""
-
-    def __init__(self, algorithm: GroupAlgorithm) -> None:
-        self.algorithm = algorithm
-        self.updates: list[tuple[int, tuple[str, ...], tuple[bytes, ...]]] = []
-        """(version before, groups, the advantages of their rows)."""
-
-    def prepare(self) -> None: ...
-
-    def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
-        raise AssertionError("GRPO needs no scores")
-
-    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        groups = dict.fromkeys(e.group_id for e in batch.experiences)
-        self.updates.append((self.version, tuple(groups), tuple(a.tobytes() for a in batch.columns["advantages"])))
-        return {}
-
-    def export_weights(self) -> Iterator[tuple[str, Any]]:
-        yield "weight", torch.full((2,), float(self.version))
-
-    def save(self, directory: Path) -> None:
-        (directory / "version").write_text(str(self.version), encoding="utf-8")
-
-    def load(self, directory: Path) -> None:
-        self.version = int((directory / "version").read_text(encoding="utf-8"))
-
-    def save_weights(self, directory: Path) -> None: ...
-
-
-class Rows:
-    """A monitor that keeps the last row of each step."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Metrics] = {}
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows[step] = {key: value for key, value in metrics.items() if not depends_on_machine(key)}
-
-    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Watched(MemoryBuffer):
-    """The buffer, with a note of what went out and came back; it may die after the nth put, take or refuse."""
-
-    def watch(self, deadly: tuple[str, int] | None) -> None:
-        self.taken: list[tuple[int, list[Group]]] = []
-        self.leased: Counter[int] = Counter()
-        self.refused: list[int] = []
-        self._deadly, self._calls = deadly, Counter[str]()
-
-    def _survive(self, what: str) -> None:
-        self._calls[what] += 1
-        if (what, self._calls[what]) == self._deadly:
-            raise Killed
-
-    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        lease = await super().lease(owner, wait=wait)
-        if lease is not None:
-            self.leased[lease.slot] += 1
-        return lease
-
-    async def put(self, owner: str, group: Group) -> None:
-        await super().put(owner, group)
-        self._survive("put")
-
-    async def take(self, count: int, version: int) -> list[Group]:
-        groups = await super().take(count, version)
-        self.taken.append((version, groups))
-        self._survive("take")
-        return groups
-
-    async def refuse(self, count: int) -> None:
-        await super().refuse(count)
-        self.refused.append(count)
-        self._survive("refuse")
-
-
-@dataclass
-class Session:
-    """One process's life: the real parts around a trainer that only counts."""
-
-    schedule: Schedule
-    directory: Path
-    said: Mapping[str, Any]
-    seed: int
-    fail_fraction: float = 0.0
-    deadly: tuple[str, int] | None = None
-    max_failed_fraction: float = 1.0
-    monitor: Rows = field(default_factory=Rows)
-
-    async def live(self) -> Session:
-        """Plays until the stage is done, or until it is killed."""
-        engine = ScriptedEngine(
-            ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6)), fail_fraction=self.fail_fraction),
-            eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode,
-        )  # fmt: skip
-        algorithm = build_algorithm(plugin("algorithms", AlgorithmConfig)({"kind": "grpo", **self.said}), 0, 8)
-        workflow = Lengths(random.Random(self.seed))
-        explorer = Explorer(
-            engine, RENDERER, workflow, make_judge(()), Sampling(8), engine.max_context, 5.0, max_concurrent=64
-        )
-        self.buffer = Watched(
-            MemoryBuffer.Config(), schedule=self.schedule, rollouts=self.directory / "rollouts", renderer=RENDERER,
-            deadline_s=5,
-        )  # fmt: skip
-        self.buffer.watch(self.deadly)
-        channel = MemoryChannel(keep=self.schedule.max_staleness // self.schedule.sync_interval + 2)
-        synchronizer = Synchronizer(MemoryBoard(), deadline_s=5)
-        store = CheckpointStore(self.directory / "checkpoints", keep=2)
-        store.discard_unfinished()
-        self.engine = Counting(algorithm)
-        self.engine.version = self.schedule.first_version
-        self.engine.channel = channel
-        trainer = Trainer(
-            self.engine, self.buffer, DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer), channel,
-            synchronizer, self.schedule, self.monitor, store, Cadence(save_every=2), resume=store.latest(), max_failed_fraction=self.max_failed_fraction,
-        )  # fmt: skip
-        trainer.prepare()
-        self.resumed_at = self.engine.version
-        try:
-            await run(Parts(self.buffer, self.schedule, synchronizer, channel, trainer, explorer))
-        except ExceptionGroup as errors:
-            killed, rest = errors.split(Killed)
-            if killed is None or (rest is not None and rest.split(RoleFailed)[1] is not None):
-                raise
-            self.killed = True
-        else:
-            self.killed = False
-        self.counted = await self.buffer.state()
-        return self
+def session(
+    schedule: Schedule, directory: Path, said: Mapping[str, Any], seed: int, fail_fraction: float = 0.0,
+    deadly: tuple[str, int] | None = None, max_failed_fraction: float = 1.0,
+) -> Session:  # fmt: skip
+    dice = random.Random(seed)
+    return Session(schedule, directory, lambda _: Lengths(dice), said, fail_fraction, deadly, max_failed_fraction)
 
 
 FILTERS: list[list[object]] = [
@@ -220,7 +57,7 @@ def test_every_step_gets_its_groups_and_each_group_is_accounted_for(
     )  # fmt: skip
     with TemporaryDirectory() as directory:
         said = {"filters": filters, "refill": refill}
-        done = asyncio.run(Session(schedule, Path(directory), said, seed, failing).live())
+        done = asyncio.run(session(schedule, Path(directory), said, seed, failing).live())
     assert not done.killed
     algorithm, buffer = done.engine.algorithm, done.buffer
     taken = Counter(group.slot for _, played in buffer.taken for group in played)
@@ -246,25 +83,26 @@ def test_every_step_gets_its_groups_and_each_group_is_accounted_for(
     replaced = sum(buffer.refused)
     assert sum(taken.values()) == 6 * groups + replaced
     assert done.counted["refused"] == replaced
-    assert_every_slot_is_accounted_for(schedule, buffer, set(taken))
+    assert_every_slot_is_accounted_for(schedule, done, set(taken))
     if schedule.ordered:
         assert sorted(taken) == list(range(6 * groups + replaced))
         assert [g.slot for _, played in buffer.taken for g in played] == sorted(taken)
         assert len(buffer.leased) == len(taken)  # nothing is played that no step asked for
 
 
-def assert_every_slot_is_accounted_for(schedule: Schedule, buffer: Watched, taken: set[int]) -> None:
+def assert_every_slot_is_accounted_for(schedule: Schedule, done: Session, taken: set[int]) -> None:
     """Each slot issued was taken, waits, is being played, is to be issued again, or was given up: one of these."""
-    issued, waiting, in_flight = set(buffer.leased), set(buffer._groups), set(buffer._leases)
-    given_up = {slot for slot in issued if buffer._attempts.get(slot, 0) == schedule.max_attempts}
-    to_be_issued = issued - taken - waiting - in_flight - given_up
-    assert issued == set(range(len(issued)))
-    assert sum(map(len, (taken, waiting, in_flight, given_up, to_be_issued))) == len(issued)
-    assert min(to_be_issued, default=len(issued)) == buffer._free_slot
-    assert all(0 < buffer._attempts.get(slot, 0) < schedule.max_attempts for slot in to_be_issued)
-    assert buffer._given_up == len(given_up)
+    buffer, counted = done.buffer.buffer, done.counted
+    issued = {lease.slot for lease in done.buffer.leased}
+    waiting, in_flight, again = set(buffer._groups), set(buffer._leases), set(buffer._freed)
+    consumed = set(range(counted["consumed_below"])) | set(counted["consumed"])
+    given_up = consumed - taken
+    assert issued == set(range(len(issued))) == consumed | waiting | in_flight | again
+    assert sum(map(len, (taken, waiting, in_flight, given_up, again))) == len(issued)
+    assert set(map(int, counted["attempts"])) >= again
+    assert counted["given_up"] == len(given_up)
     last = schedule.first_version + schedule.steps
-    assert len(issued) <= schedule.admitted(last) + len(given_up) + sum(buffer.refused)
+    assert len(issued) <= schedule.admitted(last) + len(given_up) + sum(done.buffer.refused)
 
 
 SYNCHRONOUS = Schedule(TASKS, seed=3, first_version=4, groups_per_step=3, group_size=2, steps=5)
@@ -284,14 +122,14 @@ def outcome(sessions: Sequence[Session]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    done = asyncio.run(Session(SYNCHRONOUS, tmp_path_factory.mktemp("whole"), SAID, 1, 0.1).live())
+    done = asyncio.run(session(SYNCHRONOUS, tmp_path_factory.mktemp("whole"), SAID, 1, 0.1).live())
     assert len(done.buffer.refused) >= 3
     assert {version for version, _ in done.buffer.taken} == set(range(4, 9))
     return done
 
 
 def test_durations_do_not_matter(uninterrupted: Session, tmp_path: Path) -> None:
-    again = asyncio.run(Session(SYNCHRONOUS, tmp_path, SAID, 2, 0.1).live())
+    again = asyncio.run(session(SYNCHRONOUS, tmp_path, SAID, 2, 0.1).live())
     assert outcome([again]) == outcome([uninterrupted])
 
 
@@ -303,11 +141,11 @@ def test_a_run_killed_anywhere_in_its_refills_trains_on_the_same_groups(
     calls = {"refuse": len(uninterrupted.buffer.refused), "take": len(uninterrupted.buffer.taken), "put": 20}[what]
     for nth in range(1, calls + 1):
         directory = tmp_path / str(nth)
-        sessions = [asyncio.run(Session(SYNCHRONOUS, directory, SAID, nth, 0.1, (what, nth)).live())]
+        sessions = [asyncio.run(session(SYNCHRONOUS, directory, SAID, nth, 0.1, (what, nth)).live())]
         assert sessions[0].killed
-        sessions.append(asyncio.run(Session(SYNCHRONOUS, directory, SAID, nth + 99, 0.1, (what, 2)).live()))
+        sessions.append(asyncio.run(session(SYNCHRONOUS, directory, SAID, nth + 99, 0.1, (what, 2)).live()))
         while sessions[-1].killed:
-            sessions.append(asyncio.run(Session(SYNCHRONOUS, directory, SAID, 7, 0.1).live()))
+            sessions.append(asyncio.run(session(SYNCHRONOUS, directory, SAID, 7, 0.1).live()))
         assert outcome(sessions) == outcome([uninterrupted])
         if nth == calls:
             assert sessions[1].resumed_at > 4
@@ -316,9 +154,9 @@ def test_a_run_killed_anywhere_in_its_refills_trains_on_the_same_groups(
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_an_asynchronous_run_killed_in_a_refill_repeats_and_loses_nothing(nth: int, tmp_path: Path) -> None:
     schedule = Schedule(TASKS, seed=3, groups_per_step=3, group_size=2, max_staleness=1, steps=6)
-    first = asyncio.run(Session(schedule, tmp_path, SAID, 1, deadly=("refuse", nth)).live())
+    first = asyncio.run(session(schedule, tmp_path, SAID, 1, deadly=("refuse", nth)).live())
     assert first.killed
-    done = asyncio.run(Session(schedule, tmp_path, SAID, 2).live())
+    done = asyncio.run(session(schedule, tmp_path, SAID, 2).live())
     assert not done.killed
     before = [group.slot for at, played in first.buffer.taken if at < done.resumed_at for group in played]
     after = [group.slot for _, played in done.buffer.taken for group in played]
@@ -334,7 +172,7 @@ def test_a_step_without_a_group_to_train_on_is_said_and_the_run_goes_on(
     nobody = {"filters": [{"kind": "difficulty", "low": 90.0, "high": 100.0}], "refill": 1}
     schedule = Schedule(TASKS, groups_per_step=2, group_size=2, seed=0, steps=2)
     with caplog.at_level("WARNING", "trivium"):
-        done = asyncio.run(Session(schedule, tmp_path, nobody, 0).live())
+        done = asyncio.run(session(schedule, tmp_path, nobody, 0).live())
     assert (done.engine.version, done.engine.updates, done.buffer.refused) == (2, [], [2, 2])
     assert [record.getMessage() for record in caplog.records] == [
         f"step {step}: all 4 groups were refused, there is nothing to learn" for step in (1, 2)
@@ -343,9 +181,9 @@ def test_a_step_without_a_group_to_train_on_is_said_and_the_run_goes_on(
 
 def test_failing_rollouts_end_the_run_and_are_not_played_for_ever(tmp_path: Path) -> None:
     schedule = Schedule(TASKS, groups_per_step=2, group_size=2, seed=0, steps=2)
-    session = Session(schedule, tmp_path, {"refill": 1000}, 0, fail_fraction=1.0, max_failed_fraction=0.5)
+    failing = session(schedule, tmp_path, {"refill": 1000}, 0, fail_fraction=1.0, max_failed_fraction=0.5)
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(session.live())
+        asyncio.run(failing.live())
     assert caught.group_contains(RolloutsFailing, match="4 of 4 failed")
 
 

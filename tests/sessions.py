@@ -1,0 +1,257 @@
+"""Sessions of a run without models: the real loops, buffer, synchronizer and trainer around engines that only count.
+
+A session may lose explorers and be killed itself at a chosen event; the next one in the same directory goes on from
+the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.board import Board, MemoryBoard
+from trivium.buffers.memory import MemoryBuffer
+from trivium.buffers.strategies import DefaultStrategy
+from trivium.checkpoint import CheckpointStore
+from trivium.config import AlgorithmConfig, plugin
+from trivium.engines.scripted import ScriptedEngine
+from trivium.errors import RoleFailed
+from trivium.explorer import Explorer
+from trivium.loops import Parts, explore_half, train_half
+from trivium.metrics import depends_on_machine
+from trivium.policy import Policy
+from trivium.protocols import Buffer, Objective, TrainEngine, Workflow
+from trivium.rewards.calling import make_judge
+from trivium.schedule import Schedule
+from trivium.sync.memory import MemoryChannel
+from trivium.synchronizer import Synchronizer, SyncStyle
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+from trivium.trainer import Cadence, Trainer
+from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, Task
+
+TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]
+RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
+
+
+class Killed(Exception):
+    """Where a process would have died."""
+
+
+class Counting(TrainEngine):
+    """Trains nothing and remembers on what."""
+
+    def __init__(self, algorithm: GroupAlgorithm, seconds: Callable[[], float]) -> None:
+        self.algorithm, self._seconds = algorithm, seconds
+        self.updates: list[tuple[int, tuple[str, ...], tuple[bytes, ...]]] = []
+        """(version before, groups, the advantages of their rows)."""
+
+    def prepare(self) -> None: ...
+
+    def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
+        time.sleep(self._seconds())
+        return super().train_step(experiences)
+
+    def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
+        raise AssertionError("GRPO needs no scores")
+
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        groups = dict.fromkeys(e.group_id for e in batch.experiences)
+        self.updates.append((self.version, tuple(groups), tuple(a.tobytes() for a in batch.columns["advantages"])))
+        return {}
+
+    def export_weights(self) -> Iterator[tuple[str, Any]]:
+        yield "weight", torch.full((2,), float(self.version))
+
+    def save(self, directory: Path) -> None:
+        (directory / "version").write_text(str(self.version), encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        self.version = int((directory / "version").read_text(encoding="utf-8"))
+
+    def save_weights(self, directory: Path) -> None: ...
+
+
+class Rows:
+    """A monitor that keeps the last row of each step."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Metrics] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows[step] = {key: value for key, value in metrics.items() if not depends_on_machine(key)}
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Ledger:
+    """A buffer, with a note of what went out and came back; the process may die after the nth put, take or refuse."""
+
+    explored = True
+
+    def __init__(self, buffer: Buffer, deadly: tuple[str, int] | None = None) -> None:
+        self.buffer = buffer
+        self.leased: Counter[Lease] = Counter()
+        self.taken: list[tuple[int, list[Group]]] = []
+        """(the version it was for, groups) of every take."""
+        self.refused: list[int] = []
+        self.released = 0
+        self._deadly, self._calls = deadly, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.buffer, name)
+
+    def _survive(self, what: str) -> None:
+        self._calls[what] += 1
+        if (what, self._calls[what]) == self._deadly:
+            raise Killed
+
+    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
+        lease = await self.buffer.lease(owner, wait=wait)
+        if lease is not None:
+            self.leased[lease] += 1
+        return lease
+
+    async def put(self, owner: str, group: Group) -> None:
+        await self.buffer.put(owner, group)
+        self._survive("put")
+
+    async def take(self, count: int, version: int) -> list[Group]:
+        groups = await self.buffer.take(count, version)
+        self.taken.append((version, groups))
+        self._survive("take")
+        return groups
+
+    async def refuse(self, count: int) -> None:
+        await self.buffer.refuse(count)
+        self.refused.append(count)
+        self._survive("refuse")
+
+    async def release(self, owner: str) -> int:
+        released = await self.buffer.release(owner)
+        self.released += released
+        return released
+
+    @property
+    def played(self) -> list[Group]:
+        """Every group that was taken, in order."""
+        return [group for _, groups in self.taken for group in groups]
+
+
+def memory_buffer(schedule: Schedule, directory: Path) -> Buffer:
+    return MemoryBuffer(
+        MemoryBuffer.Config(), schedule=schedule, rollouts=directory / "rollouts", renderer=RENDERER, deadline_s=10
+    )
+
+
+@dataclass
+class Session:
+    """One life of a run: the trainer, explorers, and whoever makes the explorers die."""
+
+    schedule: Schedule
+    directory: Path
+    workflow: Callable[[int], Workflow]
+    """The workflow of the nth explorer."""
+    said: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the algorithm's section says."""
+    fail_fraction: float = 0.0
+    deadly: tuple[str, int] | None = None
+    max_failed_fraction: float = 1.0
+    explorers: int = 1
+    deaths: Sequence[float] = ()
+    """Seconds between the deaths of explorers; another one takes the place of each."""
+    operators: Sequence[Callable[[Group], Group]] = ()
+    style: SyncStyle = SyncStyle.FIXED
+    make_buffer: Callable[[Schedule, Path], Buffer] = memory_buffer
+    make_board: Callable[[], Board] = MemoryBoard
+    save_every: int = 2
+    train_s: Callable[[], float] = lambda: 0.0
+    """How long a train step takes."""
+    monitor: Rows = field(default_factory=Rows)
+
+    async def live(self) -> Session:
+        """Plays until the stage is done, or until it is killed."""
+        store = CheckpointStore(self.directory / "checkpoints", keep=2)
+        store.discard_unfinished()
+        section = plugin("algorithms", AlgorithmConfig)({"kind": "grpo", **self.said})
+        self.engine = Counting(build_algorithm(section, 0, 8), self.train_s)
+        self.engine.version = self.schedule.first_version
+        self.channel = self.engine.channel = MemoryChannel(
+            keep=self.schedule.max_staleness // self.schedule.sync_interval + 2
+        )
+        self.buffer = Ledger(self.make_buffer(self.schedule, self.directory), self.deadly)
+        self.synchronizer = Synchronizer(
+            self.make_board(), deadline_s=10, style=self.style, interval=self.schedule.sync_interval
+        )
+        trainer = Trainer(
+            self.engine, self.buffer, DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer), self.channel,
+            self.synchronizer, self.schedule, self.monitor, store, Cadence(save_every=self.save_every),
+            resume=store.latest(), max_failed_fraction=self.max_failed_fraction,
+        )  # fmt: skip
+        trainer.prepare()
+        self.trainer, self.resumed_at = trainer, self.engine.version
+        self.killed = False
+        try:
+            await self._play(trainer)
+        except ExceptionGroup as errors:
+            killed, rest = errors.split(Killed)
+            if killed is None or (rest is not None and rest.split(RoleFailed)[1] is not None):
+                raise
+            self.killed = True
+        self.counted = await self.buffer.state()
+        return self
+
+    async def _play(self, trainer: Trainer) -> None:
+        self.synchronizer.open()
+        shared = (self.buffer, self.schedule, self.synchronizer, self.channel)
+        async with asyncio.TaskGroup() as roles:
+            training = roles.create_task(train_half(Parts(*shared, trainer), trainer))
+            names = iter(range(10_000))
+
+            def explore() -> asyncio.Task[None]:
+                explorer = self._explorer(next(names))
+                return roles.create_task(explore_half(Parts(*shared, explorer=explorer), explorer), name=explorer.name)
+
+            exploring = [explore() for _ in range(self.explorers)]
+            for number, seconds in enumerate(self.deaths):
+                await asyncio.wait({training}, timeout=seconds)
+                if not training.done():
+                    exploring[number % self.explorers].cancel()
+                    exploring[number % self.explorers] = explore()
+
+    def _explorer(self, number: int) -> Explorer:
+        engine = ScriptedEngine(
+            ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6)), fail_fraction=self.fail_fraction),
+            eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode,
+        )  # fmt: skip
+        return Explorer(
+            engine, RENDERER, self.workflow(number), make_judge(()), Sampling(8), engine.max_context, 5.0,
+            max_concurrent=64, name=f"explorer-{number}", operators=tuple(self.operators),
+        )  # fmt: skip
+
+
+class Lengths:
+    """A workflow whose reward is a function of what was sampled; only its duration is random."""
+
+    def __init__(self, dice: random.Random, seconds: Sequence[float] = (0, 0, 0.001, 0.004)) -> None:
+        self.dice, self.seconds = dice, seconds
+
+    async def run(self, task: Task, policy: Policy) -> Mapping[str, float]:
+        await asyncio.sleep(self.dice.choice(self.seconds))
+        return {"length": float(len((await policy.reply(task.prompt)).tokens))}
