@@ -102,14 +102,15 @@ class _Saver:
     kind: str
     alive: Callable[[], bool] | None
     heartbeat_s: float | None
-    beat: float
+    beat: float = 0.0
     writing: bool = False
 
     def death(self) -> str:
         """What it died of; empty while nothing says that it did."""
         if self.alive is not None and not self.alive():
             return "its process is gone"
-        if self.heartbeat_s is not None and time.monotonic() - self.beat > self.heartbeat_s:
+        # Who waits has no ticket yet to beat with.
+        if self.writing and self.heartbeat_s is not None and time.monotonic() - self.beat > self.heartbeat_s:
             return f"no heartbeat for {self.heartbeat_s} s"
         return ""
 
@@ -160,7 +161,8 @@ class _Books:
         if mine is None:
             return True
         writing = {saver.place for saver in self.savers.values() if saver.writing}
-        mine.writing = mine.place in (writing or {next(iter(self.savers.values())).place})
+        if not mine.writing and mine.place in (writing or {next(iter(self.savers.values())).place}):
+            mine.writing, mine.beat = True, time.monotonic()
         return mine.writing
 
     def leave(self, step: int, kind: str, ticket: int | None) -> None:
@@ -231,7 +233,7 @@ class CheckpointMonitor:
         self._books, self._lock = _Books(), threading.Lock()
         self._copier = Threads(1, "trivium-copy")
         self._bell = MemoryBoard()
-        """Rung at every change of the books; nothing is written on it. Waiters may be on several event loops."""
+        """Rung at every change of the books, for waiters that may be on several event loops."""
         self._elsewhere = {CHECKPOINT: 0, STATE_DICT: 0}
         """The newest complete step of which nothing was written here."""
 
@@ -350,7 +352,7 @@ class CheckpointMonitor:
             SaveStrategy.SINGLE_NODE: node_id, SaveStrategy.UNRESTRICTED: "anywhere",
         }[self.save_strategy]  # fmt: skip
         name = f"{job_id} on {node_id}"
-        saver = _Saver(place, name, step, _kind(is_state_dict), alive, heartbeat_s, time.monotonic())
+        saver = _Saver(place, name, step, _kind(is_state_dict), alive, heartbeat_s)
         with self._changed() as books:
             ticket = books.arrive(saver)
         try:
@@ -491,7 +493,7 @@ class CheckpointMonitor:
         self._ring()
 
     def _ring(self) -> None:
-        self._bell.write(lambda values: values)
+        self._bell.write(lambda values: {"rung": values.get("rung", 0) + 1})
 
 
 def _kind(is_state_dict: bool) -> str:
