@@ -146,11 +146,12 @@ async def follow_weights(
         try:
             await explorer.adopt(version, channel)
         except VersionGone:
-            # Newer ones took its place, or the exchange broke off: what is offered now will do. Where the schedule says
-            # which version it is to be, or there is no newer one, there is nothing to ask for.
-            newest = synchronizer.published[-1:] == (version,)
-            if not synchronizer.collective and (schedule.ordered or newest):
-                raise
+            # Newer ones took its place, or the exchange broke off: what is offered now will do. A version that is no
+            # longer kept has no slots left to play: other explorers have played them.
+            if not synchronizer.collective:
+                if synchronizer.published[-1:] == (version,):
+                    raise  # there is nothing newer to ask for
+                loaded = version
             continue
         loaded = version
         explorer.leased, explorer.asking = 0, explorer.idle
