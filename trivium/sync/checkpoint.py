@@ -137,13 +137,15 @@ class CheckpointChannel:
             raise self._gone(version) from error
 
     def _wait_for(self, version: int) -> None:
-        """Returns once the version is there. Raises VersionGone if newer ones are, or it does not appear."""
+        """Returns once the version is there. Raises VersionGone if newer ones are, if it was never published, or if it
+        does not appear."""
         end = time.monotonic() + min(APPEARS_S, self._synchronizer.deadline_s)
         while not (self._folder(version) / _MANIFEST).is_file():
             there = self._there()
-            if there[-1:] > [version] or time.monotonic() > end:
-                raise self._gone(version)
             self._synchronizer.check_alive()
+            published = version in self._synchronizer.published
+            if not published or there[-1:] > [version] or time.monotonic() > end:
+                raise self._gone(version)
             time.sleep(_LOOK_S)
 
     def _there(self) -> list[int]:

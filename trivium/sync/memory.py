@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
 from trivium.protocols import Weights
@@ -64,12 +67,19 @@ class MemoryChannel:
         """Writes versions that explorers may still need, one safetensors file each."""
         for version in versions:
             directory.mkdir(parents=True, exist_ok=True)
-            save_file(dict(self._versions[version][0]), directory / f"{version:06d}.safetensors")
+            tensors = dict(self._versions[version][0])
+            # The format has an order of its own; the order of the tensors is part of what was offered.
+            save_file(tensors, directory / f"{version:06d}.safetensors", {"order": json.dumps([*tensors])})
 
     def restore(self, directory: Path) -> None:
         """Takes back what `save` wrote; nothing where nothing was needed."""
         for path in sorted(directory.glob("*.safetensors")):
-            self.offer(int(path.stem), load_file(path).items())
+            with safe_open(path, framework="pt") as file:
+                self.offer(int(path.stem), ((name, file.get_tensor(name)) for name in _order(file)))
+
+
+def _order(file: Any) -> list[str]:
+    return json.loads(file.metadata()["order"])
 
 
 def _verified(version: int, copies: Sequence[Named], hashes: Sequence[str]) -> Iterator[Named]:
