@@ -26,8 +26,6 @@ from trivium.errors import ConfigError, MissingPackage, RoleFailed
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
-PATIENCE_S = 10.0
-"""How long a transaction is tried again before the database counts as failed."""
 _CONNECT_TIMEOUT_S = 4
 _BUSY_S = 5
 """How long SQLite itself waits for another process's transaction."""
@@ -43,7 +41,7 @@ class Database:
     before the answer comes. Callable from any thread. Raises RoleFailed naming the database once `patience_s` are over.
     """
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, *, patience_s: float = 10.0) -> None:
         self._patience_s = patience_s
         self._url = _understood(url)
         self._engine = _open(self._url)

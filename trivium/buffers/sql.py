@@ -18,7 +18,7 @@ from trivium.board import SharedBoard
 from trivium.buffers.database import Database, SqlTable, located, pause
 from trivium.buffers.journal import decode_group, encode_group
 from trivium.buffers.sql_slots import BUFFERS, CALLS, COUNTERS, TABLES, Slots, SlotState
-from trivium.config import BufferConfig, config_path
+from trivium.config import BufferConfig, config_path, free
 from trivium.errors import RoleFailed, SyncError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
@@ -44,6 +44,9 @@ class SqlBuffer:
         url: Annotated[str, AfterValidator(lambda url: located(url, config_path))] = "sqlite:///trivium.db"
         """Where the database is: `sqlite:///file.db` (relative to the config file; all processes on one machine) or
         `postgresql://user@host/name`, the password best kept in `~/.pgpass` or `PGPASSWORD`. Runs share it by name."""
+        patience_s: float = free(10.0, gt=0)
+        """How long a transaction is tried again, where the connection drops or the server restarts, before the run
+        ends."""
 
     def __init__(
         self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
@@ -52,7 +55,7 @@ class SqlBuffer:
         del renderer  # nothing is tokenised here
         self.schedule, self._deadline_s = schedule, deadline_s
         self._rollouts, self._name = rollouts, name
-        self._database = Database(config.url)
+        self._database = Database(config.url, patience_s=config.patience_s)
         self._database.create(TABLES)
         self._session: str | None = None
         """Which trainer's life this buffer belongs to; None until that is known."""
@@ -62,7 +65,7 @@ class SqlBuffer:
     @staticmethod
     def open_board(config: Config, *, name: str) -> SharedBoard:
         """The board of the run `name`, in the same database."""
-        return SharedBoard(SqlTable(Database(config.url), name))
+        return SharedBoard(SqlTable(Database(config.url, patience_s=config.patience_s), name))
 
     # ------------------------------------------------------------------ explorers
 

@@ -1,0 +1,213 @@
+"""Real processes, a real server: whoever dies at whatever moment, every group is trained on exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import random
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from postgres import Server, postgres
+from sql_roles import make_end, make_group, make_schedule, train, write
+from sqlalchemy.exc import OperationalError
+
+from trivium.buffers.database import Database, SqlTable
+from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.sql_slots import CALLS, SLOTS, SlotState
+from trivium.errors import RoleFailed
+
+__all__ = ["postgres"]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'buffer.db'}"
+    return request.getfixturevalue("postgres").create_database(uuid.uuid4().hex)
+
+
+def states(url: str) -> dict[str, int]:
+    """How many rows are in each state."""
+    query = sa.select(SLOTS.c.state, sa.func.count()).group_by(SLOTS.c.state)
+    return Database(url).read(lambda connection: {row[0]: row[1] for row in connection.execute(query)})
+
+
+def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: Path) -> None:
+    number, chance = 360, random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trivium.buffers.sql"])
+    checkpoint, rollouts, writers = tmp_path / "checkpoint.json", tmp_path / "rollouts", 0
+    running: dict[str, Any] = {}
+    kills = {"write": 0, "train": 0}
+
+    def keep_running() -> None:
+        nonlocal writers
+        for place in ("train", "write-0", "write-1"):
+            if place in running and running[place].is_alive():
+                continue
+            if place in running:
+                assert running[place].exitcode <= 0, f"{place} failed by itself"
+            who: tuple[Any, ...] = (checkpoint,) if place == "train" else (f"explorer-{writers}",)
+            writers += place != "train"
+            target = train if place == "train" else write
+            name = place if place == "train" else who[0]
+            running[place] = context.Process(target=target, args=(url, number, rollouts, *who), name=name, daemon=True)
+            running[place].start()
+
+    def trained() -> list[int]:
+        return json.loads(checkpoint.read_text())["trained"] if checkpoint.exists() else []
+
+    deadline = time.monotonic() + 90
+    while len(trained()) < number:
+        assert time.monotonic() < deadline, (states(url), len(trained()))
+        keep_running()
+        time.sleep(chance.uniform(0.02, 0.25))
+        if sum(kills.values()) < 24 and len(trained()) < number - 30:
+            victim = ("train", "write-0", "write-1")[sum(kills.values()) % 3]
+            running[victim].kill()
+            running[victim].join()
+            kills[victim.partition("-")[0]] += 1
+            if victim != "train":  # as the trainer's synchronizer does
+                asyncio.run(release(url, rollouts, running[victim].name))
+    for process in running.values():
+        process.kill()
+        process.join()
+    assert min(kills.values()) >= 3, kills
+    assert sorted(trained()) == list(range(number))
+    assert states(url)[SlotState.CONSUMED] == number
+
+
+async def release(url: str, rollouts: Path, owner: str) -> None:
+    await make_end(url, make_schedule(), rollouts).release(owner)
+
+
+async def test_dropped_connections_and_a_server_that_restarts_change_nothing(postgres: Server, tmp_path: Path) -> None:
+    url, number = postgres.create_database(uuid.uuid4().hex), 150
+    schedule = make_schedule(groups_per_step=number, max_staleness=1, steps=1)
+    trainer = make_end(url, schedule, tmp_path, patience_s=60)
+    await trainer.restore(None, 0)
+    drops, restarted, played, done = 0, False, list[int](), asyncio.Event()
+
+    async def disturb() -> None:
+        nonlocal drops, restarted
+        while not done.is_set():
+            drops += await asyncio.to_thread(postgres.drop_connections)
+            if len(played) > number / 2 and not restarted:
+                restarted = True
+                await asyncio.to_thread(postgres.stop)
+                await asyncio.to_thread(postgres.start)
+            before = len(played)
+            while len(played) == before and not done.is_set():  # or it would never get on
+                await asyncio.sleep(0.005)
+
+    async def explore(owner: str) -> None:
+        buffer = make_end(url, schedule, tmp_path, patience_s=60)
+        await buffer.advance(owner, 0)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                lease = await buffer.lease(owner)
+                assert lease is not None
+                await buffer.put(owner, make_group(lease))
+                played.append(lease.slot)
+
+    async def learn() -> list[int]:
+        slots = [group.slot for _ in range(number // 3) for group in await trainer.take(3, 0)]
+        await trainer.close()
+        done.set()
+        return slots
+
+    taken, *_ = await asyncio.gather(learn(), *map(explore, ("a", "b", "c")), disturb())
+    assert sorted(taken) == sorted(played) == list(range(number))
+    assert drops > 20
+    assert restarted
+    assert states(url) == {SlotState.CONSUMED: number}
+
+
+class Doubtful(Database):
+    """Commits, and then loses the connection before it can say so: every other time."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.lost = 0
+        self._times = 0
+
+    def _once(self, work: Any, reads: bool) -> Any:
+        answer = super()._once(work, reads)
+        self._times += 1
+        if self._times % 2 and not reads:
+            self.lost += 1
+            raise OperationalError("COMMIT", {}, RuntimeError("gone"), connection_invalidated=True)
+        return answer
+
+
+async def test_a_call_whose_answer_was_lost_is_done_once(url: str, tmp_path: Path) -> None:
+    buffer = make_end(url, make_schedule(max_staleness=1), tmp_path)
+    buffer._database = doubtful = Doubtful(url)
+    await buffer.restore(None, 0)
+    await buffer.advance("e", 0)
+    await buffer.advance("f", 0)
+    held = [await buffer.lease("e"), await buffer.lease("f"), await buffer.lease("e")]
+    assert [lease and lease.slot for lease in held] == [0, 1, 2]
+    assert await buffer.release("f") == 1
+    await buffer.put("e", make_group(held[0]))
+    await buffer.put("e", make_group(held[2]).refused("unwanted"))
+    assert [group.slot for group in await buffer.take(1, 0)] == [0]
+    await buffer.refuse(2)
+    state = await buffer.state()
+    assert state == {
+        "consumed_below": 1, "consumed": [2], "attempts": {}, "refused": 2, "evicted": 0, "called_off": 0,
+        "given_up": 0, "dropped": 1,
+    }  # fmt: skip
+    await buffer.advance("e", 0)
+    assert await buffer.lease("e") is not None
+    await buffer.advance("f", 1)
+    for _ in range(2):
+        lease = await buffer.lease("f")
+        assert lease is not None
+        await buffer.put("f", make_group(lease, 1))
+    await buffer.take(2, 1)
+    assert [lease.slot for lease in await buffer.called_off("e")] == [1]
+    assert (await buffer.counts())["called_off"] == 1
+    assert doubtful.lost >= 15
+    calls = sa.select(sa.func.count()).select_from(CALLS)
+    assert doubtful.read(lambda connection: connection.execute(calls).scalar_one()) <= 2
+
+    board, other = SqlTable(doubtful, "board"), SqlTable(Database(url), "board")
+    assert board.swap(0, {"n": 1})
+    assert board.load() == (1, {"n": 1})
+    assert board.swap(1, {"n": 2})
+    assert not board.swap(1, {"n": 3})
+    assert other.swap(2, {"n": 4})
+    assert other.load() == (3, {"n": 4})
+
+
+async def test_a_server_that_is_gone_is_named_in_time(postgres: Server, tmp_path: Path) -> None:
+    url = postgres.create_database(uuid.uuid4().hex)
+    buffer = make_end(url, make_schedule(), tmp_path)
+    await buffer.restore(None, 0)
+    await buffer.advance("e", 0)
+    board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
+    board.write(lambda values: {"on": True})
+    waiting = asyncio.ensure_future(buffer.take(2, 0))
+    await asyncio.sleep(0.1)
+    postgres.stop()
+    started = time.monotonic()
+    try:
+        writing = asyncio.to_thread(board.write, lambda values: {})
+        ends = await asyncio.gather(waiting, buffer.lease("e"), writing, return_exceptions=True)
+        assert time.monotonic() - started < 20
+    finally:
+        postgres.start()
+    for end in ends:
+        assert isinstance(end, RoleFailed)
+        assert end.role == "database"
+        assert f"127.0.0.1:{postgres.port}" in end.found
+        assert end.asked
+        assert end.do
