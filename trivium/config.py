@@ -808,6 +808,12 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
                 f"here run.mode {mode!r} plays or reads tasks itself",
                 "say it of `train` alone, with run.mode: serve (and `train` over a shared buffer), or name tasks",
             )  # fmt: skip
+    played = config.evaluation.taskset
+    if played is not None and played in config.tasks and config.tasks[played].kind == SERVED:
+        yield Problem(
+            "evaluation.taskset", f"an evaluation on {played!r}", "its tasks come with agents: there is none to play",
+            "name a taskset that has tasks of its own",
+        )  # fmt: skip
     if mode != "serve":
         return
     if config.schedule.deterministic:
@@ -821,6 +827,22 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
             "cluster.kind", f"run.mode serve on {config.cluster.kind}", "the endpoint lives in the command's process",
             "use cluster.kind: local; any number of serve commands may share a buffer",
         )  # fmt: skip
+
+
+def _check_cluster(config: RunConfig) -> Iterator[Problem]:
+    """On Ray one command plays both halves; in one process there is one of each."""
+    cluster, mode = config.cluster, config.run.mode
+    if cluster.kind == "ray" and mode in ("explore", "train"):
+        yield Problem(
+            "run.mode", f"{mode!r} on Ray", "on a cluster one command starts explorers and trainer",
+            "use run.mode: both, or cluster.kind: local for commands that meet in a shared buffer",
+        )  # fmt: skip
+    for name in ("address", "explorers", "engines", "max_restarts"):
+        if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
+            yield Problem(
+                f"cluster.{name}", f"cluster.{name} without a cluster", "all roles are one process, one of each",
+                "set cluster.kind to ray, or leave the key out",
+            )  # fmt: skip
 
 
 def _check_replaced(config: RunConfig) -> Iterator[Problem]:
@@ -872,6 +894,7 @@ _CHECKS = (
     _check_evaluation,
     _check_rewards,
     _check_serving,
+    _check_cluster,
 )
 
 

@@ -69,7 +69,8 @@ class Crew:
             ray.kill(actor)
 
     def _see_off(self) -> None:
-        """Waits for the explorers to leave; one that does not is left behind."""
+        """Waits for the explorers to leave; one that does not is left behind, as is one that never came to play."""
+        self._explorers &= self._synchronizer.board.read().get("explorers", {}).keys()
         end = time.monotonic() + _FAREWELL_S
         while self._explorers and time.monotonic() < end:
             self._look(_LOOK_S)
@@ -85,7 +86,8 @@ class Crew:
         return actor
 
     def _begin(self, name: str, body: Any, *args: Any) -> None:
-        on_gpu = name == TRAINER and getattr(self._stage.config.train, "device", "cpu") != "cpu"
+        device = getattr(self._stage.config.train, "device", "cpu") if name == TRAINER else "cpu"
+        on_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         actor = start_worker(
             name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
         )

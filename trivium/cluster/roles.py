@@ -123,7 +123,7 @@ async def _explore(name: str, stage: Stage, order: Order, ends: Ends) -> None:
     cluster, number = stage.config.cluster, name.removeprefix("explorer-")
     recipe = Recipe(
         make_engine, (order,), stage.run_dir, stage.threads, ends.namespace,
-        num_gpus=float(getattr(stage.config.engine, "device", "cpu") != "cpu"),
+        num_gpus=float(getattr(stage.config.engine, "device", "cpu") == "cuda"),
     )  # fmt: skip
     engine = await ReplicatedEngine.start(
         recipe, [f"engine-{number}-{replica}" for replica in range(cluster.engines)],
