@@ -109,7 +109,7 @@ class Trainer:
         state: Mapping[str, Any] = self.resume.state if self.resume is not None else {}
         await self.buffer.restore(state.get("buffer"), self.train_step_num)
         await self.strategy.restore(state.get("strategy", {}))
-        self._counts = await self.buffer.counts()
+        self._counts = state.get("counts", {})  # what befell groups since the checkpoint belongs to the next step's row
         held = self.channel.versions
         for version in held:
             self.synchronizer.publish(version, held)
@@ -254,7 +254,7 @@ class Trainer:
         state = {
             **self.record, "seconds": self.seconds, "version": version, "score": self.score,
             "evaluated": self._evaluated_step,
-            "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
+            "counts": dict(self._counts), "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
             "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
         }  # fmt: skip
 
