@@ -109,9 +109,7 @@ async def served(
         ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0), seed=0, groups_per_step=groups,
         group_size=group_size, max_staleness=staleness, steps=100,
     )  # fmt: skip
-    buffer = MemoryBuffer(
-        MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0
-    )
+    buffer = MemoryBuffer(MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0)
     await buffer.restore(None, 0)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=30.0)
     synchronizer.open()

@@ -154,8 +154,8 @@ class Gateway:
             await asyncio.sleep(period_s)
             now = time.monotonic()
             for session in list(self._live):
-                timed = session.group is not None and session.started is not None
-                if timed and now - session.started > terms.deadline_s:
+                began = session.started if session.group is not None else None
+                if began is not None and now - began > terms.deadline_s:
                     why = f"no feedback within {terms.deadline_s:.0f} s (workflow.deadline_s)"
                     session.failure = Failure("deadline", "DeadlineExceeded", why)
                     self._finish(session, 410, why)
