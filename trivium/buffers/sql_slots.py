@@ -319,8 +319,10 @@ class Slots:
 
     def _survives(self, row: sa.Row, version: int) -> bool:
         """Whether a row has a group that a run which goes on from `version` could have."""
-        # In an unordered run the future of the dead run will not come again; its rollouts are nobody's policy.
-        lost = not self._schedule.ordered and (row.newest or 0) > version
+        # In an unordered run the future of the dead run will not come again; its rollouts are nobody's policy. In slot
+        # order it will; but a group that was dropped then would already admit another slot to versions without a right
+        # to it.
+        lost = (row.dropped or not self._schedule.ordered) and (row.newest or 0) > version
         if row.arrival is None or lost:
             return False
         expected = self._schedule.at(row.slot).task.task_id
@@ -368,6 +370,8 @@ class Slots:
         """Whoever was here before does not come back."""
         for table in (EXPLORERS, CALLS):
             self._run(sa.delete(table).where(table.c.buffer == self.head["name"]))
+        unheard = (self._mine, _s.state == SlotState.OFF)
+        self._run(sa.update(SLOTS).where(*unheard).values(state=SlotState.CALLED_OFF))
 
     # ------------------------------------------------------------------ rows
 
