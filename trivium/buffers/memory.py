@@ -229,6 +229,8 @@ class MemoryBuffer:
             slot = group.slot
             if self._is_consumed(slot) or group.attempt < self._attempts.get(slot, 0):
                 continue
+            if group.dropped and group.newest_version > version:
+                continue  # it would admit another slot to versions that have no right to it: it is dropped again, later
             expected = self.schedule.at(slot).task.task_id
             if group.task.task_id != expected and group.task.taskset != SERVED:
                 raise RunDirError(
