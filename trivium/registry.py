@@ -263,6 +263,8 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "console": "trivium.monitors.console:ConsoleMonitor",
         "jsonl": "trivium.monitors.jsonl:JsonlMonitor",
         "tensorboard": "trivium.monitors.tensorboard:TensorBoardMonitor",
+        "wandb": "trivium.monitors.wandb:WandbMonitor",
+        "mlflow": "trivium.monitors.mlflow:MlflowMonitor",
     },
 }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from trivium.errors import DataError, MissingPackage, RunDirError
@@ -18,6 +21,7 @@ from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
 from trivium.monitors.plot import learning_curve
 from trivium.monitors.tensorboard import TensorBoardMonitor
+from trivium.registry import resolve
 
 
 def jsonl(run_dir: Path, resume_step: int = 0) -> JsonlMonitor:
@@ -239,11 +243,217 @@ def test_tensorboard_forgets_what_came_after_the_resumed_step(tmp_path: Path) ->
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
 
 
+ROWS: list[tuple[int, dict[str, float]]] = [
+    (0, {"eval/test/accuracy": 1 / 3, "eval/test/pass@4": 0.1 + 0.2}),
+    (1, {"reward/mean": 2 / 3, "train/loss/policy": 1e-30, "workflow/a+b": float("nan")}),
+    (2, {"reward/mean": -1.0, "train/tokens": 12345678.0}),
+    (2, {"eval/test/accuracy": 0.5, "eval/test/pass@4": 1.0}),
+]
+"""Steps may have several rows."""
+EXAMPLES = [{"task": "t1", "reward": 1.0, "reply": "ä\n"}, {"task": "t2", "reward": None, "tokens": 7, "more": [1, 2]}]
+CONFIG = {
+    "schedule": {"steps": 7}, "serve": {"api_key": "hidden"}, "monitors": [{"kind": "wandb"}],
+    "buffer": {"url": "postgresql://me:hidden@host/db"}, "engine": {"sampling": {"max_new_tokens": 5}},
+}  # fmt: skip
+SETTINGS = {
+    "schedule.steps": 7, "monitors.0.kind": "wandb", "buffer.url": "postgresql://me:***@host/db",
+    "engine.sampling.max_new_tokens": 5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run directory with a config, some of which must not leave the machine."""
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    return tmp_path / "my-run"
+
+
+def logged(run_dir: Path, monitor: Any) -> list[dict[str, Any]]:
+    """Logs ROWS and a table beside metrics.jsonl; what metrics.jsonl holds then."""
+    both = FanOut([jsonl(run_dir), monitor])
+    for step, row in ROWS:
+        both.log(step, row)
+    both.table(2, "rollout_examples", EXAMPLES)
+    both.close()
+    return rows(run_dir / "metrics.jsonl")
+
+
+def bits(row: dict[str, Any]) -> dict[str, bytes]:
+    """Numbers by every bit, so that NaN equals itself; 1 and 1.0 are one number."""
+    return {key: struct.pack("d", value) for key, value in row.items()}
+
+
+def wandb_records(run_dir: Path, kind: str) -> list[Any]:
+    """The records of a kind in every offline session that is over, in order. W&B's own process writes them a moment
+    after `finish` returns."""
+    sessions = len(list(run_dir.glob("wandb/offline-run-*")))
+    end = time.monotonic() + 20
+    while len(_wandb_records(run_dir, "exit")) < sessions and time.monotonic() < end:
+        time.sleep(0.02)
+    return _wandb_records(run_dir, kind)
+
+
+def _wandb_records(run_dir: Path, kind: str) -> list[Any]:
+    """As they are now: a log of blocks of 32 KiB, in LevelDB's format."""
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found: list[Any] = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        data, place, whole = path.read_bytes(), 7, b""
+        while place < len(data):
+            left = 32768 - place % 32768
+            if left < 7:
+                place += left
+                continue
+            _, length, part = struct.unpack("<IHB", data[place : place + 7])
+            whole += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if part in (1, 4):  # whole, or the last part of it
+                record = pb.Record.FromString(whole)
+                found += [getattr(record, kind)] if record.WhichOneof("record_type") == kind else []
+                whole = b""
+    return found
+
+
+def wandb_rows(run_dir: Path) -> list[dict[str, Any]]:
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.item}
+        for record in wandb_records(run_dir, "history")
+    ]
+    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in history]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing phones home."""
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Path) -> None:
+    pytest.importorskip("wandb")
+    from trivium.monitors.wandb import WandbMonitor
+
+    config = WandbMonitor.Config(mode="offline", project="p", group="g", entity="e", tags=("a", "b"))
+    written = logged(run_dir, WandbMonitor(config, run_dir=run_dir, resume_step=0))
+    *plain, table = wandb_rows(run_dir)
+    assert [bits(row) for row in plain] == [bits(row) for row in written]
+    assert (table["step"], table["rollout_examples/nrows"], table["rollout_examples/ncols"]) == (2, 2, 5)
+    content = json.loads(next(run_dir.glob("wandb/**/*.table.json")).read_text())
+    assert content["columns"] == ["task", "reward", "reply", "tokens", "more"]
+    assert content["data"] == [["t1", 1.0, "ä\n", None, None], ["t2", None, None, 7, "[1, 2]"]]
+
+    (run,) = wandb_records(run_dir, "run")
+    assert (run.project, run.run_group, run.entity, list(run.tags), run.display_name) == (
+        "p", "g", "e", ["a", "b"], "my-run"
+    )  # fmt: skip
+    said = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert {key: value for key, value in said.items() if key != "_wandb"} == SETTINGS
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
+    pytest.importorskip("wandb")
+    from trivium.monitors.wandb import WandbMonitor
+
+    config = WandbMonitor.Config(mode="offline", name="n")
+    ids: list[str] = []
+    for resume_step in (0, 3, 0):  # begun, resumed, begun again from nothing
+        monitor = WandbMonitor(config, run_dir=run_dir, resume_step=resume_step)
+        ids.append(monitor._run.id)
+        monitor.log(resume_step + 1, {"reward/mean": 0.5})
+        monitor.close()
+    assert ids[0] == ids[1] != ids[2]
+    assert [row["step"] for row in wandb_rows(run_dir)] == [1, 4, 1]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_failed_run_does_not_look_finished_to_wandb(run_dir: Path) -> None:
+    pytest.importorskip("wandb")
+    from trivium.monitors.wandb import WandbMonitor
+
+    both = FanOut([WandbMonitor(WandbMonitor.Config(mode="offline"), run_dir=run_dir, resume_step=0)])
+
+    def run() -> None:
+        try:
+            raise OSError("disk full")
+        finally:
+            both.close()
+
+    with pytest.raises(OSError, match="disk full"):
+        run()
+    assert [record.exit_code for record in wandb_records(run_dir, "exit")] == [1]
+
+
+# SQLAlchemy warns about a feature that MLflow's own queries use.
+mlflow_warns = pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
+
+
+@mlflow_warns
+@pytest.mark.usefixtures("offline")
+def test_mlflow_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from trivium.monitors.mlflow import MlflowMonitor, mlflow_name
+
+    config = MlflowMonitor.Config(experiment="e", tags={"who": "me"})
+    written = logged(run_dir, MlflowMonitor(config, run_dir=run_dir, resume_step=0))
+    client = mlflow.MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    run = client.get_run((run_dir / "mlflow-run-id").read_text().strip())
+    assert (run.info.status, run.info.run_name, run.data.tags["who"]) == ("FINISHED", "my-run", "me")
+    assert run.data.params == {key: str(value) for key, value in SETTINGS.items()}
+    ours = [
+        (mlflow_name(key), row["step"], struct.pack("d", value))
+        for row in written
+        for key, value in row.items()
+        if key != "step"
+    ]
+    theirs = [
+        (key, value.step, struct.pack("d", value.value)) for key in run.data.metrics
+        for value in client.get_metric_history(run.info.run_id, key)
+    ]  # fmt: skip
+    assert sorted(theirs) == sorted(ours)
+    assert {"eval/test/pass_at_4", "workflow/a_x2b_b"} <= set(run.data.metrics)
+    table = json.loads(next(run_dir.glob("mlflow-artifacts/**/step-000002.json")).read_text())
+    assert table["columns"] == ["task", "reward", "reply", "tokens", "more"]
+    assert table["data"][1] == ["t2", None, None, 7, [1, 2]]
+
+
+@mlflow_warns
+@pytest.mark.usefixtures("offline")
+def test_mlflow_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from trivium.monitors.mlflow import MlflowMonitor
+
+    uri = f"sqlite:///{run_dir / 'shared.db'}"
+    config = MlflowMonitor.Config(tracking_uri=uri)
+    client = mlflow.MlflowClient(uri)
+    ids: list[str] = []
+    for resume_step in (0, 3, 0):
+        monitor = MlflowMonitor(config, run_dir=run_dir, resume_step=resume_step)
+        ids.append((run_dir / "mlflow-run-id").read_text().strip())
+        assert client.get_run(ids[-1]).info.status == "RUNNING"
+        monitor.log(resume_step + 1, {"reward/mean": 0.5})
+        try:
+            raise OSError("disk full")
+        except OSError:
+            monitor.close()
+        assert client.get_run(ids[-1]).info.status == "FAILED"
+    assert ids[0] == ids[1] != ids[2]
+    assert [value.step for value in client.get_metric_history(ids[0], "reward/mean")] == [1, 4]
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[tensorboard\]'"):
         TensorBoardMonitor(TensorBoardMonitor.Config(kind="tensorboard"), run_dir=tmp_path, resume_step=0)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[wandb\]'"):
+        resolve("monitors", "wandb")(resolve("monitors", "wandb").Config(), run_dir=tmp_path, resume_step=0)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[mlflow\]'"):
+        resolve("monitors", "mlflow")(resolve("monitors", "mlflow").Config(), run_dir=tmp_path, resume_step=0)
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[plot\]'"):
         learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
 

@@ -1,0 +1,91 @@
+"""MLflow: a tracking server, or a database file in the run directory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from trivium.config import Plugin
+from trivium.errors import MissingPackage
+from trivium.monitors.identity import failing, remembered, settings_of
+
+_REFUSED = re.compile(r"[^\w\-. /]", re.ASCII)
+_MOST_PARAMS, _LONGEST_PARAM = 100, 6000
+"""Parameters of one request, characters of one value: limits of MLflow."""
+
+
+def mlflow_name(key: str) -> str:
+    """A metric key as MLflow takes it: `@` becomes `_at_` (`pass@4` is `pass_at_4`), any other character that it
+    refuses its code point (`+` is `_x2b_`)."""
+    return _REFUSED.sub(lambda found: f"_x{ord(found[0]):x}_", key.replace("@", "_at_"))
+
+
+class MlflowMonitor:
+    """One MLflow run per run directory; a resumed run goes on with the same one.
+
+    MLflow keeps every value it was ever given: what a killed session logged after its last checkpoint stays, and a step
+    that is repeated has both values, the later one last. Tables are artifacts, one file per step.
+    """
+
+    class Config(Plugin):
+        kind: str = "mlflow"
+        tracking_uri: str | None = None
+        """Where runs are: `http://host:5000`, `sqlite:///file.db`, ...; unset means `mlflow.db` in the run directory,
+        shown by `mlflow ui --backend-store-uri sqlite:///runs/run/mlflow.db`."""
+        experiment: str = "trivium"
+        """The MLflow experiment."""
+        name: str = ""
+        """Name of the run; empty means the last part of `run.dir`."""
+        tags: dict[str, str] = Field(default={})
+        """Tags of the run."""
+
+    def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ImportError as error:
+            raise MissingPackage("mlflow-skinny", "mlflow", "log to MLflow") from error
+        here = run_dir.resolve()
+        self._client = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{here / 'mlflow.db'}")
+        self._metric, self._param = Metric, Param
+        artifacts = None if config.tracking_uri else (here / "mlflow-artifacts").as_uri()
+        self._run_id = remembered(run_dir / "mlflow-run-id", resume_step, lambda: self._begin(config, here, artifacts))
+        self._client.update_run(self._run_id, status="RUNNING")  # a resumed one had ended
+
+    def _begin(self, config: Config, run_dir: Path, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(config.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, artifacts)
+        run = self._client.create_run(experiment, run_name=config.name or run_dir.name, tags=dict(config.tags))
+        params = [
+            self._param(mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in settings_of(run_dir).items()
+        ]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[first : first + _MOST_PARAMS])
+        return run.info.run_id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        row = [self._metric(mlflow_name(key), value, now_ms, step) for key, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=row)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`tables/<name>/step-000010.json`, in the form that MLflow's own tables have."""
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+        self._client.log_dict(self._run_id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: MLflow cannot forget values, and the run directory remembers the run."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Ends the session; marked as failed where an error ends the run."""
+        self._client.set_terminated(self._run_id, "FAILED" if failing() else "FINISHED")

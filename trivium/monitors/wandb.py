@@ -1,0 +1,91 @@
+"""Weights & Biases: online, or into files that `wandb sync` uploads later."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from trivium.config import Plugin
+from trivium.errors import ConfigError, MissingPackage
+from trivium.monitors.identity import failing, new_id, remembered, settings_of
+
+_log = logging.getLogger("trivium")
+
+
+class WandbMonitor:
+    """One W&B run per run directory; a resumed run goes on with the same one.
+
+    W&B keeps every row it was ever given: what a killed session logged after its last checkpoint stays, beside the
+    rows of the session that repeats those steps. Rows carry our step as `step`, which charts use as their axis, because
+    W&B's own counter cannot go back.
+    """
+
+    class Config(Plugin):
+        kind: str = "wandb"
+        project: str = "trivium"
+        """The W&B project."""
+        name: str = ""
+        """Name of the run; empty means the last part of `run.dir`."""
+        group: str | None = None
+        """Group of the run."""
+        entity: str | None = None
+        """User or team that owns the run; unset means the default of the account."""
+        base_url: str | None = None
+        """A W&B server of your own; unset means what `wandb login` was told."""
+        tags: tuple[str, ...] = ()
+        """Tags of the run."""
+        mode: Literal["online", "offline"] = "online"
+        """`offline` writes files under `wandb` in the run directory only; `wandb sync` uploads them later."""
+
+    def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingPackage("wandb", "wandb", "log to Weights & Biases") from error
+        self._wandb = wandb
+        # The console is ours, and log.txt holds what was said.
+        settings = wandb.Settings(console="off", silent=True)
+        if config.base_url is not None:
+            settings.base_url = config.base_url
+        try:
+            self._run = wandb.init(
+                project=config.project, entity=config.entity, name=config.name or run_dir.resolve().name,
+                group=config.group, tags=list(config.tags), mode=config.mode, dir=run_dir, config=settings_of(run_dir),
+                id=remembered(run_dir / "wandb" / "run-id", resume_step, new_id), resume="allow", reinit="create_new",
+                settings=settings,
+            )  # fmt: skip
+        except wandb.Error as error:
+            raise ConfigError(
+                "log to Weights & Biases", str(error), "run `wandb login`, or set mode: offline"
+            ) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        _log.info("Weights & Biases run %s", self._run.id if config.mode == "offline" else self._run.url)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
+        cells: list[Any] = [[_cell(row.get(column)) for column in columns] for row in rows]
+        table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
+        self._run.log({"step": step, name: table})
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: W&B cannot forget rows, and the run directory remembers the run."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Ends the session; marked as failed where an error ends the run."""
+        self._run.finish(exit_code=int(failing()))
+
+
+def _cell(value: Any) -> Any:
+    plain = value is None or isinstance(value, str | int | float | bool)
+    return value if plain else json.dumps(value, ensure_ascii=False)
