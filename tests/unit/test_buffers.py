@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -223,3 +225,253 @@ async def test_an_expert_row_without_a_reply_is_an_error(tmp_path: Path) -> None
     )
     with pytest.raises(DataError, match=r"column 'solution' is None; the columns are \['answer', 'completion'\]"):
         await files.take(1, 0)
+
+
+# --------------------------------------------------------------------------- several explorers
+
+
+async def adopt(buf: MemoryBuffer, owner: str, version: int, slots: int) -> list[Lease]:
+    """An explorer that has loaded a version, and so many leases of it."""
+    await buf.advance(owner, version)
+    leases = [await asyncio.wait_for(buf.lease(owner), 1) for _ in range(slots)]
+    return [lease for lease in leases if lease is not None]
+
+
+async def test_without_waiting_nothing_is_leased_where_nothing_is_free(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path)
+    assert await buf.lease("a", wait=False) is None
+    assert await adopt(buf, "a", 0, 2) == [Lease(0), Lease(1)]
+    assert await buf.lease("a", wait=False) is None
+    await buf.close()
+    with pytest.raises(StopAsyncIteration):
+        await buf.lease("a", wait=False)
+
+
+async def test_the_slots_of_the_dead_are_issued_again_and_what_they_finished_stays(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path)
+    assert await adopt(buf, "a", 0, 2) == [Lease(0), Lease(1)]
+    await buf.put("a", group(0))
+    assert await buf.release("a") == 1
+    assert await buf.release("a") == 0
+    assert await buf.lease("a", wait=False) is None  # the dead get nothing
+    assert await adopt(buf, "b", 0, 1) == [Lease(1)]
+    with pytest.raises(DataError, match="'a' holds no lease of it"):
+        await buf.put("a", group(1))
+    await buf.put("b", group(1))
+    assert [g.slot for g in await buf.take(2, 0)] == [0, 1]
+
+
+async def test_what_could_only_become_too_stale_is_called_off_and_leased_again(tmp_path: Path) -> None:
+    """The same explorer may hold the slot again while its first attempt still runs."""
+    buf = await buffer(tmp_path, max_staleness=1)
+    await adopt(buf, "a", 0, 4)
+    for slot in (2, 3):
+        await buf.put("a", group(slot))
+    hearing = await blocked(buf.called_off("a"))
+    await buf.take(2, 0)
+    await asyncio.sleep(0.01)
+    assert not hearing.done()  # version 0 is good enough for the next step
+    await adopt(buf, "a", 1, 2)
+    for slot in (4, 5):
+        await buf.put("a", group(slot, version=1))
+    await buf.take(2, 1)
+    assert await hearing == [Lease(0), Lease(1)]
+    assert (await buf.counts())["called_off"] == 2
+    assert await adopt(buf, "a", 2, 2) == [Lease(0, attempt=1), Lease(1, attempt=1)]
+    await buf.put("a", group(0))  # the first attempt: it did not hear in time, and nobody wants it
+    await buf.put("a", group(0, version=2, attempt=1))
+    await buf.put("a", group(1))  # and one that comes when the second is being played by somebody else
+    await buf.release("a")
+    assert await adopt(buf, "b", 2, 1) == [Lease(1, attempt=1)]
+    await buf.put("a", group(1))
+    await buf.put("b", group(1, version=2, attempt=1))
+    assert [(g.slot, g.attempt) for g in await buf.take(2, 2)] == [(0, 1), (1, 1)]
+    await buf.put("a", group(1))  # even after it was trained on
+    with pytest.raises(DataError, match="slot 6"):
+        await buf.put("a", group(6, version=2))
+
+
+async def test_an_explorer_too_far_behind_gets_nothing_to_play_in_vain(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path, max_staleness=1)
+    await adopt(buf, "slow", 0, 0)
+    await adopt(buf, "fast", 0, 4)
+    for slot in range(4):
+        await buf.put("fast", group(slot))
+    await buf.take(2, 0)
+    await buf.take(2, 1)
+    assert await buf.lease("slow", wait=False) is None
+    assert await adopt(buf, "slow", 1, 1) == [Lease(4)]
+
+
+async def test_a_step_with_over_rollout_takes_what_is_finished_first(tmp_path: Path) -> None:
+    """Nothing trained on is stale, and the slow are called off once per step, not issued again to be stale again."""
+    buf = await buffer(tmp_path, over_rollout=1, max_attempts=2)
+    trained = []
+    for version in range(3):
+        leases = await adopt(buf, "a", version, 3)
+        for lease in leases[1:]:
+            await buf.put("a", group(lease.slot, version, lease.attempt))
+        trained += await buf.take(2, version)
+        assert await buf.called_off("a") == leases[:1]
+        assert await buf.lease("a", wait=False) is None
+    assert [(g.slot, g.version) for g in trained] == [(1, 0), (2, 0), (3, 1), (4, 1), (6, 2), (7, 2)]
+    assert await buf.counts() == {"evicted": 0, "called_off": 3, "given_up": 1, "dropped": 0}
+
+
+async def test_refused_groups_of_a_step_are_replaced_by_slots_of_its_own_version(tmp_path: Path) -> None:
+    """However many: an explorer that has not followed yet would play them for the step before."""
+    buf = await buffer(tmp_path)
+    await adopt(buf, "late", 0, 2)
+    for slot in (0, 1):
+        await buf.put("late", group(slot))
+    await buf.take(2, 0)
+    await adopt(buf, "quick", 1, 2)
+    for slot in (2, 3):
+        await buf.put("quick", group(slot, version=1))
+    await buf.take(2, 1)
+    for _ in range(2):
+        await buf.refuse(2)
+        assert await buf.lease("late", wait=False) is None
+        for lease in await adopt(buf, "quick", 1, 2):
+            await buf.put("quick", group(lease.slot, version=1))
+        assert {g.version for g in await buf.take(2, 1)} == {1}
+    assert await buf.lease("late", wait=False) is None
+
+
+async def test_a_version_is_drained_by_whoever_plays_it(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path, max_staleness=1, deterministic=True)
+    await adopt(buf, "a", 0, 3)
+    await adopt(buf, "b", 0, 1)
+    for slot in (0, 1, 2):
+        await buf.put("a", group(slot))
+    leaving = await blocked(buf.drained(0))
+    await buf.release("b")  # it died over slot 3
+    await adopt(buf, "a", 0, 1)
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    await buf.put("a", group(3))
+    await leaving
+    await buf.take(2, 0)
+    assert await adopt(buf, "a", 1, 2) == [Lease(4), Lease(5)]
+    await buf.drained(0)  # what "a" plays with version 1 holds nobody at version 0
+    await buf.advance("c", 0)
+    assert await buf.lease("c", wait=False) is None
+
+
+# --------------------------------------------------------------------------- counting over resumes
+
+
+def dropped(slot: int, version: int = 0) -> Group:
+    return group(slot, version).refused("not worth it")
+
+
+async def test_what_the_pipeline_dropped_is_counted_once_however_often_the_run_resumes(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path)
+    start = await buf.state()
+    await adopt(buf, "a", 0, 2)
+    await buf.put("a", dropped(0))
+    await buf.put("a", group(1))
+    assert await adopt(buf, "a", 0, 1) == [Lease(2)]  # in its place
+    await buf.put("a", group(2))
+    assert [g.slot for g in await buf.take(2, 0)] == [1, 2]
+    later = await buf.state()
+    await adopt(buf, "a", 1, 1)
+    await buf.put("a", dropped(3, 1))
+    # From the start, what version 1 drops is still to come: it must not make room for version 0 to play more.
+    for state, version, count, free in ((start, 0, 1, 3), (later, 1, 2, 4), (start, 0, 1, 3)):
+        again = await buffer(tmp_path / "fresh")
+        again._journal = buf._journal
+        await again.restore(state, version)
+        assert await again.counts() == {"evicted": 0, "called_off": 0, "given_up": 0, "dropped": count}
+        assert await adopt(again, "b", 1, 1) == [Lease(free)]
+
+
+async def test_what_was_dropped_in_a_lost_future_was_not_dropped(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path, max_staleness=1)
+    start = await buf.state()
+    await adopt(buf, "a", 0, 2)
+    await buf.put("a", dropped(0))
+    await buf.advance("a", 1)
+    await buf.put("a", dropped(1, version=1))
+    again = await buffer(tmp_path, max_staleness=1)
+    await again.restore(start, 0)
+    assert (await again.counts())["dropped"] == 1
+    assert await adopt(again, "b", 0, 1) == [Lease(1)]
+
+
+async def test_rollouts_of_a_lost_future_stay_lost(tmp_path: Path) -> None:
+    """Killed at version 2, resumed at 0, killed at 2 again: what the first life's version 1 played is no group of the
+    second life's version 1."""
+    first = await buffer(tmp_path, max_staleness=2)
+    start = await first.state()
+    await adopt(first, "a", 0, 1)
+    await adopt(first, "a", 1, 1)
+    await first.put("a", group(0))
+    await first.put("a", group(1, version=1))
+    second = await buffer(tmp_path, max_staleness=2)
+    await second.restore(start, 0)
+    assert await adopt(second, "b", 0, 1) == [Lease(1)]
+    later = await second.state()
+    third = await buffer(tmp_path, max_staleness=2)
+    await third.restore(later, 2)
+    assert await adopt(third, "c", 2, 1) == [Lease(1)]
+    assert [g.slot for g in await third.take(1, 2)] == [0]
+
+
+async def test_the_last_attempt_counts_where_several_were_journaled_after_the_checkpoint(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path, max_staleness=1, max_attempts=3)
+    start = await buf.state()
+    await adopt(buf, "a", 0, 4)
+    for slot in range(4):
+        await buf.put("a", group(slot))
+    await buf.take(2, 0)
+    taking = await blocked(buf.take(2, 2))
+    assert await adopt(buf, "a", 2, 2) == [Lease(2, attempt=1), Lease(3, attempt=1)]
+    await buf.put("a", dataclasses.replace(group(2, attempt=1), version=0))
+    taking.cancel()
+    again = await buffer(tmp_path, max_staleness=1)
+    await again.restore(start, 0)
+    assert (await again.state())["attempts"] == {"2": 1}
+    assert [(g.slot, g.attempt) for g in await again.take(4, 1)] == [(0, 0), (1, 0), (3, 0), (2, 1)]
+    assert (await again.state())["attempts"] == {}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_no_operation_looks_at_every_finished_group(tmp_path: Path, deterministic: bool) -> None:
+    """The lines of the buffer that a lease, a put and a take run do not grow with what lies finished or was taken."""
+
+    async def work(buf: MemoryBuffer, version: int) -> int:
+        lines = 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> object:
+            nonlocal lines
+            lines += event == "line"
+            return trace if frame.f_code.co_filename.endswith("buffers/memory.py") else None
+
+        sys.settrace(trace)
+        try:
+            await buf.advance("a", version)
+            lease = await buf.lease("a")
+            assert lease is not None
+            await buf.put("a", group(lease.slot, version, lease.attempt))
+            await buf.take(2, version)
+        finally:
+            sys.settrace(None)
+        return lines
+
+    buf = await buffer(tmp_path, max_staleness=2000, steps=5000, deterministic=deterministic)
+    lines: dict[int, int] = {}
+    await buf.advance("a", 0)
+    for finished in (10, 3000):
+        while len(buf._groups) < finished:
+            lease = await buf.lease("a")
+            assert lease is not None
+            await buf.put("a", group(lease.slot))
+        await work(buf, 0)
+        lines[finished] = await work(buf, 0)
+    for _ in range(1000):
+        await buf.take(2, 0)
+    lines[0] = await work(buf, 0)
+    assert max(lines.values()) <= min(lines.values()) + 10
+    assert (len(buf._consumed), len(buf._attempts)) == (0, 0)
+    assert (await buf.state())["consumed_below"] == 2010
