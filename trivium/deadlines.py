@@ -20,16 +20,21 @@ _left_behind: set[asyncio.Task[Any]] = set()
 class CancellationEscaped(RolloutError):
     """Something ended by a cancellation that nobody outside asked for."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "an end by itself", "it let a cancellation of its own escape", "catch the CancelledError where it belongs"
+        )
 
-async def within(seconds: float, doing: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
-    """What comes of it. `ended` is called when it has, or when its time is up.
+
+async def within(seconds: float | None, doing: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
+    """What comes of it; None waits as long as the caller does. `ended` is called when it is over, or its time is up.
 
     Raises TimeoutError where it took longer, and that is final: what it still does while it is cancelled counts for
     nothing, and if it does not heed the cancellation, nobody waits for it.
     """
     task = asyncio.ensure_future(doing)
     try:
-        await asyncio.wait({task}, timeout=max(0.0, seconds))
+        await asyncio.wait({task}, timeout=None if seconds is None else max(0.0, seconds))
     finally:
         late = not task.done()
         if late:
@@ -42,9 +47,7 @@ async def within(seconds: float, doing: Awaitable[T], ended: Callable[[], object
     if late:
         raise TimeoutError
     if task.cancelled():
-        raise CancellationEscaped(
-            "an end by itself", "it let a cancellation of its own escape", "catch the CancelledError where it belongs"
-        )
+        raise CancellationEscaped
     return task.result()
 
 

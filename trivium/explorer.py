@@ -219,13 +219,14 @@ class Explorer:
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
         """What a judge says, or why it says nothing; a judge that failed fails the trajectory, never scores it 0."""
         try:
-            return await within(left_s, judging)
+            async with asyncio.timeout(max(0.0, left_s)):
+                return await judging
         except TimeoutError:
             return DeadlineExceeded(
                 f"the reward of task {task.task_id!r}", f"none within {self.deadline_s:.1f} s of playing and judging",
                 "make it faster, or raise workflow.deadline_s",
             )  # fmt: skip
-        except RolloutError as error:  # no thread for it, or a cancellation that escaped it
+        except RolloutError as error:  # there is no thread for it
             return RewardError(error.asked, error.found, error.do)
 
     def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:

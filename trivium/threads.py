@@ -22,6 +22,10 @@ MAX_LEFT_BEHIND = 64
 _IDLE_S = 1.0
 """A thread without work for so long ends."""
 
+_PATIENCE_S = 0.02
+"""A function that waits gets a thread of its own where none has finished for so long: most take microseconds, and many
+threads would only get in each other's way."""
+
 
 @dataclass(eq=False)
 class _Job:
@@ -29,6 +33,8 @@ class _Job:
 
     function: Callable[[], Any]
     future: asyncio.Future[Any]
+    watch: asyncio.TimerHandle | None = None
+    """Looks after it while it waits."""
     running: bool = False
     left: bool = False
     """Its caller has gone while it ran."""
@@ -58,9 +64,9 @@ class Threads:
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name = limit, name
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
-        self._threads = self._idle = 0
+        self._threads = self._finished = 0
 
     async def run(self, function: Callable[[], T]) -> T:
         """The function's result. Cancelling gives up the function, in a thread or on its way to one.
@@ -76,15 +82,33 @@ class Threads:
         job = _Job(function, asyncio.get_running_loop().create_future())
         with self._changed:
             self._jobs.append(job)
-            if len(self._jobs) > self._idle and self._threads < self._limit:
-                self._threads += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            if not self._threads:
+                self._start()
             self._changed.notify()
+            self._watch_over(job)
         try:
             return await job.future
         except asyncio.CancelledError:
             self._give_up(job)
             raise
+        finally:
+            if job.watch is not None:
+                job.watch.cancel()
+
+    def _watch_over(self, job: _Job) -> None:
+        job.watch = job.future.get_loop().call_later(_PATIENCE_S, self._look_after, job, self._finished)
+
+    def _look_after(self, job: _Job, finished: int) -> None:
+        with self._changed:
+            if job.running or job.future.done() or self._threads >= self._limit:
+                return
+            if self._finished == finished:
+                self._start()
+            self._watch_over(job)
+
+    def _start(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def _give_up(self, job: _Job) -> None:
         with self._changed:
@@ -94,11 +118,18 @@ class Threads:
                 job.left = True
                 self._threads -= 1
                 _leave(+1)
+                job.future.get_loop().call_later(_PATIENCE_S, self._replace)  # others may be given up with it
+
+    def _replace(self) -> None:
+        with self._changed:
+            if self._jobs and self._threads < self._limit:
+                self._start()
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             outcome = _outcome(job.function)
             with self._changed:
+                self._finished += 1
                 job.running = False
             if job.left:
                 _leave(-1)
@@ -108,9 +139,7 @@ class Threads:
     def _next(self) -> _Job | None:
         """The next job; None where there is none for a while."""
         with self._changed:
-            self._idle += 1
             self._changed.wait_for(lambda: self._jobs, _IDLE_S)
-            self._idle -= 1
             if not self._jobs:
                 self._threads -= 1
                 return None
@@ -122,8 +151,8 @@ class Threads:
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return function(), None
-    except StopIteration:
-        return None, RuntimeError("user code raised StopIteration")  # a future cannot carry it
+    except (StopIteration, asyncio.CancelledError) as raised:  # from a future they would mean something else
+        return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # carried to the caller, who decides
         return None, raised
 

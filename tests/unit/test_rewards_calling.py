@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from trivium import threads
+from trivium import deadlines, threads
 from trivium.config import RewardConfig, plugin
 from trivium.errors import ConfigError, DataError, RewardError, UnknownName
 from trivium.registry import resolve
@@ -114,6 +114,16 @@ class Counts:
 
 async def gives_up(prompt, completion):
     raise asyncio.CancelledError
+
+def gives_up_too(prompt, completion):
+    raise asyncio.CancelledError
+
+async def stubborn(prompt, completion, release):
+    while not release.is_set():
+        try:
+            await release.wait()
+        except asyncio.CancelledError:
+            continue
 """
 
 
@@ -332,9 +342,24 @@ async def test_workers_build_classes_await_coroutines_and_say_what_went_wrong(re
     assert isinstance(await rewards("place", workers=1).compare(task(seen=[]), said("b", "a")), list)
 
 
-def test_cancelled_error_is_not_turned_into_a_score(rewards):
-    with pytest.raises(asyncio.CancelledError):
-        score(rewards("gives_up"), task(), "x")
+@pytest.mark.parametrize("name", ["gives_up", "gives_up_too"])
+def test_a_cancellation_of_its_own_is_an_error_of_the_reward(rewards, name):
+    (error,) = score(rewards(name), task(), "x")
+    assert isinstance(error, RewardError)
+    assert "ancel" in error.found
+
+
+async def test_a_coroutine_that_does_not_heed_its_cancellation_holds_up_nobody(rewards, monkeypatch):
+    monkeypatch.setattr(deadlines, "_GRACE_S", 0.02)
+    release = asyncio.Event()
+    async with asyncio.timeout(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await rewards("stubborn").score(task(release=release), *said("x"))
+    release.set()
+    async with asyncio.timeout(2):
+        while deadlines._left_behind:
+            await asyncio.sleep(0.005)
 
 
 def test_a_config_names_a_shipped_reward_and_a_users_own(tmp_path):

@@ -23,6 +23,12 @@ async def test_results_and_errors_come_back() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         await pool.run(lambda: next(iter(())))
 
+    def cancels() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        await pool.run(cancels)
+
 
 async def test_a_blocking_function_does_not_block_the_loop() -> None:
     slow = asyncio.create_task(Threads(1, "test").run(lambda: time.sleep(0.2)))
@@ -31,7 +37,7 @@ async def test_a_blocking_function_does_not_block_the_loop() -> None:
     await slow
 
 
-async def test_no_more_threads_than_allowed_and_no_more_than_needed() -> None:
+async def test_no_more_threads_than_allowed_and_no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, lock, running, most = Threads(3, "test"), threading.Lock(), 0, 0
 
     def work() -> threading.Thread:
@@ -44,10 +50,19 @@ async def test_no_more_threads_than_allowed_and_no_more_than_needed() -> None:
             running -= 1
         return threading.current_thread()
 
+    assert len(set(await asyncio.gather(*(pool.run(threading.current_thread) for _ in range(99))))) == 1
+    monkeypatch.setattr(threads, "_PATIENCE_S", 0.001)
     assert len(set(await asyncio.gather(*(pool.run(work) for _ in range(12))))) == 3
     assert most == 3
-    one_after_the_other = {await pool.run(work) for _ in range(4)}
-    assert len(one_after_the_other) <= 3
+
+
+async def test_what_waits_behind_something_slow_gets_a_thread() -> None:
+    pool, go_on = Threads(9, "test"), threading.Event()
+    slow = [asyncio.create_task(pool.run(go_on.wait)) for _ in range(8)]
+    async with asyncio.timeout(5):
+        assert await pool.run(lambda: 7) == 7
+    go_on.set()
+    await asyncio.wait(slow)
 
 
 async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> None:

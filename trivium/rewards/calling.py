@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from trivium.config import RewardConfig, build
+from trivium.deadlines import CancellationEscaped, within
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.registry import resolve
 from trivium.rewards.workers import Workers
@@ -189,6 +190,8 @@ def _call(
             break
         try:
             results[component.label] = component.call(task, **completion)
+        except asyncio.CancelledError:
+            results[component.label] = CancellationEscaped()
         except Exception as error:
             results[component.label] = error  # an exception is an outcome: `_weighted` makes it a RewardError
     return results
@@ -196,7 +199,7 @@ def _call(
 
 async def _finished(result: Awaitable[Any]) -> Any:
     try:
-        return await result
+        return await within(None, result)
     except Exception as error:
         return error
 
