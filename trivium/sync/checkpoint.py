@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from trivium.errors import SyncError, VersionGone
 from trivium.protocols import Weights
+from trivium.sealing import begun
 from trivium.sync.tensors import Named, digests, parts, raw, type_name, type_named, verify
 from trivium.synchronizer import TRAINER, Synchronizer
 
@@ -90,9 +91,7 @@ class CheckpointChannel:
         """A folder to be filled; on disk and in its place when the block is done. Then removes what is not kept."""
         own = self._clear() if self._own is None else self._own
         folder = self._folder(version)
-        aside = folder.with_name(f".{folder.name}.writing")
-        aside.mkdir(parents=True)
-        yield aside
+        yield (aside := begun(self._directory, folder.name))
         for path in (*aside.iterdir(), aside):
             _to_disk(path)
         self._remove(version)

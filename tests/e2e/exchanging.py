@@ -1,0 +1,204 @@
+"""The two sides of a collective exchange, each a process of its own, that a test starts and kills.
+
+A process that imports everything once and forks one child per role, so that a role costs a fraction of a second.
+stdin: one JSON object per line, {"do": "start", "role": ..., ...} or {"do": "wait", "pid": ..., "seconds": ...}.
+stdout: one JSON value per line: the pid, or the exit code (negative: the signal; null: it still runs).
+"""
+
+# ruff: noqa: T201  (its words are what the test reads)
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import trivium.sync.collective as collective
+import trivium.sync.wire as wire
+from trivium.assemble import algorithm_of
+from trivium.board import SharedBoard
+from trivium.buffers.database import Database, SqlTable
+from trivium.buffers.files import FileBuffer
+from trivium.config import RunConfig
+from trivium.engines.torch import TorchEngine
+from trivium.explorer import Explorer
+from trivium.loops import Parts, explore_half
+from trivium.protocols import WeightChannel
+from trivium.schedule import Schedule
+from trivium.sync.collective import CollectiveChannel
+from trivium.synchronizer import TRAINER, Synchronizer, living
+from trivium.training.torch import TorchTrainEngine
+from trivium.types import Sampling
+
+HEARTBEAT_S, DEADLINE_S = 2.0, 30.0
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def meeting(order: dict[str, Any], role: str) -> tuple[Synchronizer, CollectiveChannel]:
+    board = SharedBoard(SqlTable(Database(f"sqlite:///{order['directory']}/board.db"), "run"))
+    synchronizer = Synchronizer(board, deadline_s=DEADLINE_S, collective=True, heartbeat_s=HEARTBEAT_S)
+    return synchronizer, CollectiveChannel(
+        keep=1, directory=Path(order["directory"]), synchronizer=synchronizer, role=role
+    )
+
+
+def arm(owner: Any, name: str, nth: int, deed: str) -> None:
+    """The nth call of `owner.name` is preceded by the deed."""
+    original, calls = getattr(owner, name), iter(range(1, 1_000_000))
+
+    def replacement(*args: Any) -> Any:
+        if next(calls) == nth:
+            os.kill(os.getpid(), SIGNALS[deed])
+        return original(*args)
+
+    setattr(owner, name, replacement)
+
+
+def flip() -> None:
+    """One bit of the second bucket changes on its way into this process."""
+    original, calls = collective._unpacked, iter(range(1, 1_000_000))
+
+    def replacement(entries: Any, flat: torch.Tensor) -> Any:
+        if next(calls) == 2:
+            flat[entries[0]["at"] + 1] ^= 4
+        return original(entries, flat)
+
+    collective._unpacked = replacement
+
+
+# --------------------------------------------------------------------------- the trainer
+
+
+def trainer(order: dict[str, Any]) -> None:
+    config = RunConfig.from_mapping({
+        "model": {"kind": "hf", "path": order["model"]}, "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"], "schedule": {"groups_per_step": 2, "group_size": 2},
+    })  # fmt: skip
+    engine = TorchTrainEngine(
+        TorchTrainEngine.Config(), model_dir=Path(order["model"]), algorithm=algorithm_of(config), temperature=1.0,
+        max_response_length=4, total_steps=4, seed=0, threads=1,
+    )  # fmt: skip
+    engine.prepare()
+    synchronizer, engine.channel = meeting(order, TRAINER)
+    asyncio.run(train(order, engine, synchronizer))
+
+
+async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: Synchronizer) -> None:
+    directory, board = Path(order["directory"]), synchronizer.board
+
+    async def bury(name: str) -> None:
+        print(f"buried {name}", flush=True)
+
+    synchronizer.open()
+    with synchronizer.obituary(TRAINER), synchronizer.heart(TRAINER):
+        async with asyncio.TaskGroup() as tasks:
+            tending = tasks.create_task(synchronizer.tend(TRAINER, bury))
+            await board.poll(lambda values: len(living(values)) == order["explorers"], DEADLINE_S)
+            for engine.version in range(order["versions"]):
+                change(engine)
+                held = {name: tensor.clone() for name, tensor in engine._policy.module.state_dict().items()}
+                save_file(held, directory / f"sent-{engine.version}.safetensors")
+                assert await asyncio.to_thread(engine.sync_weight)
+                synchronizer.publish(engine.version)
+                print(f"delivered {engine.version}", flush=True)
+            last = engine.version
+            await board.poll(lambda v: all(e["version"] == last for e in living(v).values()), DEADLINE_S)
+            synchronizer.finish()
+            tending.cancel()
+
+
+@torch.no_grad()
+def change(engine: TorchTrainEngine) -> None:
+    """Other weights, and other buffers, for every version."""
+    generator = torch.Generator().manual_seed(engine.version)
+    for _, tensor in engine.export_weights():
+        if tensor.is_floating_point():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+
+
+# --------------------------------------------------------------------------- an explorer
+
+
+class ReadBack(Explorer):
+    """Writes down what its engine holds after it has adopted a version."""
+
+    directory: Path
+
+    async def adopt(self, version: int, channel: WeightChannel) -> None:
+        await super().adopt(version, channel)
+        assert isinstance(self.engine, TorchEngine)
+        path = self.directory / f"{self.name}-{version}.safetensors"
+        save_file(dict(await self.engine.weights()), path)
+        print(f"adopted {version}", flush=True)
+
+
+def explorer(order: dict[str, Any]) -> None:
+    synchronizer, channel = meeting(order, order["name"])
+    config = TorchEngine.Config.model_validate({"dtype": order["dtype"], "batch_invariant": False})
+    engine = TorchEngine(
+        config, model_dir=Path(order["model"]), eos_token_ids=frozenset(), decode=lambda _: "", threads=1
+    )
+    nobody: Any = None  # no task is played here
+    role = ReadBack(engine, nobody, nobody, nobody, Sampling(4), 64, 10.0, 8, order["name"])
+    role.directory = Path(order["directory"])
+    schedule = Schedule(tasks=(), seed=0)
+    buffer = FileBuffer(FileBuffer.Config(), schedule=schedule, rollouts=role.directory, renderer=nobody, deadline_s=1)
+
+    async def follow() -> None:
+        await synchronizer.meet(order["name"])
+        if "at" in order:
+            arm(wire.Wire, order["at"], order["nth"], order["deed"])
+        elif order.get("deed") == "flip":
+            flip()
+        await explore_half(Parts(buffer, schedule, synchronizer, channel), role)
+        await engine.close()
+
+    asyncio.run(follow())
+
+
+# --------------------------------------------------------------------------- the processes
+
+
+def start(order: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(0)
+    collective.BUCKET_BYTES, wire.PIECE_BYTES = 4096, 1000  # several buckets of several pieces, of a small model
+    if order["role"] == "trainer" and "at" in order:
+        arm(wire.Wire, order["at"], order["nth"], order["deed"])
+    try:
+        (trainer if order["role"] == "trainer" else explorer)(order)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def wait(order: dict[str, Any]) -> int | None:
+    """The exit code, once there is one."""
+    end = time.monotonic() + order["seconds"]
+    while True:
+        pid, status = os.waitpid(order["pid"], os.WNOHANG)
+        if pid or time.monotonic() > end:
+            return os.waitstatus_to_exitcode(status) if pid else None
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        said = json.loads(line)
+        print(json.dumps(start(said) if said["do"] == "start" else wait(said)), flush=True)

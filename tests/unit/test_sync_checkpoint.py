@@ -1,0 +1,220 @@
+"""Versions in a directory: whole or not there, verified to the bit, and never taken from under a reader."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trivium.board import MemoryBoard
+from trivium.errors import SyncError, VersionGone
+from trivium.sync import checkpoint
+from trivium.sync.checkpoint import CheckpointChannel
+from trivium.sync.tensors import digest
+from trivium.synchronizer import TRAINER, Synchronizer
+
+WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "norm": torch.full((4,), -0.0), "head": torch.ones(3, 4)}
+
+
+class Ends:
+    """A trainer and an explorer over one directory, as two machines that share it."""
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        board = MemoryBoard()
+        self.directory = directory / "sync"
+        self.synchronizer = Synchronizer(board, deadline_s=0.3)
+        self.synchronizer.open()
+
+        def end(role: str) -> CheckpointChannel:
+            return CheckpointChannel(keep=keep, directory=self.directory, synchronizer=self.synchronizer, role=role)
+
+        self.trainer, self.explorer = end(TRAINER), end("explorer-0")
+
+    def publish(self, *versions: int) -> None:
+        """Each tensor of a version is the tensor of WEIGHTS plus the version."""
+        for version in versions:
+            assert self.trainer.offer(version, ((name, tensor + version) for name, tensor in WEIGHTS.items()))
+            self.synchronizer.publish(version)
+
+    def holds(self, version: int) -> bool:
+        found = dict(self.explorer.collect(version))
+        return all(torch.equal(found[name], tensor + version) for name, tensor in WEIGHTS.items())
+
+
+def folders(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Ends:
+    return Ends(tmp_path)
+
+
+def test_the_newest_are_kept_and_nothing_else_lies_about(ends: Ends) -> None:
+    ends.publish(0, 2, 3, 5)
+    assert ends.trainer.versions == ends.explorer.versions == (3, 5)
+    assert folders(ends.directory) == ["version-000003", "version-000005"]
+    assert ends.holds(3)
+    assert ends.holds(5)
+
+
+def test_a_version_lies_in_several_files_where_it_is_large(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 64)
+    ends.publish(1)
+    folder = ends.directory / "version-000001"
+    assert folders(folder) == ["manifest.json", "weights-00000.safetensors", "weights-00001.safetensors"]
+    assert ends.holds(1)
+
+
+def test_tensors_that_share_memory_are_written_each(ends: Ends) -> None:
+    fused = torch.randn(6, 4)
+    ends.trainer.offer(1, [("q", fused[:3]), ("k", fused[3:]), ("all", fused), ("turned", fused.T)])
+    found = dict(ends.explorer.collect(1))
+    assert torch.equal(torch.cat([found["q"], found["k"]]), found["all"])
+    assert torch.equal(found["turned"], fused.T)
+
+
+def test_a_reader_outlives_the_removal_of_what_it_reads(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1)  # a file for each tensor
+    ends.publish(1)
+    reading = ends.explorer.collect(1)
+    assert next(reading)[0] == "embed"
+    ends.publish(2, 3, 4)
+    assert folders(ends.directory) == ["version-000003", "version-000004"]
+    assert torch.equal(dict(reading)["head"], WEIGHTS["head"] + 1)
+
+
+def test_a_reader_that_never_reads_holds_nothing_open(ends: Ends) -> None:
+    ends.publish(1)
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    reading = ends.explorer.collect(1)
+    assert len(list(open_files.iterdir())) > before
+    del reading
+    assert len(list(open_files.iterdir())) == before
+
+
+def test_a_version_that_was_removed_is_gone_and_the_error_says_what_is_there(ends: Ends) -> None:
+    ends.publish(1, 2, 3)
+    started = time.monotonic()
+    with pytest.raises(VersionGone, match=r"collect version 1\n.*\[2, 3\]"):
+        ends.explorer.collect(1)
+    assert time.monotonic() - started < 0.25, "there are newer ones, so it will not appear"
+
+
+def test_a_version_that_another_machine_does_not_see_yet_is_waited_for(ends: Ends, tmp_path: Path) -> None:
+    ends.publish(1)
+    hidden = tmp_path / "elsewhere"
+    (ends.directory / "version-000001").rename(hidden)
+    started = time.monotonic()
+    with pytest.raises(VersionGone):
+        ends.explorer.collect(1)
+    assert time.monotonic() - started >= 0.3  # the deadline of this synchronizer
+    hidden.rename(ends.directory / "version-000001")
+    assert ends.holds(1)
+
+
+def test_half_a_version_is_no_version(ends: Ends) -> None:
+    ends.publish(1)
+
+    def breaks_off():
+        yield "embed", WEIGHTS["embed"]
+        raise RuntimeError("the trainer died")
+
+    with pytest.raises(RuntimeError, match="the trainer died"):
+        ends.trainer.offer(2, breaks_off())
+    assert ends.explorer.versions == (1,)
+    ends.publish(2)
+    assert ends.holds(2)
+    assert folders(ends.directory) == ["version-000001", "version-000002"]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def renumber(path: Path) -> None:
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("weights-00000.safetensors", lambda path: flip(path, -1), "'norm' of version 1"),
+        ("weights-00000.safetensors", cut, r"'norm' in weights-00000.safetensors of version 1(.|\n)*13 bytes instead"),
+        ("weights-00000.safetensors", Path.unlink, "is missing"),
+        ("manifest.json", cut, "not a manifest"),
+        ("manifest.json", lambda path: flip(path, path.read_text().index("embed")), "not what was written"),
+        ("manifest.json", renumber, "not what was written for this version"),
+        ("manifest.json", lambda path: path.write_text("[1, 2]"), "not a manifest"),
+    ],
+    ids=["a bit", "a torn file", "a file less", "a torn manifest", "a bit of the manifest", "another's", "no manifest"],
+)
+def test_damage_is_named(file: str, damage: Callable[[Path], object], said: str, ends: Ends) -> None:
+    ends.publish(1)
+    assert ends.holds(1)
+    damage(ends.directory / "version-000001" / file)
+    with pytest.raises(SyncError, match=said) as caught:
+        list(ends.explorer.collect(1))
+    assert not isinstance(caught.value, VersionGone)
+
+
+def test_what_an_earlier_life_left_is_never_delivered(ends: Ends, tmp_path: Path) -> None:
+    ends.publish(5, 6, 7)
+    (ends.directory / ".version-000008.writing").mkdir()
+    (ends.directory / "mine.txt").write_text("not the channel's")
+    resumed = Ends(tmp_path)
+    assert resumed.trainer.versions == ()
+    resumed.publish(5)
+    assert folders(resumed.directory) == ["mine.txt", "version-000005"]
+    assert resumed.holds(5)
+    with pytest.raises(VersionGone):
+        resumed.explorer.collect(7)
+
+
+def test_saved_versions_come_back_and_others_go(tmp_path: Path) -> None:
+    first = Ends(tmp_path, keep=3)
+    first.publish(4, 5, 6)
+    first.trainer.save(tmp_path / "saved", [4, 5])
+    first.publish(7)
+    resumed = Ends(tmp_path, keep=3)
+    resumed.trainer.restore(tmp_path / "saved")
+    assert resumed.trainer.versions == resumed.explorer.versions == (4, 5)
+    resumed.publish(6)
+    assert all(resumed.holds(version) for version in (4, 5, 6))
+    nothing = Ends(tmp_path)
+    nothing.trainer.restore(tmp_path / "nowhere")
+    assert nothing.trainer.versions == nothing.explorer.versions == ()
+
+
+def test_the_manifest_says_what_each_tensor_is(ends: Ends) -> None:
+    ends.publish(1)
+    said = json.loads((ends.directory / "version-000001" / "manifest.json").read_text())
+    norm = next(entry for entry in said["tensors"] if entry["name"] == "norm")
+    assert (norm["dtype"], norm["shape"], norm["bytes"]) == ("float32", [4], 16)
+    assert norm["hash"] == digest(WEIGHTS["norm"] + 1)
+
+
+def test_a_digest_tells_types_shapes_and_signs_apart() -> None:
+    zeros = torch.zeros(2, 3)
+    others = [
+        zeros.half(),
+        zeros.int(),
+        zeros.reshape(3, 2),
+        -zeros,
+        torch.zeros(6),
+        torch.zeros(0, 3),
+        torch.zeros(3, 0),
+    ]
+    assert len({digest(tensor) for tensor in (zeros, *others)}) == 1 + len(others)
+    assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.tensor([[0, 3], [1, 4], [2, 5]]))
