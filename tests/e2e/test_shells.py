@@ -1,0 +1,159 @@
+"""Explorers and trainer as separate commands that meet in a database and a directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.shells import Shell, eventually, shells
+from tests.e2e.test_kill import outcome_of
+from tests.postgres import Server, postgres  # noqa: F401  (a fixture)
+
+HERE = Path(__file__).parent
+BEAT_S = 3.0
+
+
+def written(path: Path, change: dict[str, Any]) -> Path:
+    """tests/e2e/tiny.yaml with one stage of reinforcement and these changes, as a file."""
+    data = yaml.safe_load((HERE / "tiny.yaml").read_text())
+    del data["stages"]
+    data |= {"algorithm": {"kind": "grpo"}, "train": {"optimizer": {"lr": 1e-3}}, "cluster": {"threads": 1}}
+    for section, values in change.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def small(directory: Path, url: str | None, **schedule: Any) -> Path:
+    """A run of a few seconds, over a database or, without a URL, in one process."""
+    meeting = {"buffer": {"kind": "sql", "url": url}, "sync": {"method": "checkpoint", "heartbeat_s": BEAT_S}}
+    return written(
+        directory / "run.yaml",
+        {
+            "run": {"dir": str(directory / "run"), "name": directory.name},
+            "schedule": {"steps": 10, "groups_per_step": 4, "group_size": 4, **schedule},
+            **(meeting if url else {}),
+        },
+    )
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def assert_ends_well(*ended: Shell) -> None:
+    for shell in ended:
+        assert shell.wait(120) == 0, shell.said
+
+
+def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> None:
+    """Supervised steps in the trainer's shell, then reinforcement with an explorer in another one."""
+    path = written(
+        tmp_path / "run.yaml",
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {
+                "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2,
+                "mlp": 128, "max_position": 24,
+            },
+            "tasks": {name: {"kind": "arithmetic", "max_operand": 4} for name in ("train", "test")},
+            "engine": {"sampling": {"max_new_tokens": 3}},
+            "evaluation": {"taskset": "test", "every": 0, "sampling": {"max_new_tokens": 3, "temperature": 0.0}},
+            "checkpoint": {"save_every": 40},
+            "buffer": {"kind": "sql", "url": postgres.url}, "sync": {"method": "checkpoint"},
+            "stages": [
+                {
+                    "algorithm": {"kind": "sft"}, "buffer": {"kind": "files"}, "train": {"optimizer": {"lr": 4e-3}},
+                    "schedule": {"steps": 12, "groups_per_step": 32, "group_size": 1},
+                },
+                {
+                    "algorithm": {
+                        "kind": "grpo", "mini_batches": 2, "entropy": {"coef": 0.01},
+                        "policy_loss": {"kind": "ppo", "clip_high": 0.3},
+                    },
+                    "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},
+                    "schedule": {"steps": 80, "groups_per_step": 16, "group_size": 8, "max_staleness": 1},
+                },
+            ],
+        },
+    )  # fmt: skip
+    with shells(tmp_path) as start:
+        explorer = start("explore", "run", str(path), "run.mode=explore")
+        trainer = start("train", "run", str(path), "run.mode=train")
+        assert_ends_well(trainer, explorer)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("rollout/staleness_max", 0) for row in rows) <= 1
+
+
+def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
+    """Two explorers in two shells, deterministic and up to two versions behind, against one process."""
+    schedule = {"steps": 6, "deterministic": True, "max_staleness": 2}
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    for directory in (together, apart):
+        directory.mkdir()
+    with shells(tmp_path) as start:
+        path = small(apart, f"sqlite:///{apart / 'buffer.db'}", **schedule)
+        explorers = [start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab"]
+        assert_ends_well(start("train", "run", str(path), "run.mode=train"), *explorers)
+        assert_ends_well(start("both", "run", str(small(together, None, **schedule))))
+    ended = [outcome_of(directory / "run") for directory in (apart, together)]
+    for outcome in ended:  # how a channel keeps the versions that are still wanted is its own affair
+        outcome["tensors"] = {name: data for name, data in outcome["tensors"].items() if "/versions/" not in name}
+        assert outcome["tensors"]
+    assert ended[0] == ended[1]
+
+
+@pytest.mark.parametrize("victim", ["explore", "train"])
+def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=30)
+    with shells(tmp_path) as start:
+        both = {
+            mode: start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=a") for mode in ("train", "explore")
+        }
+        dying, other = both.pop(victim), next(iter(both.values()))
+        eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.said + other.said)
+        dying.kill()
+        assert other.wait(30) == 1
+        assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.said
+        again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
+        assert_ends_well(*again)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 30
+
+
+def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=40)
+    with shells(tmp_path) as start:
+        trainer = start("train", "run", str(path), "run.mode=train")
+        first, second = (start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab")
+        log = tmp_path / "run" / "log-b.txt"
+        eventually(
+            lambda: steps(tmp_path / "run") >= 4 and log.is_file() and "begins" in log.read_text(), 90,
+            lambda: trainer.said + second.said,
+        )  # fmt: skip
+        first.kill()
+        assert_ends_well(trainer, second)
+
+
+def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_path: Path) -> None:
+    """The same bytes come out as without the cuts."""
+    with shells(tmp_path) as start:
+
+        def outcome(cuts: int) -> dict[str, Any]:
+            directory = tmp_path / f"cut-{cuts}"
+            directory.mkdir()
+            path = small(directory, postgres.url, steps=10)
+            trainer, explorer = (start(mode, "run", str(path), f"run.mode={mode}") for mode in ("train", "explore"))
+            for cut in range(cuts):
+                eventually(lambda: steps(directory / "run") > cut, 90, lambda: trainer.said + explorer.said)
+                postgres.drop_connections()
+            assert_ends_well(trainer, explorer)
+            return outcome_of(directory / "run")
+
+        assert outcome(cuts=0) == outcome(cuts=5)
