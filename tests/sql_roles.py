@@ -74,3 +74,10 @@ def train(url: str, number: int, rollouts: Path, checkpoint: Path) -> None:
         await buffer.close()
 
     asyncio.run(learn())
+
+
+def count_on_board(url: str, times: int) -> None:
+    """Adds one to what the board of a run says, so many times."""
+    board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
+    for _ in range(times):
+        board.write(lambda values: {"count": values.get("count", 0) + 1})

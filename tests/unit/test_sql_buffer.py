@@ -1,0 +1,339 @@
+"""The buffer and the board in a database: whose rows they are, who waits for whom, what an operation costs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sql_roles import TASKS, count_on_board, make_end, make_group, make_schedule
+from sqlalchemy import event
+
+from trivium.buffers.database import Database, SqlTable
+from trivium.buffers.sql import SqlBuffer
+from trivium.buffers.sql_slots import SLOTS
+from trivium.config import plugin
+from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
+from trivium.schedule import Schedule
+from trivium.types import SERVED, Lease, Message, Task
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'buffer.db'}"
+
+
+async def opened(url: str, path: Path, state: Any = None, version: int = 0, **change: Any) -> SqlBuffer:
+    buffer = make_end(url, make_schedule(**change), path)
+    await buffer.restore(state, version)
+    return buffer
+
+
+async def leased(buffer: SqlBuffer, owner: str = "e") -> Lease:
+    lease = await buffer.lease(owner)
+    assert lease is not None
+    return lease
+
+
+async def played(buffer: SqlBuffer, number: int, owner: str = "e") -> None:
+    await buffer.advance(owner, 0)
+    for _ in range(number):
+        await buffer.put(owner, make_group(await leased(buffer, owner)))
+
+
+# --------------------------------------------------------------------------- whose rows they are
+
+
+async def test_explorers_that_come_before_the_trainer_wait_for_it(url: str, tmp_path: Path) -> None:
+    early = make_end(url, make_schedule(), tmp_path)
+    assert await early.lease("e", wait=False) is None
+    waiting = [asyncio.ensure_future(early.advance("e", 0)), asyncio.ensure_future(early.lease("e"))]
+    hearing = asyncio.ensure_future(early.called_off("e"))
+    await asyncio.sleep(0.1)
+    assert not any(task.done() for task in waiting)
+    await opened(url, tmp_path)
+    assert (await asyncio.gather(*waiting))[1] == Lease(0)
+    hearing.cancel()
+
+
+async def test_what_a_dead_trainer_closed_or_admitted_is_not_for_explorers_of_the_next_one(
+    url: str, tmp_path: Path
+) -> None:
+    first = await opened(url, tmp_path)
+    await first.advance("e", 0)
+    early = make_end(url, make_schedule(), tmp_path)
+    assert await early.lease("e", wait=False) is None  # it has adopted nothing, though one of its name had
+    await first.close()
+    assert await early.lease("e", wait=False) is None
+    await opened(url, tmp_path)
+    await early.advance("e", 0)
+    assert await early.lease("e", wait=False) == Lease(0)
+
+
+async def test_whoever_worked_for_the_trainer_before_is_told_that_another_has_taken_over(
+    url: str, tmp_path: Path
+) -> None:
+    first = await opened(url, tmp_path)
+    explorer = make_end(url, make_schedule(), tmp_path)
+    await explorer.advance("e", 0)
+    lease = await leased(explorer)
+    waiting = asyncio.ensure_future(first.take(2, 0))
+    await asyncio.sleep(0.05)
+    await opened(url, tmp_path)
+    for work in (explorer.put("e", make_group(lease)), explorer.lease("e"), waiting, first.state()):
+        with pytest.raises(RoleFailed, match="trainer failed: another one was started"):
+            await work
+
+
+async def test_another_run_under_the_same_name_finds_an_empty_buffer(url: str, tmp_path: Path) -> None:
+    await played(await opened(url, tmp_path / "one"), 2)
+    again = await opened(url, tmp_path / "one")
+    assert [group.slot for group in await again.take(2, 0)] == [0, 1]
+    other = await opened(url, tmp_path / "two")
+    await other.advance("e", 0)
+    assert await leased(other) == Lease(0)
+    assert await other.state() == {
+        "consumed_below": 0, "consumed": [], "attempts": {}, "refused": 0, "evicted": 0, "called_off": 0,
+        "given_up": 0, "dropped": 0,
+    }  # fmt: skip
+    tables = sa.select(sa.func.count()).select_from(SLOTS)
+    assert Database(url).read(lambda connection: connection.execute(tables).scalar_one()) == 1
+
+
+async def test_buffers_of_other_names_in_the_same_database_are_left_alone(url: str, tmp_path: Path) -> None:
+    one = make_end(url, make_schedule(), tmp_path / "one", name="one/stage-0")
+    two = make_end(url, make_schedule(), tmp_path / "two", name="two/stage-0")
+    for buffer in (one, two):
+        await buffer.restore(None, 0)
+        await played(buffer, 2)
+    await one.take(2, 0)
+    await one.restore(None, 0)
+    await one.close()
+    assert [group.slot for group in await two.take(2, 0)] == [0, 1]
+
+
+async def test_groups_of_other_tasks_are_refused_unless_agents_brought_them(url: str, tmp_path: Path) -> None:
+    await played(await opened(url, tmp_path), 2)
+    others: Any = [Task(f"other-{place}", (), {}) for place in range(3)]
+    changed = make_end(url, Schedule(others, 0, groups_per_step=2, steps=9, shuffle=False), tmp_path)
+    with pytest.raises(RunDirError, match="the taskset changed"):
+        await changed.restore(None, 0)
+
+    serving = await opened(url, tmp_path / "serving")
+    await serving.advance("e", 0)
+    group = make_group(await leased(serving))
+    served = Task("chat-1", (Message("user", "hello"),), {}, SERVED)
+    await serving.put("e", type(group)(0, served, group.trajectories, version=0))
+    await serving.restore(None, 0)
+    await serving.advance("e", 0)
+    assert await leased(serving) == Lease(1)
+
+
+async def test_an_older_checkpoint_and_then_a_newer_one_can_be_restored(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path, max_staleness=2, deterministic=True)
+    await played(buffer, 6)
+    states = [await buffer.state()]
+    for version in range(3):
+        await buffer.take(2, version)
+        states.append(await buffer.state())
+    for version in (2, 0, 3, 1):
+        again = await opened(url, tmp_path, states[version], version, max_staleness=2, deterministic=True)
+        assert await again.state() == states[version]
+        if version < 3:
+            assert [group.slot for group in await again.take(2, version)] == [2 * version, 2 * version + 1]
+
+
+# --------------------------------------------------------------------------- who waits for whom
+
+
+async def test_waits_have_deadlines_that_name_both_sides(url: str, tmp_path: Path) -> None:
+    buffer = make_end(url, make_schedule(), tmp_path, deadline_s=0.1)
+    with pytest.raises(SyncError, match="waits for the trainer to open the buffer"):
+        await buffer.advance("e", 0)
+    await buffer.restore(None, 0)
+    with pytest.raises(SyncError, match=r"explorer 'e' .version None. waits for the trainer to take groups"):
+        await buffer.lease("e")
+    await played(buffer, 1)
+    await leased(buffer)
+    with pytest.raises(SyncError, match=r"trainer .version 0. waits for 2 groups .* .1 finished, 1 being played"):
+        await buffer.take(2, 0)
+    with pytest.raises(SyncError, match=r"explorer 'e' .version 0. waits for .* .next slot 2"):
+        await buffer.lease("e")
+    with pytest.raises(SyncError, match=r"the next version waits for the slots of version 0 .1 being played"):
+        await buffer.drained(0)
+
+
+async def test_a_wait_lasts_as_long_as_something_happens(url: str, tmp_path: Path) -> None:
+    buffer = make_end(url, make_schedule(), tmp_path, deadline_s=0.6)
+    await buffer.restore(None, 0)
+    taking = asyncio.ensure_future(buffer.take(2, 0))
+    for number in range(6):
+        await asyncio.sleep(0.2)
+        await buffer.advance(f"other-{number}", 0)
+    await played(buffer, 2)
+    assert len(await taking) == 2
+
+
+async def test_waiting_never_holds_up_the_event_loop(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path)
+    await buffer.advance("e", 0)
+    blocker = Database(url)
+
+    def hold(connection: sa.Connection) -> None:
+        del connection
+        entered.set()
+        release.wait(5)
+
+    entered, release = threading.Event(), threading.Event()
+    holding = asyncio.create_task(asyncio.to_thread(blocker.transact, hold))
+    await asyncio.to_thread(entered.wait, 5)
+    waits = [asyncio.create_task(buffer.lease("e")) for _ in range(2)]
+    loop = asyncio.get_running_loop()
+    late = 0.0
+    for _ in range(20):
+        started = loop.time()
+        await asyncio.sleep(0.01)
+        late = max(late, loop.time() - started)
+    assert not any(wait.done() for wait in waits)  # they cannot get on while another process writes
+    release.set()
+    await holding
+    assert {lease.slot for lease in await asyncio.gather(*waits) if lease} == {0, 1}
+    assert late < 1.0
+
+
+# --------------------------------------------------------------------------- what it costs
+
+
+@contextmanager
+def counted(buffer: SqlBuffer) -> Generator[list[tuple[str, Any]]]:
+    """The statements that are executed in the block."""
+    statements: list[tuple[str, Any]] = []
+
+    def note(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+        statements.append((statement, parameters))
+
+    engine = buffer._database._engine
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        yield statements
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_no_operation_costs_more_where_there_are_more_rows(url: str, tmp_path: Path, ordered: bool) -> None:
+    change = {"groups_per_step": 5000, "max_staleness": 1, "deterministic": ordered}
+    buffer = await opened(url, tmp_path, **change)
+    numbers: list[int] = []
+    for rows in (0, 300):
+        await played(buffer, rows)
+        await buffer.advance("e", 0)
+        with counted(buffer) as statements:
+            for _ in range(3):
+                await buffer.put("e", make_group(await leased(buffer)))
+            await buffer.take(3, 0)
+            await buffer.refuse(1)
+            await buffer.counts()
+        numbers.append(len(statements))
+    assert numbers[0] == numbers[1]
+    assert numbers[0] < 75
+    for statement, parameters in statements:
+        if statement.split()[0] not in ("SELECT", "UPDATE", "DELETE"):
+            continue
+        plan = buffer._database.read(
+            lambda connection, s=statement, p=parameters: connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {s}", p).all()
+        )
+        for *_, detail in plan:
+            assert "SCAN" not in detail, (statement, plan)
+            assert "TEMP B-TREE" not in detail, (statement, plan)
+
+
+# --------------------------------------------------------------------------- the board
+
+
+def test_a_board_in_a_database_loses_no_write_of_any_process(url: str) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trivium.buffers.sql"])
+    processes = [context.Process(target=count_on_board, args=(url, 40)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
+    assert board.read() == {"count": 120}
+    assert SqlBuffer.open_board(SqlBuffer.Config(url=url), name="other").read() == {}
+
+
+async def test_a_board_in_a_database_wakes_who_polls_it(url: str) -> None:
+    here, there = (SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run") for _ in range(2))
+    polling = asyncio.ensure_future(here.poll(lambda values: values.get("n", 0) >= 2, 30))
+    for n in (1, 2):
+        await asyncio.sleep(0.05)
+        assert not polling.done()
+        there.write(lambda values, n=n: {"n": n})
+    assert await polling == {"n": 2}
+    assert await here.poll(lambda values: False, 0.05) == {"n": 2}
+
+
+def test_a_swap_that_comes_too_late_changes_nothing(url: str) -> None:
+    one, two = (SqlTable(Database(url), "run") for _ in range(2))
+    assert one.load() == (0, {})
+    assert one.swap(0, {"by": "one"})
+    assert not two.swap(0, {"by": "two"})
+    assert two.swap(1, {"by": "two"})
+    assert not one.swap(1, {"by": "one"})
+    assert one.load() == (2, {"by": "two"})
+
+
+# --------------------------------------------------------------------------- the config
+
+
+def test_a_file_is_relative_to_the_config_and_a_server_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    section: Any = plugin("buffers")({"kind": "sql", "url": "sqlite:///shared/run.db"})
+    assert Database(section.url).read(lambda connection: connection.execute(sa.select(1)).scalar_one()) == 1
+    assert (tmp_path / "shared" / "run.db").is_file()
+    assert SqlBuffer.Config().url == f"sqlite+pysqlite:///{tmp_path / 'trivium.db'}"
+    assert SqlBuffer.Config(url="postgres://me:secret@host/db").url == "postgresql+psycopg://me:secret@host/db"
+
+
+@pytest.mark.parametrize("url", ["mysql://host/db", "sqlite://", "sqlite:///:memory:", "no url at all"])
+def test_a_database_that_no_other_process_reaches_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="sqlite"):
+        SqlBuffer.Config(url=url)
+    with pytest.raises(ConfigError):
+        Database(url)
+
+
+def test_a_missing_driver_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[postgres\]'"):
+        Database("postgresql://me:secret@host/db")
+
+
+def test_an_error_of_the_database_itself_names_it_without_the_password(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(RoleFailed, match="unable to open database file"):
+        Database(f"sqlite:///{tmp_path / 'taken'}").create(sa.MetaData())
+    with pytest.raises(RoleFailed, match=r"me:\*\*\*@127.0.0.1:1/db: connection") as caught:
+        Database("postgresql://me:secret@127.0.0.1:1/db", patience_s=0.2).create(sa.MetaData())
+    assert "secret" not in str(caught.value)
+
+
+async def test_groups_that_were_never_taken_are_not_past(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path)
+    await played(buffer, 2)
+    with pytest.raises(DataError, match=r"none was from \[1\]"):
+        await buffer.past([1])
+    await buffer.take(2, 0)
+    assert [group.task.task_id for group in await buffer.past([1])] == [TASKS[1].task_id]
