@@ -1,0 +1,406 @@
+"""The trainer over a real buffer, explorer and store: when it saves, what it shows, and that it never saves a lie."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sessions import RENDERER, TASKS, Counting, Lengths, memory_buffer
+from trivium.algorithms import build_algorithm
+from trivium.board import MemoryBoard
+from trivium.buffers.strategies import DefaultStrategy
+from trivium.checkpoint import CheckpointStore
+from trivium.config import AlgorithmConfig, RunConfig, plugin
+from trivium.engines.scripted import ScriptedEngine
+from trivium.errors import RunDirError
+from trivium.evaluate import AskedEvaluator, Evaluator
+from trivium.explorer import Explorer
+from trivium.launch import run as launch
+from trivium.loops import Parts, run
+from trivium.protocols import TrainEngine
+from trivium.registry import CATALOGUE, resolve
+from trivium.rewards.calling import make_judge
+from trivium.schedule import Schedule
+from trivium.sync.memory import MemoryChannel
+from trivium.synchronizer import Synchronizer
+from trivium.trainer import Cadence, Experiences, TrainEngineWrapper, Trainer, get_trainer_wrapper
+from trivium.types import Group, Metrics, Sample, Sampling
+
+
+class Kept:
+    """A monitor that keeps everything it was told."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.tables: list[tuple[int, str, list[Mapping[str, Any]]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.tables.append((step, name, list(rows)))
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": len(self.rows)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        del self.rows[state["rows"] :]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def steps_with(self, key: str) -> list[int]:
+        return [step for step, row in self.rows if key in row]
+
+
+class CountingStore(CheckpointStore):
+    """A store that notes every save."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, keep=100)
+        self.saves: list[int] = []
+
+    async def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        self.saves.append(step)
+        return await super().save(step, write, state)
+
+
+class Limited(DefaultStrategy):
+    """Data for so many steps, and a number about each of them."""
+
+    def __init__(self, buffer: Any, steps: int) -> None:
+        super().__init__(DefaultStrategy.Config(), buffer=buffer)
+        self.steps = steps
+
+    async def sample(self, count: int, version: int) -> Sample:
+        if version >= self.steps:
+            raise StopAsyncIteration
+        sample = await super().sample(count, version)
+        return Sample(sample.groups, {"task_count": float(len(sample.groups))})
+
+
+@dataclass
+class Run:
+    """A run in one process."""
+
+    directory: Path
+    steps: int = 5
+    data: int = 100
+    """Steps for which there is data."""
+    cadence: Cadence = field(default_factory=lambda: Cadence(save_every=2))
+    evaluated: bool = False
+    interval: int = 1
+    preview: bool = False
+    make: Callable[..., Trainer] = Trainer
+    engine_of: Callable[..., Counting] = Counting
+    monitor: Kept = field(default_factory=Kept)
+
+    def trainer(self) -> Trainer:
+        schedule = Schedule(
+            TASKS, seed=0, groups_per_step=2, group_size=3, steps=self.steps, sync_interval=self.interval,
+            max_staleness=self.interval - 1,
+        )  # fmt: skip
+        buffer = memory_buffer(schedule, self.directory)
+        engine = self.engine_of(build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), lambda: 0.0)
+        engine.channel = MemoryChannel(keep=3)
+        synchronizer = Synchronizer(MemoryBoard(), deadline_s=10, interval=self.interval)
+        self.store = CountingStore(self.directory / "checkpoints")
+        return self.make(
+            engine, buffer, Limited(buffer, self.data), engine.channel, synchronizer, schedule, self.monitor,
+            self.store, self.cadence, enable_preview=self.preview, resume=self.store.latest(),
+            evaluator=AskedEvaluator(synchronizer, "test") if self.evaluated else None,
+        )  # fmt: skip
+
+    def explorer(self) -> Explorer:
+        engine = ScriptedEngine(
+            ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6))), eos_token_ids=RENDERER.eos_token_ids,
+            decode=RENDERER.decode,
+        )  # fmt: skip
+        workflow = Lengths(random.Random(0), (0,))
+        return Explorer(engine, RENDERER, workflow, make_judge(()), Sampling(8), engine.max_context, 5.0, 64)
+
+    async def play(self) -> Trainer:
+        trainer, explorer = self.trainer(), self.explorer()
+        evaluator = Evaluator(explorer, TASKS[:2], "test", 0, 1, (1,), Sampling(8, temperature=0.0), 3.0)
+        trainer.prepare()
+        shared = (trainer.buffer, trainer.schedule, trainer.synchronizer, trainer.channel)
+        async with asyncio.timeout(30):
+            await run(Parts(*shared, trainer, explorer, evaluator if self.evaluated else None))
+        return trainer
+
+
+# --------------------------------------------------------------------------- when it saves
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "saves"), [(5, 2, [2, 4, 5]), (4, 2, [2, 4]), (3, 0, [3]), (2, 7, [2]), (2, 1, [1, 2])]
+)
+async def test_the_end_of_a_stage_is_saved_once_wherever_in_the_interval_it_falls(
+    steps: int, save_every: int, saves: list[int], tmp_path: Path
+) -> None:
+    played = Run(tmp_path, steps=steps, cadence=Cadence(save_every=save_every))
+    trainer = await played.play()
+    assert played.store.saves == played.store.steps() == saves
+    assert trainer.train_step_num == steps
+    assert trainer.checkpoints.monitor.latest_checkpoint_step == steps
+
+
+@pytest.mark.parametrize(("data", "saves"), [(3, [2, 3]), (4, [2, 4])])
+async def test_the_end_of_the_data_is_saved_and_evaluated_once(data: int, saves: list[int], tmp_path: Path) -> None:
+    cadence = Cadence(save_every=2, evaluate_every=2, evaluate_ends=True)
+    played = Run(tmp_path, steps=50, data=data, cadence=cadence, evaluated=True)
+    trainer = await played.play()
+    assert trainer.train_step_num == data
+    assert not trainer.train_continue
+    assert played.store.saves == played.store.steps() == saves
+    assert played.monitor.steps_with("eval/test/accuracy") == sorted({0, 2, data})
+    assert trainer.record["accuracy_after"] == played.monitor.rows[-1][1]["eval/test/accuracy"]
+
+    again = Run(tmp_path, steps=50, data=data, cadence=cadence, evaluated=True)  # the same command once more
+    await again.play()
+    assert (again.store.saves, again.monitor.rows) == ([], [])
+
+    more = Run(tmp_path, steps=50, data=data + 1, cadence=cadence, evaluated=True)  # there is data again
+    await more.play()
+    assert more.store.saves == [data + 1]
+    assert more.monitor.steps_with("eval/test/accuracy") == [data + 1]
+
+
+class Broken(Counting):
+    """Breaks in its third step, half of the step's update made."""
+
+    def update(self, *of: Any) -> Metrics:
+        super().update(*of)
+        if self.version == 2:
+            raise FloatingPointError("the gradient is not finite")
+        return {}
+
+
+async def test_an_error_in_training_ends_the_run_and_saves_nothing(tmp_path: Path) -> None:
+    broken = Run(tmp_path, cadence=Cadence(save_every=1), engine_of=Broken)
+    with pytest.raises(ExceptionGroup) as caught:
+        await broken.play()
+    assert caught.group_contains(FloatingPointError, match="not finite")
+    assert broken.store.saves == broken.store.steps() == [1, 2]
+    assert broken.monitor.steps_with("train/version") == [1, 2]
+
+    mended = Run(tmp_path, cadence=Cadence(save_every=1))
+    trainer = await mended.play()
+    assert mended.store.saves == [3, 4, 5]
+    assert trainer.engine.version == 5
+
+
+async def test_an_error_outside_the_model_is_as_loud(tmp_path: Path) -> None:
+    class Full(Kept):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step == 2:
+                raise OSError("disk full")
+
+    broken = Run(tmp_path, cadence=Cadence(save_every=1), monitor=Full())
+    with pytest.raises(ExceptionGroup) as caught:
+        await broken.play()
+    assert caught.group_contains(OSError, match="disk full")
+    assert broken.store.steps() == [1]
+
+
+async def test_a_best_step_is_known_by_its_score_also_where_the_data_ended(tmp_path: Path) -> None:
+    class Best(Run):
+        def trainer(self) -> Trainer:
+            trainer = super().trainer()
+            self.store.keep, self.store.keep_best = 1, "eval/test/accuracy"
+            return trainer
+
+    played = Best(tmp_path, steps=9, data=3, cadence=Cadence(evaluate_every=3), evaluated=True)
+    await played.play()
+    latest = played.store.latest()
+    assert latest is not None
+    assert (latest.step, latest.state["score"]) == (3, played.monitor.rows[-1][1]["eval/test/accuracy"])
+
+
+# --------------------------------------------------------------------------- what it shows
+
+
+@pytest.mark.parametrize(("interval", "at"), [(1, {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}), (2, {2: 2, 4: 2, 5: 1})])
+async def test_previews_are_shown_at_sync_steps_and_none_is_lost(
+    interval: int, at: dict[int, int], tmp_path: Path
+) -> None:
+    """The best and the worst playing of every step, as soon as weights are published; the last ones at the end."""
+    played = Run(tmp_path, interval=interval, preview=True)
+    await played.play()
+    assert {name for _, name, _ in played.monitor.tables} == {"rollout_examples"}
+    rows = {step: rows for step, _, rows in played.monitor.tables}
+    assert {step: len(found) for step, found in rows.items()} == {step: 2 * steps for step, steps in at.items()}
+    for best, worst in [(found[i], found[i + 1]) for found in rows.values() for i in range(0, len(found), 2)]:
+        assert best["reward"] >= worst["reward"]
+        assert best["length"] == best["reward"] == best["tokens"]
+        assert {"task", "prompt", "reply", "reward", "version", "tokens"} <= set(best)
+
+
+async def test_nothing_is_previewed_unasked(tmp_path: Path) -> None:
+    played = Run(tmp_path)
+    await played.play()
+    assert played.monitor.tables == []
+
+
+@pytest.mark.parametrize("name", CATALOGUE["monitors"])
+def test_every_monitor_that_ships_takes_tables(name: str) -> None:
+    monitor = resolve("monitors", name)
+    assert all(callable(getattr(monitor, verb)) for verb in ("log", "table", "state", "restore", "close"))
+
+
+async def test_what_the_sample_strategy_says_is_logged_under_sample(tmp_path: Path) -> None:
+    played = Run(tmp_path, steps=2)
+    await played.play()
+    assert [row["sample/task_count"] for _, row in played.monitor.rows] == [2.0, 2.0]
+
+
+# --------------------------------------------------------------------------- what may be overridden
+
+
+async def test_every_method_of_the_seeds_is_reached_through_self(tmp_path: Path) -> None:
+    called: Counter[str] = Counter()
+
+    class Mine(Trainer):
+        def need_sync(self) -> bool:
+            called["need_sync"] += 1
+            return super().need_sync()
+
+        def sync_weight(self) -> None:
+            called["sync_weight"] += 1
+            super().sync_weight()
+
+        async def train_step(self) -> bool:
+            called["train_step"] += 1
+            return await super().train_step()
+
+        async def save_checkpoint(self) -> None:
+            called["save_checkpoint"] += 1
+            await super().save_checkpoint()
+
+    trainer = await Run(tmp_path, make=Mine).play()
+    assert called["need_sync"] >= 5
+    assert (called["sync_weight"], called["train_step"], called["save_checkpoint"]) == (6, 5, 3)
+    assert trainer.is_alive()
+    await trainer.shutdown()
+    assert isinstance(trainer.monitor, Kept)
+    assert trainer.monitor.closed
+
+
+async def test_a_need_sync_of_ones_own_is_asked_while_data_is_awaited(tmp_path: Path) -> None:
+    """Here it is the only one to know that the data waits for weights."""
+    synced = asyncio.Event()
+
+    class Late(Limited):
+        async def sample(self, count: int, version: int) -> Sample:
+            if version == 1:
+                await synced.wait()
+            return await super().sample(count, version)
+
+    class Knowing(Trainer):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.strategy = Late(self.buffer, 100)
+            self.asked = 0
+
+        def need_sync(self) -> bool:
+            self.asked += self.train_step_num == 1
+            return super().need_sync() or self.asked == 2
+
+        def sync_weight(self) -> None:
+            super().sync_weight()
+            if self.asked == 2:
+                loop.call_soon_threadsafe(synced.set)
+
+    loop = asyncio.get_running_loop()
+    trainer = await Run(tmp_path, steps=2, make=Knowing).play()
+    assert trainer.train_step_num == 2
+
+
+# --------------------------------------------------------------------------- the seeds' names
+
+SUPERVISED = {
+    "model": {
+        "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "mlp": 16,
+        "max_position": 24,
+    },
+    "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
+    "algorithm": {"kind": "sft"},
+    "buffer": {"kind": "files", "completion": "answer"},
+    "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 1},
+    "monitors": [{"kind": "jsonl"}],
+    "checkpoint": {"save_every": 1},
+    "cluster": {"threads": 1},
+}  # fmt: skip
+
+
+def supervised(run_dir: Path, **changes: Any) -> RunConfig:
+    return RunConfig.from_mapping({**SUPERVISED, "run": {"dir": str(run_dir)}, **changes})
+
+
+def groups_of(config: RunConfig, engine: TrainEngine) -> Experiences:
+    from trivium.assemble import Stage, build_buffer, build_schedule
+
+    stage = Stage(config, 0, 0, True, Path(config.run.dir), Path(config.run.dir) / "model")
+    taken: list[Group] = asyncio.run(build_buffer(stage, build_schedule(stage)).take(4, engine.version))
+    return taken
+
+
+def test_a_train_engine_by_itself_trains_publishes_and_saves(tmp_path: Path) -> None:
+    config = supervised(tmp_path)
+    engine = get_trainer_wrapper(config)
+    assert isinstance(engine, TrainEngineWrapper)
+    engine.prepare()
+    going_on, metrics = engine.train_step(groups_of(config, engine))
+    assert (going_on, metrics["train/version"], engine.train_step_num) == (True, 1, 1)
+    before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    engine.upload_state_dict()
+    assert engine.channel.versions == (1,)
+    engine.save_state_dict()
+    assert (engine.saves.latest_state_dict_step, engine.saves.latest_checkpoint_step) == (1, 0)
+    engine.save_checkpoint(block_until_saved=True)
+    assert (engine.saves.latest_state_dict_step, engine.saves.latest_checkpoint_step) == (1, 1)
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"weights-000001", "step-000001"}
+    assert (tmp_path / "weights" / "weights-000001" / "config.json").is_file()  # a plain Hugging Face directory
+
+    other = get_trainer_wrapper(config)
+    other.prepare()
+    other.load(tmp_path / "weights" / "step-000001")
+    assert other.train_step_num == 1
+    assert all(bool((tensor == before[name]).all()) for name, tensor in other.export_weights())
+
+
+async def test_an_engine_saves_where_an_event_loop_runs_already(tmp_path: Path) -> None:
+    """As the seeds call it, in the middle of a coroutine."""
+    engine = await asyncio.to_thread(get_trainer_wrapper, supervised(tmp_path))
+    engine.prepare()
+    engine.save_checkpoint()
+    assert (tmp_path / "weights" / "step-000000" / "manifest.json").is_file()
+
+
+# --------------------------------------------------------------------------- copies of a real run
+
+
+def test_a_run_copies_its_checkpoints_and_fails_when_it_could_not(tmp_path: Path) -> None:
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "run"
+    said = {"checkpoint": {"save_every": 1, "remote": elsewhere.as_uri(), "save_strategy": "single_node"}}
+    elsewhere.write_text("a file where a directory is wanted")
+    with pytest.raises(RunDirError, match=elsewhere.as_uri()):
+        launch(supervised(run_dir, **said))
+    assert CheckpointStore(run_dir / "checkpoints").steps() == [1, 2]  # trained to the end, and safe here
+    assert "copy checkpoints to" in (run_dir / "log.txt").read_text()
+    logged = (run_dir / "metrics.jsonl").read_bytes()
+
+    elsewhere.unlink()
+    launch(supervised(run_dir, **said))
+    there = {path.relative_to(elsewhere): path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()}
+    checkpoints = run_dir / "checkpoints"
+    assert there == {p.relative_to(checkpoints): p.read_bytes() for p in checkpoints.rglob("*") if p.is_file()}
+    assert (run_dir / "metrics.jsonl").read_bytes() == logged  # nothing was trained again
