@@ -353,7 +353,7 @@ class Synchronizer:
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
-        """An explorer says that it now plays with `version`, or, if it `wants` newer ones, has still nothing to play."""
+        """An explorer says that it now plays with `version`, or, if it `wants` newer ones, still has nothing to play."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
         self._explorer(name, status=status.value, version=version)
 
@@ -371,18 +371,22 @@ class Synchronizer:
         if role == TRAINER:
             return await self._gather(version, address)
 
+        entered: list[int] = []
+
         def stand(values: Values) -> Values:
             exchange = values.get("exchange")
+            entered.clear()
             if exchange is None or exchange["version"] != version or exchange["members"] is not None:
                 return values  # it was agreed upon without this explorer, or given up
+            entered.append(exchange["number"])
             ready = {**exchange, "ready": sorted({*exchange["ready"], role})}
             return _with_explorer({**values, "exchange": ready}, role, status=RunningStatus.WAITING_SYNC.value)
 
         self._write(stand)
-        entered = self.check_alive().get("exchange")
-        if entered is None or entered["version"] != version or role not in entered["ready"]:
+        self.check_alive()
+        if not entered:
             return None
-        number: int = entered["number"]
+        (number,) = entered
         values = await self._wait(
             lambda v: v["exchange"]["number"] != number or v["exchange"]["members"] is not None,
             f"explorer {role!r}", f"the exchange of version {version}",

@@ -1,53 +1,107 @@
-"""Who waits for whom, and for how long."""
+"""Who is where, who waits for whom, who died: two or three roles over one board, in one process and in a database."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trivium.board import MemoryBoard
-from trivium.errors import SyncError
-from trivium.synchronizer import RunningStatus, Synchronizer
+from trivium.board import MemoryBoard, SharedBoard, Values
+from trivium.buffers.database import Database, SqlTable
+from trivium.errors import RoleFailed, SyncError
+from trivium.synchronizer import TRAINER, RunningStatus, Synchronizer, SyncStyle, dead, living
+
+Make = Callable[..., Synchronizer]
+"""Makes the synchronizer of one more role over the same board."""
+HEARTBEAT_S = 0.4
 
 
-def synchronizer(deadline_s: float = 5.0) -> Synchronizer:
-    return Synchronizer(MemoryBoard(), deadline_s=deadline_s)
+@pytest.fixture(params=["memory", "database"])
+def role(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    board = MemoryBoard()
+
+    def make(deadline_s: float = 5.0, **options: Any) -> Synchronizer:
+        database = request.param == "database"
+        mine = SharedBoard(SqlTable(Database(f"sqlite:///{tmp_path / 'b.db'}"), "run")) if database else board
+        return Synchronizer(mine, deadline_s=deadline_s, **options)
+
+    return make
 
 
-async def test_statuses_are_counted() -> None:
-    sync = synchronizer()
+async def trio(role: Make, **options: Any) -> tuple[Synchronizer, Synchronizer, Synchronizer]:
+    """A trainer that has begun, and explorers "a" and "b" beside it."""
+    trainer, a, b = (role(**options) for _ in range(3))
+    trainer.open()
+    for name, explorer in (("a", a), ("b", b)):
+        explorer._incarnation = trainer._incarnation
+        await explorer.join(name)
+    return trainer, a, b
+
+
+async def pending(awaitable: Awaitable[Any], seconds: float = 0.1) -> asyncio.Future[Any]:
+    waiting = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(seconds)
+    assert not waiting.done()
+    return waiting
+
+
+async def soon(awaitable: Awaitable[Any], seconds: float = 4.0) -> Any:
+    return await asyncio.wait_for(asyncio.ensure_future(awaitable), seconds)
+
+
+@asynccontextmanager
+async def going(*coroutines: Any) -> AsyncGenerator[list[asyncio.Task[Any]]]:
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --------------------------------------------------------------------------- statuses and versions
+
+
+async def test_statuses_are_counted(role: Make) -> None:
+    sync = role()
     assert sync.trainer_status is RunningStatus.STOPPED
-    sync.set_trainer_status(RunningStatus.RUNNING)
-    sync.set_explorer_status("a", RunningStatus.RUNNING)
-    sync.set_explorer_status("b", RunningStatus.REQUIRE_SYNC)
-    sync.set_explorer_status("a", RunningStatus.REQUIRE_SYNC)
+    trainer, a, b = await trio(role)
     assert sync.trainer_status is RunningStatus.RUNNING
-    assert sync.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 2
+    assert trainer.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 2
+    a.adopted("a", 0)
+    b.adopted("b", 0)
+    b.require("b")
+    counts = {RunningStatus.RUNNING: 1, RunningStatus.REQUIRE_SYNC: 1}
+    assert trainer.get_explorer_status_counts() == {**dict.fromkeys(RunningStatus, 0), **counts}
+    b.ask("b", False)
+    assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 2
 
 
-async def test_next_version_waits_for_publish_from_another_thread() -> None:
-    sync = synchronizer()
-    await sync.join("a")
-    waiting = asyncio.create_task(sync.next_version("a", None, newest=True))
-    await asyncio.sleep(0)
-    assert sync.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 1
-    await asyncio.to_thread(sync.publish, 0)
-    assert await waiting == 0
-    sync.adopted("a", 0)
-    assert sync.get_explorer_status_counts()[RunningStatus.RUNNING] == 1
+async def test_next_version_waits_for_publish_from_another_thread(role: Make) -> None:
+    trainer, a, _ = await trio(role)
+    waiting = await pending(a.next_version("a", None, newest=True))
+    await asyncio.to_thread(trainer.publish, 0)
+    assert await soon(waiting) == 0
 
 
 @pytest.mark.parametrize(("newest", "expected"), [(True, 4), (False, 3)])
-async def test_an_explorer_follows_every_version_or_jumps_to_the_newest(newest: bool, expected: int) -> None:
-    sync = synchronizer()
+async def test_an_explorer_follows_every_version_or_jumps_to_the_newest(
+    role: Make, newest: bool, expected: int
+) -> None:
+    trainer, a, _ = await trio(role)
     for version in (1, 3, 4):
-        sync.publish(version)
-    assert await sync.next_version("a", 1, newest=newest) == expected
+        trainer.publish(version)
+    assert await a.next_version("a", 1, newest=newest) == expected
 
 
-async def test_versions_only_grow_and_repeat_harmlessly() -> None:
-    sync = synchronizer()
+async def test_versions_only_grow_and_repeat_harmlessly(role: Make) -> None:
+    sync = role()
     sync.publish(2)
     sync.publish(2)
     assert sync.published == (2,)
@@ -55,18 +109,409 @@ async def test_versions_only_grow_and_repeat_harmlessly() -> None:
         sync.publish(1)
 
 
-async def test_a_wait_that_is_not_answered_names_both_sides() -> None:
+async def test_who_comes_late_begins_with_a_version_that_can_still_be_had(role: Make) -> None:
+    trainer, a, _ = await trio(role)
+    for version in range(6):
+        trainer.publish(version, held=range(max(0, version - 1), version + 1))
+    assert a.published == (4, 5)
+    assert await a.next_version("a", None, newest=False) == 4
+
+
+async def test_a_wait_that_is_not_answered_names_both_sides(role: Make) -> None:
     with pytest.raises(SyncError, match=r"explorer 'a' .version None. waits for the trainer's next version"):
-        await synchronizer(0.02).next_version("a", None, newest=True)
+        await role(0.05).next_version("a", None, newest=True)
     with pytest.raises(SyncError, match="trainer waits for an evaluation of version 1"):
-        await synchronizer(0.02).evaluation(1)
+        await role(0.05).evaluation(1)
 
 
-async def test_the_deadline_counts_from_the_last_sign_of_life() -> None:
-    sync = synchronizer(0.3)
-    waiting = asyncio.create_task(sync.next_version("a", None, newest=True))
-    for step in range(5):
-        await asyncio.sleep(0.15)
-        sync.trained(step)
-    sync.publish(1)
+async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_none(role: Make) -> None:
+    trainer, a, b = await trio(role, deadline_s=0.6)
+    waiting = asyncio.ensure_future(a.next_version("a", None, newest=True))
+    for step in range(4):
+        await asyncio.sleep(0.3)
+        trainer.trained(step)
+    trainer.publish(1)
     assert await waiting == 1
+    b.heartbeat_s = 0.05
+    with b.heart("b"), pytest.raises(SyncError, match="nothing happened for 1 s"):
+        await a.next_version("a", 1, newest=True)
+
+
+async def test_with_dynamic_by_trainer_an_explorer_answers_the_trainer(role: Make) -> None:
+    trainer, a, _ = await trio(role, style=SyncStyle.DYNAMIC_BY_TRAINER)
+    a.adopted("a", 0)
+    waiting = await pending(a.next_version("a", 0, newest=True))
+    assert living(trainer.board.read())["a"]["status"] == RunningStatus.RUNNING
+    trainer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
+    values = await trainer.board.poll(lambda v: living(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 4.0)
+    assert living(values)["a"]["status"] == RunningStatus.REQUIRE_SYNC
+    trainer.publish(3)
+    assert await soon(waiting) == 3
+
+
+# --------------------------------------------------------------------------- life and death
+
+
+async def test_the_death_of_an_explorer_is_borne_and_its_slots_come_back_once(role: Make) -> None:
+    trainer, a, b = await trio(role)
+    buried = list[str]()
+
+    async def bury(name: str) -> None:
+        buried.append(name)
+
+    async with going(trainer.tend(TRAINER, bury), b.tend("b")) as tending:
+        a.report_death("a", "out of memory")
+        a.report_death("a", "something later")
+        values = await trainer.board.poll(lambda v: v["explorers"]["a"].get("buried", False), 4.0)
+        assert dead(values) == {"a": "out of memory"}
+        await asyncio.sleep(0.1)
+        assert buried == ["a"]
+        assert not any(task.done() for task in tending)
+        with pytest.raises(RoleFailed, match="a failed: it counts as dead: out of memory"):
+            await soon(a.tend("a"))
+        a.adopted("a", 7)  # the dead stay dead
+        assert set(living(trainer.board.read())) == {"b"}
+        b.report_death("b", "a broken engine")
+        for task in tending:
+            with pytest.raises(RoleFailed, match="b failed: a broken engine"):
+                await soon(task)
+
+
+async def test_an_explorer_that_was_asked_to_stop_ends_no_run(role: Make) -> None:
+    trainer, a, b = await trio(role)
+    for name, sync in (("a", a), ("b", b)):
+
+        async def stands(name: str = name, sync: Synchronizer = sync) -> None:
+            with sync.obituary(name):
+                await asyncio.sleep(60)
+
+        task = await pending(stands())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert dead(trainer.check_alive()) == {"a": "it was stopped", "b": "it was stopped"}
+    assert living(trainer.board.read()) == {}
+
+
+async def test_an_obituary_names_the_first_cause(role: Make) -> None:
+    trainer, a, _ = await trio(role)
+    with pytest.raises(ExceptionGroup), a.obituary("a"):
+        raise ExceptionGroup("many", [ExceptionGroup("few", [ValueError("the very first")]), KeyError("later")])
+    assert dead(trainer.check_alive()) == {"a": "ValueError: the very first"}
+    with pytest.raises(ZeroDivisionError), trainer.obituary(TRAINER):
+        raise ZeroDivisionError("the loss")
+    with pytest.raises(RoleFailed, match="trainer failed: ZeroDivisionError: the loss"):
+        a.check_alive()
+
+
+async def test_a_heart_that_stops_is_a_death_and_a_busy_loop_is_none(role: Make) -> None:
+    trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
+    buried = list[str]()
+
+    async def bury(name: str) -> None:
+        buried.append(name)
+
+    with trainer.heart(TRAINER), a.heart("a"):
+        async with going(trainer.tend(TRAINER, bury), a.tend("a")) as tending:
+            with b.heart("b"):
+                threading.Event().wait(2 * HEARTBEAT_S)  # nobody's coroutines get on
+                await asyncio.sleep(2 * HEARTBEAT_S)
+                assert dead(a.check_alive()) == {}
+            await trainer.board.poll(lambda v: bool(v["explorers"]["b"].get("buried")), 10 * HEARTBEAT_S)
+            assert dead(a.check_alive()) == {"b": f"no heartbeat for {HEARTBEAT_S} s"}
+            assert (buried, [task.done() for task in tending]) == (["b"], [False, False])
+
+
+async def test_a_trainer_whose_heart_stops_ends_every_explorer(role: Make) -> None:
+    trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
+    with a.heart("a"), b.heart("b"):
+        async with going(a.tend("a"), b.tend("b"), a.next_version("a", None, newest=True)) as waiting:
+            with trainer.heart(TRAINER):
+                await asyncio.sleep(2 * HEARTBEAT_S)
+                assert not any(task.done() for task in waiting)
+            for task in waiting:
+                with pytest.raises(RoleFailed, match=r"trainer failed: no heartbeat for 0\.4 s"):
+                    await soon(task, 10 * HEARTBEAT_S)
+
+
+async def test_a_role_that_is_done_may_stop_beating(role: Make) -> None:
+    trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
+    with b.heart("b"):
+        with trainer.heart(TRAINER), a.heart("a"):
+            trainer.finish()
+            await soon(a.finished("a"))
+        async with going(b.tend("b")) as (tending,):
+            await asyncio.sleep(3 * HEARTBEAT_S)
+            assert not tending.done()
+        assert dead(b.check_alive()) == {}
+
+
+async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
+    """The database was away, or this machine slept: the others could not be seen to beat."""
+    trainer, a, _ = await trio(role, heartbeat_s=HEARTBEAT_S)
+    board, looks = trainer.board, list[float]()
+
+    class Away:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(board, name)
+
+        async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
+            looks.append(patience_s)
+            if len(looks) in (2, 4):
+                await asyncio.sleep(2 * HEARTBEAT_S)
+                return board.read()
+            return await board.poll(until, 0.01)
+
+    a.board = Away()
+    async with going(a.tend("a")) as (tending,):  # the others have no heart at all
+        while len(looks) < 5:
+            await asyncio.sleep(0.01)
+        assert dead(a.check_alive()) == {}
+        with pytest.raises(RoleFailed, match="trainer failed: no heartbeat"):
+            await soon(tending, 10 * HEARTBEAT_S)
+
+
+async def test_a_heart_that_cannot_reach_the_board_is_heard(role: Make) -> None:
+    _, a, _ = await trio(role, heartbeat_s=HEARTBEAT_S)
+    board = a.board
+
+    class ReadOnly:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(board, name)
+
+        def write(self, change: Callable[[Values], Values]) -> None:
+            raise OSError("the disk is full")
+
+    a.board = ReadOnly()
+    with a.heart("a"), pytest.raises(RoleFailed, match="a failed: its heart stopped: OSError: the disk is full"):
+        await soon(a.tend("a"))
+
+
+async def test_a_name_is_free_once_its_dead_are_buried(role: Make) -> None:
+    trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
+    again = role(heartbeat_s=HEARTBEAT_S)
+    again._incarnation = trainer._incarnation
+    with pytest.raises(SyncError, match="another one of that name is in it"):
+        await again.join("a")
+    seen = trainer.board.read().get("beats", {}).get("a", 0)
+    released = asyncio.Event()
+
+    async def bury(name: str) -> None:
+        await released.wait()
+
+    async with going(trainer.tend(TRAINER, bury)):
+        with trainer.heart(TRAINER), b.heart("b"):
+            a.report_death("a", "killed")
+            joining = await pending(again.join("a"))
+            released.set()
+            await soon(joining)
+            assert living(again.board.read())["a"]["version"] is None
+            # "b" saw the first "a" fall silent, and is late to say so.
+            b.report_death("a", "no heartbeat", beats=seen)
+            assert dead(b.check_alive()) == {}
+
+
+# --------------------------------------------------------------------------- trainers come and go
+
+
+async def test_a_trainer_that_was_started_again_ends_whoever_waited_for_the_first(role: Make) -> None:
+    first, a, b = await trio(role)
+    a.adopted("a", 0)
+    waits = (
+        a.next_version("a", 0, newest=True), a.next_evaluation("a", 0), a.finished("a"), a.tend("a"),
+        b.next_version("b", None, newest=False), first.evaluation(1), first.tend(TRAINER),
+    )  # fmt: skip
+    async with going(*waits) as waiting:
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in waiting)
+        second = role()
+        second.open()
+        for task in waiting:
+            with pytest.raises(RoleFailed, match="trainer failed: another one was started"):
+                await soon(task)
+        before = second.board.read()
+        a.adopted("a", 5)
+        a.report_death("a", "too late")
+        first.publish(9)
+        first.finish()
+        first.report_death(TRAINER, "too late")
+        assert second.board.read() == before
+
+
+async def test_a_trainer_that_was_started_again_ends_an_exchange_under_way(role: Make) -> None:
+    first, a, _ = await trio(role, collective=True)
+    gathering = await pending(first.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    standing = await pending(a.ready_to_nccl_sync("a", 1))
+    role().open()
+    for waiting in (gathering, standing):
+        with pytest.raises(RoleFailed, match="another one was started"):
+            await soon(waiting)
+
+
+async def test_a_stage_that_ends_is_no_failure_for_who_hears_of_it_late(role: Make) -> None:
+    trainer, a, _ = await trio(role)
+    async with going(a.tend("a"), a.next_version("a", 0, newest=True), a.finished("a")) as (tending, following, ended):
+        await asyncio.sleep(0.1)
+        trainer.finish()
+        trainer.open(stage=1)
+        await soon(ended)
+        await asyncio.sleep(0.1)
+        assert not tending.done()
+        assert not following.done()
+    assert living(trainer.board.read()) == {}  # the next stage begins without those of the last
+
+
+async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
+    late = role(0.5, heartbeat_s=HEARTBEAT_S)
+    with pytest.raises(SyncError, match="none came within"):
+        await late.meet("a")
+    dead_trainer = role(heartbeat_s=HEARTBEAT_S)
+    dead_trainer.open()
+    with dead_trainer.heart(TRAINER):
+        await asyncio.sleep(0.1)
+    with pytest.raises(SyncError, match="none came within"):
+        await late.meet("a")  # what it left says RUNNING for ever
+    a, trainer = role(heartbeat_s=HEARTBEAT_S), role(heartbeat_s=HEARTBEAT_S)
+    meeting = await pending(a.meet("a"))
+    trainer.open(stage=2)
+    with trainer.heart(TRAINER):
+        assert await soon(meeting) == 2
+        await a.join("a")
+        trainer.finish()
+        following = await pending(a.meet("a"), 2 * HEARTBEAT_S)  # not the stage that is over
+        trainer.open(stage=3)
+        assert await soon(following) == 3
+        trainer.report_death(TRAINER, "gone wrong")
+        with pytest.raises(SyncError, match="none came within"):
+            await late.meet("b")
+
+
+# --------------------------------------------------------------------------- the collective exchange
+
+
+async def test_an_exchange_is_between_those_who_lack_the_version(role: Make) -> None:
+    trainer, a, b = await trio(role, collective=True)
+    b.adopted("b", 1)
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    assert await a.next_version("a", None, newest=True) == 1
+    standing = asyncio.ensure_future(a.ready_to_nccl_sync("a", 1))
+    one, other = await soon(gathering), await soon(standing)
+    assert one == other
+    assert (one.number, one.version, one.members, one.address) == (1, 1, ("a",), "here:1")
+    assert trainer.trainer_status is RunningStatus.RUNNING
+    a.adopted("a", 1)
+    assert await soon(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1")) is None  # nobody lacks it
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
+    both = [asyncio.ensure_future(sync.ready_to_nccl_sync(name, 2)) for name, sync in (("b", b), ("a", a))]
+    agreed = await soon(gathering)
+    assert (agreed.number, agreed.members) == (3, ("a", "b"))
+    assert await soon(asyncio.gather(*both)) == [agreed, agreed]
+
+
+async def test_an_exchange_goes_on_without_those_who_die_or_stop_while_it_gathers(role: Make) -> None:
+    trainer, a, b = await trio(role, collective=True)
+    c = role(collective=True)
+    c._incarnation = trainer._incarnation
+    await c.join("c")
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    standing = await pending(a.ready_to_nccl_sync("a", 1))
+    going_down = await pending(b.ready_to_nccl_sync("b", 1))
+    b.report_death("b", "killed while it stood")
+    c.set_explorer_status("c", RunningStatus.STOPPED)
+    agreed = await soon(gathering)
+    assert agreed.members == ("a",)
+    assert await soon(standing) == agreed
+    assert await soon(going_down) is None
+
+
+async def test_an_exchange_waits_for_who_joins_while_it_gathers(role: Make) -> None:
+    trainer, a, _ = await trio(role, collective=True)
+    b, c = role(collective=True), role(collective=True)
+    b._incarnation = c._incarnation = trainer._incarnation
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
+    await c.join("c")
+    standing = await pending(asyncio.gather(a.ready_to_nccl_sync("a", 1), b.ready_to_nccl_sync("b", 1)))
+    assert not gathering.done()
+    assert (await soon(c.ready_to_nccl_sync("c", 1))).members == ("a", "b", "c")
+    assert await soon(standing) == [await soon(gathering)] * 2
+
+
+async def test_who_comes_with_another_version_in_mind_is_not_let_in(role: Make) -> None:
+    trainer, a, b = await trio(role, collective=True)
+    assert await soon(a.ready_to_nccl_sync("a", 1)) is None  # nothing was ever offered
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:2"))
+    assert await soon(a.ready_to_nccl_sync("a", 1)) is None
+    both = asyncio.gather(a.ready_to_nccl_sync("a", 2), b.ready_to_nccl_sync("b", 2))
+    assert (await soon(gathering)).members == ("a", "b")
+    await both
+    assert await soon(a.ready_to_nccl_sync("a", 2)) is None  # it is agreed upon already
+
+
+async def test_who_waits_in_vain_for_an_exchange_says_for_whom(role: Make) -> None:
+    trainer, a, _ = await trio(role, deadline_s=0.3, collective=True)
+    with pytest.raises(SyncError, match="trainer waits for the explorers to enter the exchange of version 1"):
+        await trainer.ready_to_nccl_sync(TRAINER, 1, "here:1")
+    with pytest.raises(SyncError, match="explorer 'a' waits for the exchange of version 1"):
+        await a.ready_to_nccl_sync("a", 1)
+    a.report_death("a", "killed")
+    gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:1"))
+    a.report_death("b", "killed too")
+    with pytest.raises(RoleFailed, match="b failed: killed too"):
+        await soon(gathering)
+
+
+# --------------------------------------------------------------------------- evaluation
+
+
+async def test_one_explorer_that_has_the_version_plays_an_evaluation(role: Make) -> None:
+    trainer, a, b = await trio(role)
+    a.adopted("a", 3)
+    b.adopted("b", 2)
+    asking = await pending(trainer.evaluation(3))
+    other = await pending(b.next_evaluation("b", 0))
+    assert await soon(a.next_evaluation("a", 0)) == (1, 3)
+    b.adopted("b", 3)
+    await asyncio.sleep(0.1)
+    assert not other.done()  # it is claimed
+    assert not asking.done()
+    a.answer_evaluation(1, {"eval/test/accuracy": 0.5})
+    assert await soon(asking) == {"eval/test/accuracy": 0.5}
+    following = await pending(a.next_evaluation("a", 1))
+    asking = asyncio.ensure_future(trainer.evaluation(3))
+    (done,), (left,) = await asyncio.wait({following, other}, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
+    assert done.result() == (2, 3)
+    a.answer_evaluation(1, {"stale": 1.0})
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    a.answer_evaluation(2, {"right": 1.0})
+    assert await soon(asking) == {"right": 1.0}
+    left.cancel()
+
+
+async def test_two_that_want_the_same_evaluation_get_it_once(role: Make) -> None:
+    trainer, a, b = await trio(role)
+    for number in range(1, 6):
+        a.adopted("a", number)
+        b.adopted("b", number)
+        asking = asyncio.ensure_future(trainer.evaluation(number))
+        racing = {asyncio.ensure_future(s.next_evaluation(n, number - 1)) for n, s in (("a", a), ("b", b))}
+        done, left = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
+        await asyncio.sleep(0.05)
+        assert [task.result() for task in done] == [(number, number)]
+        assert not any(task.done() for task in left)
+        for task in left:
+            task.cancel()
+        a.answer_evaluation(number, {"n": float(number)})
+        assert await soon(asking) == {"n": float(number)}
+
+
+async def test_an_evaluation_whose_player_dies_is_played_by_another(role: Make) -> None:
+    trainer, a, b = await trio(role)
+    a.adopted("a", 0)
+    b.adopted("b", 0)
+    asking = await pending(trainer.evaluation(0))
+    await soon(a.next_evaluation("a", 0))
+    other = await pending(b.next_evaluation("b", 0))
+    a.report_death("a", "killed")
+    assert await soon(other) == (1, 0)
+    b.answer_evaluation(1, {"n": 1.0})
+    assert await soon(asking) == {"n": 1.0}
