@@ -1,0 +1,85 @@
+"""A board holds JSON values, changes as a whole, and wakes who waits: in one process, and in a database."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trivium.board import Board, MemoryBoard, SharedBoard, Values
+from trivium.buffers.database import Database, SqlTable
+
+Boards = Callable[[], Board]
+"""Ends of one board, as different roles hold them."""
+
+
+@pytest.fixture(params=["memory", "database"])
+def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Boards:
+    if request.param == "memory":
+        board = MemoryBoard()
+        return lambda: board
+    return lambda: SharedBoard(SqlTable(Database(f"sqlite:///{tmp_path / 'board.db'}"), "run"))
+
+
+def counted(values: Values) -> Values:
+    return {**values, "count": values.get("count", 0) + 1}
+
+
+def test_an_empty_board_has_no_values(boards: Boards) -> None:
+    assert boards().read() == {}
+
+
+async def test_no_change_is_lost_when_many_write_at_once(boards: Boards) -> None:
+    async def writes(board: Board) -> None:
+        for _ in range(20):
+            await asyncio.to_thread(board.write, counted)
+
+    await asyncio.gather(*(writes(boards()) for _ in range(4)))
+    assert boards().read() == {"count": 80}
+
+
+async def test_who_waits_is_woken_by_others_and_sees_what_they_wrote(boards: Boards) -> None:
+    waiting = asyncio.create_task(boards().poll(lambda v: v.get("count", 0) >= 2, 10.0))
+    await asyncio.sleep(0.01)
+    await asyncio.to_thread(boards().write, counted)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.to_thread(boards().write, counted)
+    assert await asyncio.wait_for(waiting, 5) == {"count": 2}
+
+
+async def test_patience_ends_with_the_board_as_it_is(boards: Boards) -> None:
+    board, started = boards(), time.monotonic()
+    board.write(counted)
+    assert await board.poll(lambda v: v["count"] == 2, 0.1) == {"count": 1}
+    assert 0.1 <= time.monotonic() - started < 5
+    assert await board.poll(lambda v: v["count"] == 2, 0.0) == {"count": 1}
+
+
+async def test_what_changes_nothing_wakes_nobody(boards: Boards) -> None:
+    board, looked = boards(), list[Values]()
+
+    def look(values: Values) -> bool:
+        looked.append(values)
+        return False
+
+    waiting = asyncio.create_task(board.poll(look, 0.3))
+    await asyncio.sleep(0.1)
+    before = len(looked)
+    for _ in range(10):
+        await asyncio.to_thread(board.write, lambda values: values)
+    await asyncio.sleep(0.1)
+    assert len(looked) == before
+    await waiting
+
+
+async def test_a_change_that_raises_changes_nothing(boards: Boards) -> None:
+    board = boards()
+    board.write(counted)
+    with pytest.raises(ZeroDivisionError):
+        board.write(lambda values: {"count": 1 // 0})
+    board.write(counted)
+    assert board.read() == {"count": 2}
