@@ -342,7 +342,8 @@ class SyncSection(Config):
     """What becomes of replies in progress when new weights arrive: `finish` ends them first; `update` goes on with the
     new weights from the next token, every token keeping the version that sampled it."""
     dir: ConfigPath | None = free(None)
-    """Directory of the `checkpoint` method; unset means `sync` in the run directory."""
+    """Directory of the `checkpoint` method, for this run alone, that all its roles see; unset means `sync` in the run
+    directory."""
     deadline_s: float = free(3600.0, gt=0)
     """Longest wait of one side for the other."""
     heartbeat_s: float = free(10.0, gt=0)
@@ -721,9 +722,39 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
         )
     if "train" not in config.tasks:
         yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
-    if sync.method not in CATALOGUE["channels"] and ":" not in sync.method:
-        known = suggest(sync.method, CATALOGUE["channels"])
-        yield Problem("sync.method", f"the method {sync.method!r}", "no such method", known)
+
+
+def _check_channel(config: RunConfig) -> Iterator[Problem]:
+    """Separate commands need a buffer and a channel that both reach; the channel says what it can do."""
+    sync, mode, buffer = config.sync, config.run.mode, resolve("buffers", config.buffer.kind)
+    shared = hasattr(buffer, "open_board")
+    if mode in ("explore", "train") and getattr(buffer, "explored", True) and not shared:
+        yield Problem(
+            "buffer.kind", f"run.mode {mode!r} over a buffer of kind {config.buffer.kind!r}",
+            "no other process reaches it: the two halves would never meet", "use buffer.kind: sql, or run.mode: both",
+        )  # fmt: skip
+    try:
+        channel = resolve("channels", sync.method)
+    except TriviumError as error:
+        yield Problem("sync.method", f"the method {sync.method!r}", error.found, error.do)
+        return
+    if shared and mode in ("explore", "train", "serve") and getattr(channel, "local", False):
+        yield Problem(
+            "sync.method", f"{sync.method!r} with run.mode {mode!r} over a shared buffer",
+            "trainer and explorers are separate commands, and it carries weights within one process",
+            "use checkpoint (a directory that all see) or nccl (a broadcast)",
+        )  # fmt: skip
+    if config.slots_are_settled and getattr(channel, "collective", False):
+        yield Problem(
+            "sync.method", f"{sync.method!r} {SETTLED}",
+            "a resumed run plays slots with earlier versions, and of what was broadcast nothing is kept",
+            "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
+        )  # fmt: skip
+    if sync.dir is not None and not getattr(channel, "in_directory", True):
+        yield Problem(
+            "sync.dir", f"sync.dir with sync.method {sync.method!r}", "it keeps no files, so the key has no effect",
+            "use sync.method: checkpoint, or leave the key out",
+        )  # fmt: skip
 
 
 def _check_sampling(config: RunConfig) -> Iterator[Problem]:
@@ -888,6 +919,7 @@ def _check_in_flight(config: RunConfig) -> Iterator[Problem]:
 
 _CHECKS = (
     _check_schedule,
+    _check_channel,
     _check_replaced,
     _check_in_flight,
     _check_sampling,

@@ -46,9 +46,6 @@ class CheckpointChannel:
     meanwhile stays readable to it.
     """
 
-    in_directory = True
-    """It keeps its files in `sync.dir`."""
-
     def __init__(self, *, keep: int, directory: Path, synchronizer: Synchronizer, role: str) -> None:
         self._keep, self._directory, self._synchronizer, self._role = keep, directory, synchronizer, role
         self._own: list[int] | None = None

@@ -36,6 +36,7 @@ class CollectiveChannel:
     """Broadcasts each version once. The trainer and each explorer have an end of their own."""
 
     collective = True
+    in_directory = False
 
     def __init__(self, *, keep: int, directory: Path, synchronizer: Synchronizer, role: str) -> None:
         del keep, directory  # nothing is kept

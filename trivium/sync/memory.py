@@ -27,6 +27,7 @@ class MemoryChannel:
 
     local = True
     """Both ends are one process."""
+    in_directory = False
 
     def __init__(
         self, *, keep: int = 1, directory: Path | None = None, synchronizer: Synchronizer | None = None,

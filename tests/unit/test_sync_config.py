@@ -1,0 +1,62 @@
+"""Which channel goes with which way of running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trivium.config import RunConfig
+from trivium.errors import ConfigError
+
+
+def problems(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, str]:
+    """Where something is wrong, and what was found there."""
+    base = {
+        "model": {"kind": "tiny", "alphabet": "0123456789+="}, "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"], "engine": {"sampling": {"max_new_tokens": 4}},
+    }  # fmt: skip
+    try:
+        RunConfig.from_mapping({**base, **sections}, tmp_path)
+    except ConfigError as error:
+        return {problem.where: problem.found for problem in error.problems}
+    return {}
+
+
+SQL = {"kind": "sql", "url": "sqlite:///run.db"}
+
+
+@pytest.mark.parametrize("mode", ["explore", "train"])
+def test_halves_in_two_commands_need_a_buffer_and_a_channel_that_both_reach(mode: str, tmp_path: Path) -> None:
+    run = {"mode": mode}
+    assert "never meet" in problems(tmp_path, run=run)["buffer.kind"]
+    assert "within one process" in problems(tmp_path, run=run, buffer=SQL)["sync.method"]
+    for method in ("checkpoint", "nccl"):
+        assert problems(tmp_path, run=run, buffer=SQL, sync={"method": method}) == {}
+
+
+def test_one_process_may_use_any_channel(tmp_path: Path) -> None:
+    for method in ("memory", "checkpoint", "nccl"):
+        assert problems(tmp_path, sync={"method": method}) == {}
+        assert problems(tmp_path, sync={"method": method}, buffer=SQL) == {}
+
+
+def test_what_was_broadcast_cannot_be_had_again(tmp_path: Path) -> None:
+    ahead = {"deterministic": True, "max_staleness": 2}
+    assert "nothing is kept" in problems(tmp_path, sync={"method": "nccl"}, schedule=ahead)["sync.method"]
+    assert problems(tmp_path, sync={"method": "nccl"}, schedule={"deterministic": True}) == {}
+    assert problems(tmp_path, sync={"method": "nccl"}, schedule={"max_staleness": 2}) == {}
+    for method in ("memory", "checkpoint"):
+        assert problems(tmp_path, sync={"method": method}, schedule=ahead) == {}
+
+
+def test_a_directory_is_for_a_channel_that_has_files(tmp_path: Path) -> None:
+    assert problems(tmp_path, sync={"method": "checkpoint", "dir": "weights"}) == {}
+    for method in ("memory", "nccl"):
+        assert "no effect" in problems(tmp_path, sync={"method": method, "dir": "weights"})["sync.dir"]
+
+
+def test_an_unknown_method_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    assert "sync.method" in problems(tmp_path, sync={"method": "memry"})
+    assert "sync.method" in problems(tmp_path, sync={"method": "trivium.sync.memory:Nothing"})
