@@ -169,11 +169,12 @@ def test_dedup_keeps_the_first_of_those_that_say_the_same_token_for_token() -> N
     given = group(
         member(0, 1.0, (5, 6)), member(1, 0.0, (5,)), member(2, 0.5, (5, 6)), failed(3), again,
         replace(again, index=5), Trajectory(6, (turn(9),), {"exact": 0.0}),
+        Trajectory(7, (turn(9, prompt=(3,)),), {"exact": 0.0}),
     )  # fmt: skip
-    assert indices(after("dedup", given)) == [0, 1, 3, 4, 6]  # a failed member is nobody's first
+    assert indices(after("dedup", given)) == [0, 1, 3, 4, 6, 7]  # a failed member is nobody's first
     done = after({"kind": "dedup", "others": "fail"}, given)
-    assert indices(done) == [0, 1, 2, 3, 4, 5, 6]
-    assert [t.index for t in done.alive] == [0, 1, 4, 6]
+    assert indices(done) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [t.index for t in done.alive] == [0, 1, 4, 6, 7]
     assert done.trajectories[2].failure == Failure("operator", "Duplicate", "it says what member 0 says")
     assert done.trajectories[5].failure == Failure("operator", "Duplicate", "it says what member 4 says")
 
