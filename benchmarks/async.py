@@ -9,6 +9,9 @@ sides differ in `schedule.max_staleness` (0 against `--staleness`) and `sync.in_
 `--repeats` times, and the first steps of each run (loading, first shapes) and its last ones (the asynchronous side runs
 dry) are left out.
 
+A bound on staleness costs something where a task takes longer than that many steps: what comes too late is played in
+vain, and a task that always does is never trained on. Both are printed; more `--groups` make longer steps.
+
 The ceiling is computed from what one step was measured to need: generation g, from a synchronous run whose environment
 answers at once; training t, from the synchronous run; the mean latency e of the world. A synchronous step takes as long
 as it was measured to. An asynchronous one can at best hide everything behind the busier side: max(g, t) where each side
@@ -113,6 +116,8 @@ class Measured:
     train_s: float
     lost: float
     """Groups played in vain: too stale when they came, or called off."""
+    given_up: float
+    """Slots whose task came too late every time."""
     staleness: float
 
     @property
@@ -153,17 +158,17 @@ def measure(said: argparse.Namespace, staleness: int, in_flight: str = "finish",
 
     return Measured(
         seconds / len(counted), mean("train/tokens"), mean("time/wait"), mean("time/train"),
-        mean("rollout/evicted") + mean("rollout/called_off"), mean("rollout/staleness"),
+        mean("rollout/evicted") + mean("rollout/called_off"), mean("rollout/given_up"), mean("rollout/staleness"),
     )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=14, help="train steps of each run")
+    parser.add_argument("--steps", type=int, default=12, help="train steps of each run")
     parser.add_argument("--staleness", type=int, default=4, help="max_staleness of the asynchronous side")
     parser.add_argument("--in-flight", choices=("finish", "update"), default="finish")
-    parser.add_argument("--groups", type=int, default=16, help="groups per step")
+    parser.add_argument("--groups", type=int, default=64, help="groups per step")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
@@ -184,8 +189,8 @@ def main() -> int:
         for name, each in (("synchronous", sync), ("asynchronous", ahead)):
             print(
                 f"{number + 1} {name:12}  {each.rate:7.0f} tokens/s  {each.seconds:5.2f} s per step  train "
-                f"{each.train_s:4.2f} s  trainer idle {each.idle:4.0%}  groups in vain {each.lost:4.1f} per step  "
-                f"staleness {each.staleness:.1f}"
+                f"{each.train_s:4.2f} s  trainer idle {each.idle:4.0%}  of {said.groups} groups in vain "
+                f"{each.lost:.1f}, given up {each.given_up:.1f}  staleness {each.staleness:.1f}"
             )
         print(f"  ratio {ratios[-1]:.2f}, ceiling {ceilings[-1]:.2f}")
     print(f"median ratio {median(ratios):.2f} (target {TARGET}), ceiling {median(ceilings):.2f}")
