@@ -106,23 +106,25 @@ def _train_stages(
     stages = config.stage_configs()
     model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     record: dict[str, Any] = {}
-    pinned: list[int] = []
+    # The steps that stages ended at; earlier than planned where their data did.
+    ends: list[int] = list(latest.state["pinned"]) if latest is not None else []
     first_version = 0
     for number, stage_config in enumerate(stages):
         last_version = first_version + stage_config.schedule.steps
-        resume = latest if latest is not None and latest.step > first_version else None
-        if resume is not None:
-            record = {name: resume.state[name] for name in _CARRIED if name in resume.state}
-        if resume is None or resume.step < last_version:
-            record |= {"stage": number, "pinned": list(pinned)}
-            stage = Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir)
-            _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
-            record = play_stage(stage, resume, record)
-            latest = None
+        if number >= len(ends):
+            resume = latest if latest is not None and latest.step > first_version else None
+            if resume is not None:
+                record = {name: resume.state[name] for name in _CARRIED if name in resume.state}
+            if resume is None or resume.step < last_version:
+                record |= {"stage": number, "pinned": list(ends)}
+                stage = Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir)
+                _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
+                record = play_stage(stage, resume, record)
+                latest = None
+            ends.append(store.steps()[-1])
         first_version = last_version
-        pinned.append(last_version)
-        model_dir = store.directory / f"step-{last_version:06d}" / "policy"
-    return {"steps": first_version, **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
+        model_dir = store.directory / f"step-{ends[number]:06d}" / "policy"
+    return {"steps": ends[-1], **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
 
 
 def _train_stage(

@@ -385,7 +385,41 @@ async def test_an_engine_saves_where_an_event_loop_runs_already(tmp_path: Path) 
     assert (tmp_path / "weights" / "step-000000" / "manifest.json").is_file()
 
 
-# --------------------------------------------------------------------------- copies of a real run
+# --------------------------------------------------------------------------- whole runs
+
+SHORT = """
+from pydantic import Field
+from trivium.buffers.strategies import DefaultStrategy
+
+class Short(DefaultStrategy):
+    class Config(DefaultStrategy.Config):
+        steps: int = Field(ge=1)
+
+    def __init__(self, config, *, schedule, **beside):
+        super().__init__(config, **beside)
+        self.end = schedule.first_version + config.steps
+
+    async def sample(self, count, version):
+        if version >= self.end:
+            raise StopAsyncIteration
+        return await super().sample(count, version)
+"""
+
+
+def test_a_stage_whose_data_ends_early_hands_on_what_it_learned(tmp_path: Path) -> None:
+    """Planned: steps 1 to 4 and 5 to 8. The data of the first stage ends after step 2, that of the second after 6."""
+    (tmp_path / "short.py").write_text(SHORT)
+    data = {"buffer": {"kind": "files", "completion": "answer", "strategy": {"kind": "short.py:Short", "steps": 2}}}
+    stage = {"schedule": {**SUPERVISED["schedule"], "steps": 4}, **data}
+    said = {**SUPERVISED, "run": {"dir": str(tmp_path / "run")}, "stages": [stage, stage], "checkpoint": {"keep": 9}}
+    config = RunConfig.from_mapping(said, tmp_path)
+    assert launch(config)["steps"] == 6
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.steps() == [2, 6]
+    assert store.open(6).state["pinned"] == [2]
+    logged = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert launch(config)["steps"] == 6  # the same command once more
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
 
 
 def test_a_run_copies_its_checkpoints_and_fails_when_it_could_not(tmp_path: Path) -> None:
