@@ -184,9 +184,26 @@ class Session:
     train_s: Callable[[], float] = lambda: 0.0
     """How long a train step takes."""
     monitor: Rows = field(default_factory=Rows)
+    began: Callable[[Session], None] = lambda _: None
+    """Called when all parts are there."""
 
     async def live(self) -> Session:
         """Plays until the stage is done, or until it is killed."""
+        trainer = self.prepare()
+        self.began(self)
+        self.killed = False
+        try:
+            await self._play(trainer)
+        except ExceptionGroup as errors:
+            killed, rest = errors.split(Killed)
+            if killed is None or (rest is not None and rest.split(RoleFailed)[1] is not None):
+                raise
+            self.killed = True
+        self.counted = await self.buffer.state()
+        return self
+
+    def prepare(self) -> Trainer:
+        """All parts but the explorers; the trainer has taken up the last checkpoint."""
         store = CheckpointStore(self.directory / "checkpoints", keep=2)
         store.discard_unfinished()
         section = plugin("algorithms", AlgorithmConfig)({"kind": "grpo", **self.said})
@@ -206,16 +223,7 @@ class Session:
         )  # fmt: skip
         trainer.prepare()
         self.trainer, self.resumed_at = trainer, self.engine.version
-        self.killed = False
-        try:
-            await self._play(trainer)
-        except ExceptionGroup as errors:
-            killed, rest = errors.split(Killed)
-            if killed is None or (rest is not None and rest.split(RoleFailed)[1] is not None):
-                raise
-            self.killed = True
-        self.counted = await self.buffer.state()
-        return self
+        return trainer
 
     async def _play(self, trainer: Trainer) -> None:
         self.synchronizer.open()

@@ -353,7 +353,7 @@ class Synchronizer:
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
-        """An explorer says that it now plays with `version`, or, if it `wants` newer ones, still has nothing to play."""
+        """An explorer says that it now plays with `version`; `wants`: it still has nothing to play, and wants newer."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
         self._explorer(name, status=status.value, version=version)
 

@@ -1,0 +1,198 @@
+"""Who decides when weights travel: the schedule, the trainer or the explorers; and that nobody is left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sessions import TASKS, Lengths, Session
+from trivium.board import MemoryBoard, Values
+from trivium.config import RunConfig
+from trivium.errors import ConfigError
+from trivium.loops import Parts, train_half
+from trivium.schedule import Schedule
+from trivium.synchronizer import RunningStatus, SyncStyle, living
+from trivium.types import Group
+
+FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle
+STEPS = 9
+
+
+class Noted(MemoryBoard):
+    """A board that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.polls = self.changes = 0
+        self.published: list[int] = []
+
+    def write(self, change: Callable[[Values], Values]) -> None:
+        super().write(change)
+        self.changes += 1
+        self.published += [v for v in self.read().get("versions", []) if v not in self.published]
+
+    async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
+        self.polls += 1
+        return await super().poll(until, patience_s)
+
+
+def session(schedule: Schedule, directory: Path, style: SyncStyle, seed: int, board: Noted, **options: Any) -> Session:
+    dice = random.Random(seed)
+    return Session(
+        schedule, directory, lambda _: Lengths(dice), style=style, make_board=lambda: board,
+        train_s=lambda: dice.choice([0, 0.001, 0.003]), **options,
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    style=st.sampled_from(SyncStyle), ahead=st.integers(0, 3), interval=st.integers(1, 3), groups=st.integers(1, 3),
+    over=st.integers(0, 1), explorers=st.integers(1, 3), deaths=st.integers(0, 2), seed=st.integers(0, 10_000),
+)  # fmt: skip
+def test_no_style_leaves_anybody_waiting_or_asking_all_the_time(
+    style: SyncStyle, ahead: int, interval: int, groups: int, over: int, explorers: int, deaths: int, seed: int
+) -> None:
+    schedule = Schedule(
+        TASKS, seed=seed, groups_per_step=groups, group_size=2, sync_interval=interval, over_rollout=over,
+        max_staleness=interval - 1 + ahead, steps=STEPS,
+    )  # fmt: skip
+    board = Noted()
+    with TemporaryDirectory() as directory:
+        options = {"explorers": explorers, "deaths": [0.01] * deaths}
+        done = asyncio.run(session(schedule, Path(directory), style, seed, board, **options).live())
+    assert done.engine.version == STEPS
+    assert max(v - g.oldest_version for v, played in done.buffer.taken for g in played) <= schedule.max_staleness
+    assert board.published == sorted(set(board.published))
+    if style is FIXED:
+        assert board.published == list(range(0, STEPS + 1, interval))
+    # Everybody looks when something has changed, and not otherwise.
+    roles = 5 * (explorers + deaths) + 3
+    assert board.polls <= roles * (board.changes + 2)
+    assert board.changes <= 12 * (STEPS + 1) * (explorers + deaths + 1)
+
+
+@pytest.mark.parametrize("style", SyncStyle)
+async def test_an_explorer_that_asks_while_the_trainer_waits_gets_weights(style: SyncStyle, tmp_path: Path) -> None:
+    """Where the style lets it: with `fixed` it gets what the schedule publishes."""
+    schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, max_staleness=4, sync_interval=3, steps=6)
+    board = Noted()
+    life = session(schedule, tmp_path, style, 0, board)
+    async with hand_fed(life) as (feed, sync):
+        await feed(0)
+        waiting = asyncio.ensure_future(sync.next_version("hand", 0, newest=True))
+        await asyncio.sleep(0.05)
+        polls = board.polls
+        await asyncio.sleep(0.1)
+        assert board.polls == polls  # the trainer waits for groups, and does not look all the time
+        assert (board.published, waiting.done()) == ([0], False)
+        sync.ask("hand", True)
+        if style is FIXED:
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await feed(0)
+            await feed(0)
+        version = await asyncio.wait_for(waiting, 5)
+        assert version == (3 if style is FIXED else 1)
+        assert life.trainer.train_step_num == version
+        sync.adopted("hand", version)
+        assert board.published == [0, version]
+
+
+async def test_a_trainer_whose_interval_is_over_asks_and_is_answered(tmp_path: Path) -> None:
+    """No explorer lacks anything to play: it is the trainer who wants newer weights to be used."""
+    schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, max_staleness=9, sync_interval=2, steps=6)
+    board = Noted()
+    life = session(schedule, tmp_path, BY_TRAINER, 0, board)
+    async with hand_fed(life) as (feed, sync):
+        loaded = 0
+        for step in range(1, 6):
+            waiting = asyncio.ensure_future(sync.next_version("hand", loaded, newest=True))
+            await feed(loaded)
+            await asyncio.sleep(0.05)
+            assert waiting.done() == (step % 2 == 0), step
+            if waiting.done():
+                loaded = waiting.result()
+                sync.adopted("hand", loaded)
+                assert loaded == step
+                assert sync.trainer_status is RunningStatus.RUNNING
+            waiting.cancel()
+        assert board.published == [0, 2, 4]
+
+
+async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_nothing_to_play(tmp_path: Path) -> None:
+    board = Noted()
+    schedule = Schedule(TASKS, seed=0, groups_per_step=2, group_size=1, max_staleness=9, sync_interval=2, steps=20)
+    asked: list[tuple[int, bool]] = []
+
+    def note(done: Session) -> None:
+        original = done.synchronizer.ask
+
+        def ask(name: str, wants: bool) -> None:
+            version = living(board.read())[name]["version"]
+            if wants and version is not None:
+                asked.append((len(done.buffer.leased), len(done.buffer.leased) < schedule.admitted(version)))
+            original(name, wants)
+
+        done.synchronizer.ask = ask
+
+    life = session(schedule, tmp_path, BY_EXPLORER, 0, board)
+    life.began = note
+    await life.live()
+    # Two steps' worth of two groups: then it asks, though it could go on. At last nothing is left to play.
+    assert asked[0] == (4, True)
+    assert asked[-1][1] is False
+    assert len(board.published) >= 3
+
+
+class hand_fed:
+    """A trainer, and an explorer "hand" that plays when it is told to: a group of a version for the next step."""
+
+    def __init__(self, life: Session) -> None:
+        self.life = life
+
+    async def __aenter__(self) -> tuple[Callable[[int], Any], Any]:
+        life = self.life
+        trainer = life.prepare()
+        sync = life.synchronizer
+        sync.open()
+        shared = (life.buffer, life.schedule, sync, life.channel)
+        self.training = asyncio.ensure_future(train_half(Parts(*shared, trainer), trainer))
+        await sync.join("hand")
+        assert await sync.next_version("hand", None, newest=True) == 0
+        sync.adopted("hand", 0)
+        explorer = life._explorer(0)
+
+        async def feed(version: int) -> None:
+            before = trainer.train_step_num
+            await life.buffer.advance("hand", version)
+            lease = await life.buffer.lease("hand")
+            assert lease is not None
+            group: Group = await explorer.fill(life.schedule, lease)
+            await life.buffer.put("hand", group)
+            while trainer.train_step_num == before:
+                await asyncio.sleep(0.002)
+
+        return feed, sync
+
+    async def __aexit__(self, *_: object) -> None:
+        self.training.cancel()
+        await asyncio.gather(self.training, return_exceptions=True)
+
+
+@pytest.mark.parametrize("style", [BY_TRAINER, BY_EXPLORER])
+def test_a_deterministic_run_keeps_to_the_schedule(style: SyncStyle) -> None:
+    said = {
+        "model": {"kind": "tiny", "alphabet": "0123456789"}, "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"], "schedule": {"deterministic": True}, "sync": {"style": style},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="when weights travel would follow who is faster") as caught:
+        RunConfig.from_mapping(said)
+    assert [problem[0] for problem in caught.value.problems] == ["sync.style"]
