@@ -1,7 +1,7 @@
 """The experience pipeline: what becomes of a finished group before the buffer stores it.
 
-Operators look at members that did not fail. Failed ones pass them by, and so does a group that has no others: whether
-too much fails is for `workflow.max_failed_fraction` to say, and for nobody to hide. Evaluations are not refined.
+Operators look at members that did not fail. Failed ones pass them by, and so does a group that has no others: the
+trainer counts it, and says when too much fails (`workflow.max_failed_fraction`). Evaluations are not refined.
 """
 
 from __future__ import annotations
