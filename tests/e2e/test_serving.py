@@ -140,6 +140,38 @@ def test_what_stops_the_training_stops_the_server_and_is_said(tmp_path: Path) ->
     assert "no browser" in str(error)
 
 
+def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
+    """`serve` and `train` over a buffer and a channel that both reach."""
+    example = the_example()
+    shared = [
+        f"buffer={{kind: sql, url: 'sqlite:///{tmp_path}/buffer.db'}}", "run.name=two", "schedule.steps=2",
+        f"sync={{method: checkpoint, dir: {tmp_path}/sync}}",
+    ]  # fmt: skip
+    results: dict[str, Any] = {}
+
+    def role(mode: str) -> None:
+        said = [*shared, f"run.mode={mode}", f"run.dir={tmp_path / mode}"]
+        results[mode] = run(RunConfig.load(EXAMPLES / "agent.yaml", said))
+
+    roles = [threading.Thread(target=role, args=(mode,)) for mode in ("train", "serve")]
+    for thread in roles:
+        thread.start()
+    path = tmp_path / "serve" / "serve.json"
+    while not path.is_file() and all(thread.is_alive() for thread in roles):
+        time.sleep(0.02)
+    url = json.loads(path.read_text())["url"]
+    while not httpx.get(f"{url}/health").json()["loaded"]:
+        time.sleep(0.02)
+    means = asyncio.run(example.play_until_the_end(url))
+    for thread in roles:
+        thread.join(60)
+    assert len(means) == 2
+    assert results["train"]["steps"] == 2
+    assert results["serve"]["run_dir"] == str(tmp_path / "serve")
+    rows = [json.loads(line) for line in (tmp_path / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [round(row["reward/mean"], 6) for row in rows] == [round(mean, 6) for mean in means]
+
+
 @pytest.mark.parametrize(
     ("said", "where"),
     [

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
@@ -569,3 +570,28 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         with pytest.raises(CannotListen, match="choose another serve"):
             async with listening(Door(here.gateway, "policy", None).app, "127.0.0.1", port):
                 raise AssertionError
+
+
+async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> None:
+    app, leave, urls = FastAPI(), asyncio.Event(), asyncio.Queue[str]()
+
+    @app.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(0.3)
+        return "there"
+
+    async def serve() -> None:
+        async with listening(app, "127.0.0.1", 0) as url:
+            urls.put_nowait(url)
+            await leave.wait()
+
+    serving = asyncio.create_task(serve())
+    async with httpx.AsyncClient(base_url=await urls.get()) as client:
+        asking = asyncio.create_task(client.get("/slow"))
+        await asyncio.sleep(0.05)
+        leave.set()
+        await asyncio.sleep(0.05)
+        serving.cancel()
+        assert (await asking).json() == "there"
+        await asyncio.wait([serving], timeout=5)
+        assert serving.cancelled()

@@ -270,6 +270,8 @@ class Gateway:
             if session.group is not None:
                 self._describe(session.group, ask.columns or {})
                 await self._slot(session.group)
+            if session.over is not None:
+                raise _over(session, "play the task again")
             if session.policy is None:
                 session.policy, session.started = self._policy(session, ask), time.monotonic()
             return await self._speak(session, parent, ask)
@@ -311,8 +313,6 @@ class Gateway:
     async def _speak(self, session: Session, parent: Reply | None, ask: Ask) -> Reply:
         new = ask.messages[len(parent.said) :] if parent is not None else ask.messages
         policy = session.speaker(parent, new, ask.sampling)
-        if session.over is not None:
-            raise _over(session, "play the task again")
         speaking = asyncio.ensure_future(self._within_room(policy, (*policy.history, *new)))
         session.speaking.add(speaking)
         try:

@@ -206,23 +206,34 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(app: FastAPI, host: str, port: int) -> AsyncGenerator[str]:
-    """Serves the app while the block runs; gives its URL. Raises CannotListen."""
+    """Serves the app while the block runs; gives its URL. Raises CannotListen; a server that breaks ends the block."""
     listener = _listen(host, port)
     config = uvicorn.Config(
         app, lifespan="off", access_log=False, log_config=None, log_level="warning", ws="none",
         timeout_graceful_shutdown=int(_CLOSE_S),
     )  # fmt: skip
     server = _Server(config)
-    serving = asyncio.create_task(server.serve([listener]), name="http")
+    shown_host = f"[{host}]" if ":" in host else host
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve([listener]), name="http")
+        try:
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            yield f"http://{shown_host}:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await _ended(serving)  # answers on their way arrive first, for a few seconds
+            listener.close()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Waits for the task even where the waiting is cancelled meanwhile: a run that ends is told so twice."""
+    waiting = asyncio.ensure_future(asyncio.wait({task}))
     try:
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        shown_host = f"[{host}]" if ":" in host else host
-        yield f"http://{shown_host}:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await asyncio.shield(serving)
-        listener.close()
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await waiting
+        raise
 
 
 def _listen(host: str, port: int) -> socket.socket:
