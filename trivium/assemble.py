@@ -83,20 +83,25 @@ def explorer_name(config: RunConfig) -> str:
 
 
 def shares_buffer(config: RunConfig) -> bool:
-    """Whether roles in other processes reach the buffer; such a buffer brings a board with it."""
-    return hasattr(resolve("buffers", config.buffer.kind), "open_board")
+    """Whether roles in other processes reach the buffer of a stage; such a buffer brings a board with it."""
+    return any(hasattr(resolve("buffers", stage.buffer.kind), "open_board") for stage in config.stage_configs())
 
 
 def open_board(config: RunConfig) -> Board:
-    """The board: that of this process, or the one that comes with a buffer that several processes share."""
-    open_shared = getattr(resolve("buffers", config.buffer.kind), "open_board", None)
-    return MemoryBoard() if open_shared is None else open_shared(config.buffer, name=run_name(config))
+    """The board: that of this process, or the one that comes with the first buffer that several processes share. All
+    stages meet on one, those too that read files."""
+    for stage in config.stage_configs():
+        buffer = resolve("buffers", stage.buffer.kind)
+        if hasattr(buffer, "open_board"):
+            return buffer.open_board(stage.buffer, name=run_name(config))
+    return MemoryBoard()
 
 
 def build_synchronizer(config: RunConfig, board: Board) -> Synchronizer:
-    """One role's view of the board. Over a shared buffer roles may be processes that nobody holds a handle of: they
-    show by heartbeats that they live."""
-    sync, apart = config.sync, shares_buffer(config)
+    """One role's view of the board. On a shared one roles may be processes that nobody holds a handle of: they show by
+    heartbeats that they live. On Ray the board is always shared, and handles tell."""
+    sync = config.sync
+    apart = shares_buffer(config) if config.cluster.kind == "ray" else not isinstance(board, MemoryBoard)
     return Synchronizer(
         board, deadline_s=sync.deadline_s, style=sync.style, interval=sync.interval,
         collective=getattr(resolve("channels", sync.method), "collective", False),
