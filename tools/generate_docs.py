@@ -19,6 +19,7 @@ from trivium.config import (
     Plugin,
     RewardConfig,
     RunConfig,
+    StrategyConfig,
     TrainConfig,
     WorkflowConfig,
 )
@@ -39,6 +40,14 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "monitors": ("monitors", Plugin),
 }
 """Where a config names a plugin: the room of the catalogue, and the fields that every plugin there has."""
+
+INNER: dict[str, dict[str, tuple[str, type[Plugin]]]] = {
+    "buffer": {
+        "buffer.strategy": ("sample_strategies", StrategyConfig),
+        "buffer.operators[]": ("operators", Plugin),
+    },
+}
+"""Plugins that are named inside the section of another."""
 
 MANY = {
     "tasks": "tasks.<name>",
@@ -71,7 +80,9 @@ def config_page() -> str:
         parts.append(f"## {name}\n")
         owner = field.annotation
         if name in ROOMS:
-            parts += [_paragraph(field.description), *_plugins(name)]
+            parts += [_paragraph(field.description), *_plugins(*ROOMS[name], MANY.get(name, name))]
+            for where, inner in INNER.get(name, {}).items():
+                parts += [f"### {where}\n", *_plugins(*inner, where)]
         elif _is_section(owner):
             parts += [_paragraph(owner.__doc__), _table(list(_rows(owner, name).values()))]  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
         else:
@@ -91,13 +102,11 @@ def metrics_page() -> str:
     )
 
 
-def _plugins(section: str) -> Iterator[str]:
+def _plugins(room: str, base: type[Plugin], prefix: str) -> Iterator[str]:
     """The fields that all plugins of a room share, then each kind with its own; what two kinds share is shown once."""
-    room, base = ROOMS[section]
-    prefix = MANY.get(section, section)
     seen: dict[str, str] = {}
     if len(base.model_fields) > 1:
-        yield f"Every {section} section:\n"
+        yield f"Every `{prefix}` section:\n"
         yield _table(list(_rows(base, prefix).values()))
         seen = dict.fromkeys(_rows(base, prefix).values(), "")
     if room == "algorithms":
