@@ -76,11 +76,12 @@ def test_killed_at_every_kind_of_moment(
 def test_killed_at_ten_random_times(
     uninterrupted: tuple[tuple[str, ...], dict[str, Any], float], tmp_path: Path
 ) -> None:
-    """New times are drawn until ten launches were really killed; a kill that came too late begins the run afresh."""
+    """New times are drawn until ten launches were really killed; a kill that came too late begins the run afresh, and
+    the next ones come sooner."""
     overrides, expected, seconds = uninterrupted
     dice, killed = random.Random(20261120), 0
     for attempt in range(6):
-        kills = [{"moment": "time", "seconds": dice.uniform(0.05, seconds)} for _ in range(10 - killed)]
+        kills = [{"moment": "time", "seconds": dice.uniform(0.05, seconds / (attempt + 1))} for _ in range(10 - killed)]
         outcomes = launches(tmp_path / f"run-{attempt}", kills, overrides)
         killed += outcomes.count("time")
         assert set(outcomes) <= {"time", "finished"}

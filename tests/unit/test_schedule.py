@@ -65,3 +65,21 @@ def test_a_slot_is_played_with_a_published_version_within_the_bound(
 def test_resume_goes_back_to_the_oldest_version_a_pending_slot_needs(ordered: bool, expected: int) -> None:
     schedule = Schedule(tasks(5), seed=0, groups_per_step=2, max_staleness=2, deterministic=ordered, steps=40)
     assert schedule.resume_version(10) == expected
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 5), st.integers(1, 9), st.sampled_from([0, 7]))
+def test_over_rollout_admits_so_many_groups_more_and_gives_up_the_order(
+    staleness: int, groups: int, over: int, steps: int, first: int
+) -> None:
+    said = {"seed": 0, "first_version": first, "groups_per_step": groups, "max_staleness": staleness, "steps": steps}
+    plain, more = Schedule(tasks(5), **said), Schedule(tasks(5), over_rollout=over, **said)  # pyright: ignore[reportArgumentType]
+    for version in range(first, first + steps + 1):
+        assert more.admitted(version) == plain.admitted(version) + over
+    assert plain.admitted(first) == min(staleness + 1, steps) * groups
+    assert more.ordered == (staleness == 0 and over == 0)
+
+
+def test_slots_are_counted_by_what_a_step_takes_from_the_buffer() -> None:
+    """Groups that the sample strategy brings from elsewhere have none."""
+    schedule = Schedule(tasks(5), seed=0, groups_per_step=4, others=1, max_staleness=1, steps=10)
+    assert (schedule.fresh_per_step, schedule.admitted(0), schedule.step_of(2), schedule.step_of(3)) == (3, 6, 1, 2)
