@@ -744,6 +744,12 @@ def _check_channel(config: RunConfig) -> Iterator[Problem]:
             "trainer and explorers are separate commands, and it carries weights within one process",
             "use checkpoint (a directory that all see) or nccl (a broadcast)",
         )  # fmt: skip
+    together = config.cluster.kind == "local" and (mode == "both" or (mode == "serve" and not shared))
+    if together and getattr(channel, "collective", False):
+        yield Problem(
+            "sync.method", f"{sync.method!r} where trainer and explorer are one process",
+            "a broadcast needs processes on both ends", "use memory",
+        )  # fmt: skip
     if config.slots_are_settled and getattr(channel, "collective", False):
         yield Problem(
             "sync.method", f"{sync.method!r} {SETTLED}",

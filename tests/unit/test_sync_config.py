@@ -36,17 +36,20 @@ def test_halves_in_two_commands_need_a_buffer_and_a_channel_that_both_reach(mode
         assert problems(tmp_path, run=run, buffer=SQL, sync={"method": method}) == {}
 
 
-def test_one_process_may_use_any_channel(tmp_path: Path) -> None:
-    for method in ("memory", "checkpoint", "nccl"):
+def test_one_process_may_use_any_channel_but_a_broadcast(tmp_path: Path) -> None:
+    for method in ("memory", "checkpoint"):
         assert problems(tmp_path, sync={"method": method}) == {}
         assert problems(tmp_path, sync={"method": method}, buffer=SQL) == {}
+    assert "both ends" in problems(tmp_path, sync={"method": "nccl"}, buffer=SQL)["sync.method"]
+    assert problems(tmp_path, sync={"method": "nccl"}, cluster={"kind": "ray"}) == {}
 
 
 def test_what_was_broadcast_cannot_be_had_again(tmp_path: Path) -> None:
     ahead = {"deterministic": True, "max_staleness": 2}
-    assert "nothing is kept" in problems(tmp_path, sync={"method": "nccl"}, schedule=ahead)["sync.method"]
-    assert problems(tmp_path, sync={"method": "nccl"}, schedule={"deterministic": True}) == {}
-    assert problems(tmp_path, sync={"method": "nccl"}, schedule={"max_staleness": 2}) == {}
+    apart = {"run": {"mode": "train"}, "buffer": SQL, "sync": {"method": "nccl"}}
+    assert "nothing is kept" in problems(tmp_path, **apart, schedule=ahead)["sync.method"]
+    assert problems(tmp_path, **apart, schedule={"deterministic": True}) == {}
+    assert problems(tmp_path, **apart, schedule={"max_staleness": 2}) == {}
     for method in ("memory", "checkpoint"):
         assert problems(tmp_path, sync={"method": method}, schedule=ahead) == {}
 
