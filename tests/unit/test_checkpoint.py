@@ -183,6 +183,16 @@ async def test_a_copy_that_fails_is_said_does_not_count_and_is_made_up_for(
     await store.copied()
 
 
+async def test_half_of_a_newer_copy_does_not_pass_for_the_older_one(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "here", remote=remote)
+    await saved(store, 1, mark="old")
+    _Broken(monkeypatch, remote, 1)
+    await saved(store, 1, mark="new")
+    assert f"step-000001/{MANIFEST}" not in found(remote)
+
+
 async def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(
     tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

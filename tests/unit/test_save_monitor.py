@@ -210,12 +210,24 @@ async def test_turns_are_given_first_come_first_served(tmp_path: Path) -> None:
         await target.notify_finished(1, ticket=ticket)
 
     waiting = []
-    for node in ("n3", "n1", "n2"):
+    names = [f"n{number * 7 % 20}" for number in range(20)]
+    for node in names:
         waiting.append(asyncio.ensure_future(saver(node)))
         await asyncio.sleep(0)
     await target.notify_finished(1, ticket=first)
     await asyncio.gather(*waiting)
-    assert order == ["n3", "n1", "n2"]
+    assert order == names
+
+
+async def test_whoever_waits_is_woken_and_does_not_look_now_and_then(tmp_path: Path) -> None:
+    target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
+    ticket = await target.notify_started("n", "a", step=1)
+    async with asyncio.timeout(5):  # looking alone would take 10 s
+        for _ in range(20):
+            waiting = asyncio.ensure_future(target.notify_started("n", "a", step=1))
+            await asyncio.sleep(0.01)
+            await target.notify_finished(1, ticket=ticket)
+            ticket = await waiting
 
 
 async def test_a_saver_that_stops_waiting_leaves_the_queue(tmp_path: Path) -> None:
@@ -278,6 +290,7 @@ async def test_a_saver_killed_while_it_writes_gives_up_its_turn_and_its_step(
     await target.monitor_step(5)
     assert target.latest_checkpoint_step == 0
     assert not (tmp_path / "step-000005").exists()
+    assert target._books.steps == {}
     assert "doomed on n0 died" in caplog.text
 
     await save_step(target, 6, lambda directory: None)  # the run goes on
