@@ -6,16 +6,23 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trivium.board import MemoryBoard
+from trivium.buffers.files import FileBuffer
+from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import SyncError, VersionGone
+from trivium.explorer import Explorer
+from trivium.loops import follow_weights
+from trivium.schedule import Schedule
 from trivium.sync import checkpoint
 from trivium.sync.checkpoint import CheckpointChannel
 from trivium.sync.tensors import digest
 from trivium.synchronizer import TRAINER, Synchronizer
+from trivium.types import Sampling
 
 WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "norm": torch.full((4,), -0.0), "head": torch.ones(3, 4)}
 
@@ -195,6 +202,55 @@ def test_saved_versions_come_back_and_others_go(tmp_path: Path) -> None:
     nothing = Ends(tmp_path)
     nothing.trainer.restore(tmp_path / "nowhere")
     assert nothing.trainer.versions == nothing.explorer.versions == ()
+
+
+class Slow(CheckpointChannel):
+    """An explorer's end that gets to a version only after the trainer has gone on to these."""
+
+    meanwhile: tuple[int, ...] = ()
+    ends: Ends
+
+    def collect(self, version: int):
+        newer, self.meanwhile = self.meanwhile, ()
+        self.ends.publish(*newer)
+        return super().collect(version)
+
+
+async def follow(ends: Ends, meanwhile: tuple[int, ...]) -> list[int]:
+    """The versions that an explorer adopts that is late for version 1."""
+    nobody: Any = None
+    engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
+    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1)
+    schedule = Schedule(tasks=(), seed=0, max_staleness=1)
+    buffer = FileBuffer(
+        FileBuffer.Config(), schedule=schedule, rollouts=ends.directory, renderer=nobody, deadline_s=1.0
+    )
+    channel = Slow(keep=2, directory=ends.directory, synchronizer=ends.synchronizer, role="explorer-0")
+    channel.meanwhile, channel.ends = meanwhile, ends
+    await ends.synchronizer.join("explorer-0")
+    with pytest.raises(SyncError) as caught:
+        await follow_weights(explorer, buffer, schedule, ends.synchronizer, channel)
+    if isinstance(caught.value, VersionGone):
+        raise caught.value
+    assert "waits for the trainer's next version" in caught.value.asked
+    return engine.loaded
+
+
+async def test_an_explorer_that_was_too_slow_for_a_version_asks_again(ends: Ends) -> None:
+    ends.publish(1)
+    assert await follow(ends, (2, 3)) == [3]
+
+
+async def test_an_explorer_that_is_in_time_takes_what_it_was_told(ends: Ends) -> None:
+    ends.publish(1)
+    assert await follow(ends, (2,)) == [1, 2]
+
+
+async def test_there_is_nothing_to_ask_for_where_the_newest_itself_is_gone(ends: Ends) -> None:
+    (ends.directory / "version-000001").mkdir(parents=True)
+    ends.synchronizer.publish(1)
+    with pytest.raises(VersionGone):
+        await follow(ends, ())
 
 
 def test_the_manifest_says_what_each_tensor_is(ends: Ends) -> None:

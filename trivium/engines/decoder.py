@@ -136,7 +136,8 @@ class Decoder:
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
-        return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
+        with torch.inference_mode(False):  # whoever gets them may do with them what they like
+            return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         out = self.model(

@@ -1,0 +1,173 @@
+"""A broadcast that goes wrong: whom it names, and what it does not wait for. Both ends in one process here; e2e has
+processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trivium.board import MemoryBoard
+from trivium.errors import RoleFailed, SyncError, VersionGone
+from trivium.sync import collective, wire
+from trivium.sync.collective import CollectiveChannel
+from trivium.synchronizer import TRAINER, Synchronizer
+
+WEIGHTS = [("embed", torch.randn(5, 3)), ("norm", torch.randn(3))]
+
+
+class Run:
+    """A trainer's end and the ends of explorers that have joined, over one board."""
+
+    def __init__(self, deadline_s: float = 20.0) -> None:
+        self._board, self._deadline_s = MemoryBoard(), deadline_s
+        self.synchronizer, self.trainer = self._end(TRAINER)
+        self.synchronizer.open()
+
+    def _end(self, role: str) -> tuple[Synchronizer, CollectiveChannel]:
+        synchronizer = Synchronizer(self._board, deadline_s=self._deadline_s, collective=True)
+        return synchronizer, CollectiveChannel(keep=1, directory=Path(), synchronizer=synchronizer, role=role)
+
+    async def explorer(self, name: str) -> tuple[Synchronizer, CollectiveChannel]:
+        end = self._end(name)
+        await end[0].meet(name)
+        await end[0].join(name)
+        return end
+
+    def offer(self, version: int) -> asyncio.Task[bool]:
+        return asyncio.create_task(asyncio.to_thread(self.trainer.offer, version, WEIGHTS))
+
+
+async def collected(channel: CollectiveChannel, version: int) -> dict[str, torch.Tensor]:
+    return await asyncio.to_thread(lambda: dict(channel.collect(version)))
+
+
+async def test_a_version_that_nobody_lacks_is_delivered_to_nobody() -> None:
+    run = Run()
+    synchronizer, _ = await run.explorer("ann")
+    synchronizer.adopted("ann", 4)
+    assert await run.offer(4) is False
+
+
+async def test_an_explorer_that_comes_late_gets_the_version_by_itself() -> None:
+    run = Run()
+    for name in ("ann", "bob"):
+        synchronizer, channel = await run.explorer(name)
+        offering = run.offer(3)
+        assert await synchronizer.next_version(name, None, newest=True) == 3
+        found = await collected(channel, 3)
+        assert all(torch.equal(found[key], tensor) for key, tensor in WEIGHTS)
+        assert await offering is True
+        synchronizer.adopted(name, 3)
+
+
+async def test_damage_is_refused_as_often_as_it_happens_and_the_trainer_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = collective._unpacked
+
+    def damaged(entries: Any, flat: torch.Tensor) -> Any:
+        flat[1] ^= 1
+        return original(entries, flat)
+
+    monkeypatch.setattr(collective, "_unpacked", damaged)
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    offering = run.offer(0)
+    for _ in range(collective.TRIES):
+        await synchronizer.next_version("ann", None, newest=True)
+        with pytest.raises(SyncError, match="collect 'embed' of version 0") as caught:
+            await collected(channel, 0)
+        assert not isinstance(caught.value, VersionGone)
+    with pytest.raises(SyncError, match=f"{collective.TRIES} exchanges broke off, .* ann: its bytes changed"):
+        await offering
+
+
+async def test_an_exchange_is_entered_once() -> None:
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    offering = run.offer(0)
+    await synchronizer.next_version("ann", None, newest=True)
+    await collected(channel, 0)
+    assert await offering
+    with pytest.raises(VersionGone, match="the trainer is at exchange 1, without this explorer"):
+        await collected(channel, 0)
+
+
+async def test_one_that_the_trainer_took_for_dead_is_told_so() -> None:
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    await run.explorer("bob")
+    synchronizer.report_death("ann", "no heartbeat for 10 s")
+    with pytest.raises(SyncError, match=r"explorer 'ann'(.|\n)*took it for dead: no heartbeat for 10 s"):
+        await collected(channel, 0)
+
+
+async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -> None:
+    """It stood ready and never came: nobody connects to it, and nobody waits for the deadline."""
+    run = Run()
+    (ann, channel), (bob, _) = await run.explorer("ann"), await run.explorer("bob")
+    offering = run.offer(0)
+    await ann.next_version("ann", None, newest=True)
+    entering = asyncio.create_task(collected(channel, 0))
+    exchange = await bob.ready_to_nccl_sync("bob", 0)
+    assert exchange is not None
+    assert exchange.members == ("ann", "bob")
+    await asyncio.sleep(0.3)
+    assert not entering.done()
+    run.synchronizer.report_death("bob", "killed")
+    async with asyncio.timeout(5):
+        with pytest.raises(VersionGone, match=r"exchange 1 of the trainer and ann, bob(.|\n)*'bob' is gone: killed"):
+            await entering
+        await ann.next_version("ann", None, newest=True)
+        assert dict(await collected(channel, 0)).keys() == dict(WEIGHTS).keys()
+        assert await offering is True
+
+
+async def test_a_run_that_is_over_keeps_nobody_in_an_exchange() -> None:
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    offering = run.offer(0)
+    await synchronizer.next_version("ann", None, newest=True)
+    exchange = await synchronizer.ready_to_nccl_sync("ann", 0)
+    assert exchange is not None
+    synchronizer.report_death(TRAINER, "killed")
+    async with asyncio.timeout(5):
+        with pytest.raises(RoleFailed, match="trainer failed: killed"):
+            await offering
+        with pytest.raises(RoleFailed, match="trainer failed: killed"):
+            await collected(channel, 0)
+
+
+def test_addresses_are_those_of_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert wire.own_address() == "127.0.0.1"
+    assert wire.reach("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert wire.reach("node-7:80") == ("node-7", 80)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    with pytest.raises(SyncError, match="GLOO_SOCKET_IFNAME=nowhere"):
+        wire.own_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    own = wire.own_address()
+    assert wire.reach(f"{own}:80") == ("127.0.0.1", 80)
+
+
+def test_only_a_port_that_nobody_listens_on_proves_a_death() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not wire.refuses(address)
+    assert wire.refuses(address)
+    assert not wire.refuses("no-such-host.invalid:80")
+
+
+def test_it_keeps_nothing(tmp_path: Path) -> None:
+    channel = Run().trainer
+    channel.save(tmp_path, [])
+    channel.restore(tmp_path)
+    assert channel.versions == ()
+    assert os.listdir(tmp_path) == []
