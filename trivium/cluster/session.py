@@ -18,7 +18,7 @@ from trivium.checkpoint import Checkpoint
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, MissingPackage
 
-_ENVIRONMENT = {
+PRIVATE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the switch between all interfaces and the loopback one, on any system
     "RAY_AUTH_MODE": "token",  # as Ray would decide by itself, without a warning that it did
@@ -39,7 +39,7 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
     """
     address = config.cluster.address
     if address is None:
-        os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+        os.environ |= {name: os.environ.get(name, value) for name, value in PRIVATE.items()}
     try:
         import ray
     except ImportError as error:

@@ -11,9 +11,9 @@ from typing import Any
 
 import ray
 import torch
-from safetensors.torch import load_file, save_file
 
 from trivium.protocols import Weights
+from trivium.sync.memory import read_versions, write_version
 from trivium.sync.tensors import Named, digest, parts, raw, type_name, type_named, verify
 
 _PART = 1 << 30
@@ -85,11 +85,10 @@ class ObjectStoreChannel:
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
         for version in versions:
-            directory.mkdir(parents=True, exist_ok=True)
             stored: Stored = self._hub.fetch(version)
             packed = [row for ref in stored.refs for row in ray.get(ref)]
-            save_file(dict(_unpacked(version, packed)), directory / f"{version:06d}.safetensors")
+            write_version(directory, version, _unpacked(version, packed))
 
     def restore(self, directory: Path) -> None:
-        for path in sorted(directory.glob("*.safetensors")):
-            self.offer(int(path.stem), load_file(path).items())
+        for version, weights in read_versions(directory):
+            self.offer(version, weights)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -65,22 +64,29 @@ class MemoryChannel:
             return tuple(sorted(self._versions))
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
-        """Writes versions that explorers may still need, one safetensors file each."""
+        """Writes versions that explorers may still need."""
         for version in versions:
-            directory.mkdir(parents=True, exist_ok=True)
-            tensors = dict(self._versions[version][0])
-            # The format has an order of its own; the order of the tensors is part of what was offered.
-            save_file(tensors, directory / f"{version:06d}.safetensors", {"order": json.dumps([*tensors])})
+            write_version(directory, version, self._versions[version][0])
 
     def restore(self, directory: Path) -> None:
         """Takes back what `save` wrote; nothing where nothing was needed."""
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self.offer(int(path.stem), ((name, file.get_tensor(name)) for name in _order(file)))
+        for version, weights in read_versions(directory):
+            self.offer(version, weights)
 
 
-def _order(file: Any) -> list[str]:
-    return json.loads(file.metadata()["order"])
+def write_version(directory: Path, version: int, named: Sequence[Named]) -> None:
+    """Writes the weights of a version into one safetensors file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # The format has an order of its own; the order of the tensors is part of what was offered.
+    order = {"order": json.dumps([name for name, _ in named])}
+    save_file(dict(named), directory / f"{version:06d}.safetensors", order)
+
+
+def read_versions(directory: Path) -> Iterator[tuple[int, Weights]]:
+    """Every version that `write_version` wrote into this directory, oldest first, with its weights."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield int(path.stem), [(name, file.get_tensor(name)) for name in json.loads(file.metadata()["order"])]
 
 
 def _verified(version: int, copies: Sequence[Named], hashes: Sequence[str]) -> Iterator[Named]:

@@ -1,0 +1,188 @@
+"""A run on Ray is the run of one process, whoever is killed on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.ray_parts import Launcher, Run, ray_instance
+from tests.e2e.test_kill import outcome_of
+
+HERE = Path(__file__).parent
+PLAIN, STAGED = str(HERE / "ray.yaml"), str(HERE / "tiny.yaml")
+SYNCHRONOUS = ("schedule.max_staleness=0",)
+DETERMINISTIC = ("schedule.max_staleness=2", "schedule.deterministic=true")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    with ray_instance() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def one_process(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The outcome of a run in one process; each is made once."""
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def outcome(*arguments: str) -> dict[str, Any]:
+        if arguments not in known:
+            run = launcher.run(tmp_path_factory.mktemp("one-process"), *arguments)
+            assert run.code == 0, run.said
+            known[arguments] = outcome_of(run.dir)
+            assert known[arguments]["tensors"]
+        return known[arguments]
+
+    return outcome
+
+
+def on_ray(address: str, *, explorers: int = 1, max_restarts: int = 1, pause_s: float = 0.0) -> list[str]:
+    slow = [f"workflow.pause_s={pause_s}"] if pause_s else []
+    return [
+        "cluster.kind=ray", f"cluster.address={address}", f"cluster.explorers={explorers}",
+        f"cluster.max_restarts={max_restarts}", *slow,
+    ]  # fmt: skip
+
+
+def kill(run: Run, role: str, at_step: int) -> float:
+    """SIGKILLs a role once the run has come so far; when that was."""
+    run.until(lambda: run.steps >= at_step)
+    time.sleep(0.1)  # into the step
+    os.kill(run.pids()[role], signal.SIGKILL)
+    return time.monotonic()
+
+
+def test_two_explorers_and_two_stages_end_with_the_weights_of_one_process(
+    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    arguments = [STAGED, "cluster.threads=1", "evaluation.every=0"]
+    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address, explorers=2))
+    assert run.code == 0, run.said
+    assert outcome_of(run.dir) == one_process(*arguments)
+
+
+def test_an_asynchronous_deterministic_run_ends_with_the_weights_of_one_process(
+    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run = launcher.run(tmp_path / "run", PLAIN, *DETERMINISTIC, *on_ray(ray_address, explorers=2))
+    assert run.code == 0, run.said
+    assert outcome_of(run.dir) == one_process(PLAIN, *DETERMINISTIC)
+
+
+def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
+    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    steps_without = 0
+
+    def kill_both(run: Run) -> None:
+        nonlocal steps_without
+        run.until(lambda: {"engine-0-0", "engine-1-0"} <= run.pids().keys())
+        kill(run, "explorer-0", at_step=1)
+        at = run.steps
+        run.until(lambda: "engine-0~1-0" in run.pids())  # the next one exists, and cannot play yet
+        steps_without = run.steps - at
+        kill(run, "engine-1-0", at_step=run.steps + 1)
+
+    arguments = [PLAIN, *SYNCHRONOUS, "schedule.steps=16"]
+    run = launcher.run(
+        tmp_path / "run", *arguments, *on_ray(ray_address, explorers=2, pause_s=0.4), meanwhile=kill_both
+    )
+    assert run.code == 0, run.said
+    assert "explorer-0 died" in run.said
+    assert "engine-1-0 died" in run.said
+    assert steps_without > 0, "the other explorer plays on"
+    assert outcome_of(run.dir) == one_process(*arguments)
+
+
+def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command_continues(
+    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    arguments = [PLAIN, *DETERMINISTIC]
+    for at_step, role in enumerate(("trainer", "buffer", "synchronizer"), start=1):
+        killed = 0.0
+
+        def kill_it(run: Run, role: str = role, at_step: int = 2 * at_step) -> None:
+            nonlocal killed
+            killed = kill(run, role, at_step)
+
+        run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address, pause_s=0.3), meanwhile=kill_it)
+        assert run.code == 1, run.said
+        assert run.ended - killed < 30
+        assert f"found: {role} failed: " in run.said
+        for part in ("asked: ", "do: "):
+            assert part in run.said
+        assert not [name for name, pid in run.pids().items() if alive(pid)]
+    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address))
+    assert run.code == 0, run.said
+    assert "continuing from step-" in run.log
+    assert outcome_of(run.dir) == one_process(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        (["workflow.kind=slow.py:Broken"], 1,
+         ["explorer-0 failed: Unheard: the simulator is not licensed on this machine"]),
+        (["buffer.kind=files", "algorithm.kind=sft", "evaluation={}"], 2, ["asked: groups of 4 from files"]),
+    ],
+    ids=["an error of the user's code", "a config that a role refuses"],
+)  # fmt: skip
+def test_the_cause_reaches_the_terminal(
+    launcher: Launcher, ray_address: str, tmp_path: Path, changes: list[str], code: int, words: list[str]
+) -> None:
+    run = launcher.run(tmp_path / "run", PLAIN, *on_ray(ray_address), *changes)
+    assert run.code == code, run.said
+    for word in words:
+        assert word in run.said
+    assert not [name for name, pid in run.pids().items() if alive(pid)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_command_with_a_ray_of_its_own_that_is_interrupted_leaves_nothing_behind(
+    launcher: Launcher, tmp_path: Path, number: signal.Signals
+) -> None:
+    seen: list[int] = []
+
+    def interrupt(run: Run) -> None:
+        run.until(lambda: {"trainer", "buffer", "explorer-0", "synchronizer"} <= run.pids().keys())
+        seen.extend(below(run.pid))
+        os.kill(run.pid, number)
+
+    run = launcher.run(tmp_path / "run", PLAIN, "cluster.kind=ray", meanwhile=interrupt)
+    assert run.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], run.said
+    assert len(seen) > 5
+    end = time.monotonic() + 10
+    while any(map(alive, seen)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not [pid for pid in seen if alive(pid)]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def below(pid: int) -> list[int]:
+    """Every process that descends from this one."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [*children, *(other for child in children for other in below(child))]
