@@ -129,6 +129,18 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
         assert await offering is True
 
 
+async def test_an_address_that_somebody_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MEET_S", 0.5)
+    run = Run()
+    ann, _ = await run.explorer("ann")
+    offering = run.offer(0)
+    for _ in range(collective.TRIES):
+        await ann.next_version("ann", None, newest=True)
+        assert await ann.ready_to_nccl_sync("ann", 0) is not None  # and never comes
+    with pytest.raises(SyncError, match=r"not all of the trainer and ann came to \S+:\d+ within 0 s"):
+        await offering
+
+
 async def test_a_run_that_is_over_keeps_nobody_in_an_exchange() -> None:
     run = Run()
     synchronizer, channel = await run.explorer("ann")

@@ -27,6 +27,8 @@ from trivium.synchronizer import Exchange, Synchronizer
 
 CONNECT_S = 15.0
 """Longest time for two processes, both known to be alive, to connect."""
+MEET_S = 60.0
+"""Longest time in which all who agreed to an exchange come to the trainer's store."""
 PIECE_BYTES = 2**28
 """One broadcast carries so much."""
 _LOOK_S = 0.25
@@ -125,7 +127,11 @@ class Wire:
         """What every member says about itself, once all have come: from here on connecting takes no time."""
         ranks = range(len(self._exchange.members) + 1)
         self._store.set(f"here-{self._rank}", json.dumps(about))
-        self._until(lambda: self._store.check([f"here-{rank}" for rank in ranks]), self._exchange.members)
+        self._until(
+            lambda: self._store.check([f"here-{rank}" for rank in ranks]), self._exchange.members, MEET_S,
+            f"not all of the trainer and {', '.join(self._exchange.members)} came to {self._exchange.address} within "
+            f"{MEET_S:.0f} s: do all machines reach that address? (GLOO_SOCKET_IFNAME names another interface)",
+        )  # fmt: skip
         return [json.loads(self._store.get(f"here-{rank}")) for rank in ranks]
 
     def _gloo(self, store: Store, host: str) -> Any:
@@ -149,9 +155,13 @@ class Wire:
             raise
         work.wait()  # raises what went wrong
 
-    def _until(self, done: Callable[[], bool], waited_for: Sequence[str]) -> None:
+    def _until(
+        self, done: Callable[[], bool], waited_for: Sequence[str], patience_s: float | None = None, overdue: str = ""
+    ) -> None:
+        """Returns once `done`. Raises BrokenOff as soon as that cannot come about any more, or with `overdue`."""
         now = time.monotonic()
-        end, look = now + self._deadline.total_seconds(), now + _LOOK_S
+        patience_s = patience_s or self._deadline.total_seconds()
+        end, look = now + patience_s, now + _LOOK_S
         while not done():
             now = time.monotonic()
             if now > look:
@@ -159,7 +169,7 @@ class Wire:
                 if why := self._synchronizer.broken(self._exchange, waited_for):
                     raise BrokenOff(why)
             if now > end:
-                raise BrokenOff(f"nothing came for {self._deadline.total_seconds():.0f} s")
+                raise BrokenOff(overdue or f"nothing came for {patience_s:.0f} s")
             time.sleep(_POLL_S)
 
     def _abandon(self, work: Any) -> None:
