@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from trivium.launch import run
 from trivium.config import RunConfig, merged
+from trivium.launch import run
 from trivium.metrics import depends_on_machine
 
 STEPS = 4

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trivium.launch import run
 from trivium.config import RunConfig
 from trivium.errors import ConfigError
+from trivium.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 

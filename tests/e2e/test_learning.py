@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trivium.assemble import evaluate
-from trivium.launch import run
 from trivium.config import RunConfig
+from trivium.launch import run
 
 SUPERVISED, REINFORCED = 12, 80
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from trivium.launch import run
 from trivium.config import RunConfig, merged
+from trivium.launch import run
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import ScoreModel
 from trivium.models.packed import pack

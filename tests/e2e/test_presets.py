@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from trivium.launch import run
 from trivium.config import RunConfig, merged
+from trivium.launch import run
 from trivium.registry import CATALOGUE
 from trivium.text.tiny import TinyModel
 

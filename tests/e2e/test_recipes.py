@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from trivium.algorithms.groups import batch_of
-from trivium.launch import run
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, merged, read_yaml
+from trivium.launch import run
 from trivium.metrics import declared
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
