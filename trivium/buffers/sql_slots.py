@@ -32,6 +32,9 @@ BUFFERS = sa.Table(
     sa.Column("session", sa.Text, nullable=False),
     sa.Column("change", sa.BigInteger, nullable=False),
     sa.Column("closed", sa.Boolean, nullable=False),
+    # PostgreSQL finds what is gone in its indexes for a while; a search that knows where to begin does not meet it.
+    sa.Column("begin", sa.BigInteger, nullable=False, comment="no FINISHED row has a lower slot, or a lower arrival"),
+    sa.Column("oldest", sa.BigInteger, nullable=False, comment="no FINISHED row is older"),
     *(sa.Column(name, sa.BigInteger, nullable=False)
       for name in ("trains", "next_slot", "arrivals", "given_up", "refused", "evicted", "called_off", "dropped")),
 )  # fmt: skip
@@ -51,10 +54,12 @@ SLOTS = sa.Table(
     sa.Column("task", sa.Text),
     sa.Column("dropped", sa.Boolean),
     sa.Column("consumed_at", sa.BigInteger, comment="the version that was trained on it"),
-    # No operation looks at more rows than it returns, however many there are.
-    sa.Index("trivium_slots_by_slot", "buffer", "state", "slot"),
-    sa.Index("trivium_slots_by_arrival", "buffer", "state", "arrival"),
-    sa.Index("trivium_slots_by_age", "buffer", "state", "oldest"),
+    # No operation looks at more rows than it returns, however many there are. The state comes first: a search by slot
+    # alone must have no choice but the primary key, for PostgreSQL knows nothing of a new table and takes any index
+    # that begins with the buffer to be as good.
+    sa.Index("trivium_slots_by_slot", "state", "buffer", "slot"),
+    sa.Index("trivium_slots_by_arrival", "state", "buffer", "arrival"),
+    sa.Index("trivium_slots_by_age", "state", "buffer", "oldest"),
 )  # fmt: skip
 GROUPS = sa.Table(
     "trivium_groups", TABLES,
@@ -78,6 +83,7 @@ CALLS = sa.Table(
 )  # fmt: skip
 """The last call of everybody who calls, and its answer: for who lost the connection before it came."""
 
+_UNKNOWN = {"begin": 0, "oldest": -(2**31)}
 COUNTERS = ("given_up", "refused", "evicted", "called_off", "dropped")
 _s = SLOTS.c
 _MANY = 500
@@ -160,6 +166,7 @@ class Slots:
         }  # fmt: skip
         self._run(sa.update(SLOTS).where(*this).values(finished))
         self.head["arrivals"] += 1
+        self.head["oldest"] = min(self.head["oldest"], group.oldest_version)
         self.head["dropped"] += bool(group.dropped)
 
     def release(self, owner: str) -> int:
@@ -191,30 +198,26 @@ class Slots:
 
     def due(self, count: int, version: int) -> bool:
         """Whether `take` has anything to do."""
-        stale = not self._schedule.ordered and self._connection.execute(self._stale(version).limit(1)).first()
-        return bool(stale) or len(self._ready(count)) == count
+        return self._older(version) is not None or len(self._ready(count)) == count
 
     def take(self, count: int, version: int) -> list[Lease] | None:
         """The attempts to train `version` on, consumed; None where there are too few. Evicts first."""
         self._train(version)
-        if not self._schedule.ordered:
-            self._evict(version)
+        self._evict(version)
         ready = self._ready(count)
         if len(ready) < count:
             return None
-        for part in _parts([lease.slot for lease in ready]):
-            finished = (self._mine, _s.state == SlotState.FINISHED, _s.slot.in_(part))
-            self._run(sa.update(SLOTS).where(*finished).values(state=SlotState.CONSUMED, consumed_at=version))
+        self._mark(ready, state=SlotState.CONSUMED, consumed_at=version)
+        self.head["begin"] = 1 + (ready[-1].slot if self._schedule.ordered else ready[-1].arrival)
         self._train(version + 1)
         if not self._schedule.ordered:
             self._call_off()
-        return ready
+        return [Lease(row.slot, row.attempt) for row in ready]
 
     def return_taken(self, taken: Sequence[Lease]) -> None:
         """Nobody trains on them: who asked for them has gone."""
-        for part in _parts([lease.slot for lease in taken]):
-            consumed = (self._mine, _s.state == SlotState.CONSUMED, _s.slot.in_(part))
-            self._run(sa.update(SLOTS).where(*consumed).values(state=SlotState.FINISHED, consumed_at=None))
+        self._mark(taken, state=SlotState.FINISHED, consumed_at=None)
+        self.head |= _UNKNOWN
 
     def refuse(self, count: int) -> None:
         self.head["refused"] += count
@@ -236,27 +239,33 @@ class Slots:
         count = sa.select(sa.func.count()).select_from(SLOTS).where(self._mine, _s.state == state)
         return self._connection.execute(count).scalar_one()
 
-    def _ready(self, count: int) -> list[Lease]:
+    def _ready(self, count: int) -> Sequence[sa.Row]:
         """What training consumes next, as far as it has arrived; at most `count`."""
-        query = sa.select(_s.slot, _s.attempt).where(self._mine, _s.state == SlotState.FINISHED).limit(count)
+        finished, begin = (self._mine, _s.state == SlotState.FINISHED), self.head["begin"]
+        query = sa.select(_s.slot, _s.attempt, _s.arrival).where(*finished).limit(count)
         if self._schedule.ordered:
             leased = self._first(SlotState.LEASED)
             missing = min(self.free_slot(), self.head["next_slot"] if leased is None else leased.slot)
-            query = query.where(_s.slot < missing).order_by(_s.slot)
+            query = query.where(_s.slot >= begin, _s.slot < missing).order_by(_s.slot)
         else:
-            query = query.order_by(_s.arrival)
-        return [Lease(row.slot, row.attempt) for row in self._connection.execute(query)]
+            query = query.where(_s.arrival >= begin).order_by(_s.arrival)
+        return self._connection.execute(query).all()
 
-    def _stale(self, version: int) -> sa.Select:
+    def _older(self, version: int) -> int | None:
+        """The version that no group may be older than to train `version` on; None where none is."""
         oldest = version - self._schedule.max_staleness
-        finished = (self._mine, _s.state == SlotState.FINISHED, _s.oldest < oldest)
-        return sa.select(_s.slot, _s.attempt).where(*finished).order_by(_s.oldest)
+        return oldest if oldest > self.head["oldest"] and not self._schedule.ordered else None
 
     def _evict(self, version: int) -> None:
         """Gives up what is staler than the bound: admission alone does not hold a straggler to it."""
-        for row in self._connection.execute(self._stale(version)).all():
+        oldest = self._older(version)
+        if oldest is None:
+            return
+        stale = (self._mine, _s.state == SlotState.FINISHED, _s.oldest >= self.head["oldest"], _s.oldest < oldest)
+        for row in self._connection.execute(sa.select(_s.slot, _s.attempt).where(*stale).order_by(_s.oldest)).all():
             self._end(row.slot, row.attempt, SlotState.EVICTED)
             self.head["evicted"] += 1
+        self.head["oldest"] = oldest
 
     def _train(self, version: int) -> None:
         """The groups taken next are for `version`."""
@@ -300,7 +309,7 @@ class Slots:
         floor, done = said["consumed_below"], set(said["consumed"])
         attempts = {int(slot): attempt for slot, attempt in said["attempts"].items()}
         attempts = {slot: attempt for slot, attempt in attempts.items() if slot >= floor and slot not in done}
-        self.head |= {name: said[name] for name in COUNTERS} | {"trains": version}
+        self.head |= {name: said[name] for name in COUNTERS} | {"trains": version} | _UNKNOWN
         behind = (self._mine, _s.slot < floor, _s.state.in_(_OPEN))  # of a life that had restored an older checkpoint
         self._run(sa.update(SLOTS).where(*behind).values(state=SlotState.CONSUMED))
 
@@ -387,9 +396,10 @@ class Slots:
         """The attempts at these slots that were taken."""
         found: dict[int, int] = {}
         for part in _parts(slots):
-            taken = (self._mine, _s.state == SlotState.CONSUMED, _s.arrival.is_not(None), _s.slot.in_(part))
-            rows = self._connection.execute(sa.select(_s.slot, _s.attempt).where(*taken))
-            found |= {row.slot: row.attempt for row in rows}
+            rows = self._connection.execute(
+                sa.select(_s.slot, _s.attempt, _s.state).where(self._mine, _s.slot.in_(part))
+            )
+            found |= {row.slot: row.attempt for row in rows if row.state == SlotState.CONSUMED}
         lost = [slot for slot in slots if slot not in found]
         if lost:
             raise DataError(
@@ -421,6 +431,13 @@ class Slots:
     def _run(self, statement: sa.Executable) -> sa.CursorResult:
         self.changed = True
         return self._connection.execute(statement)  # pyright: ignore[reportReturnType]
+
+    def _mark(self, attempts: Sequence[Lease] | Sequence[sa.Row], **values: Any) -> None:
+        """Sets columns of these rows, each found by its primary key alone."""
+        these = (self._mine, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam("this_attempt"))
+        keys = [{"this_slot": attempt.slot, "this_attempt": attempt.attempt} for attempt in attempts]
+        self.changed = True
+        self._connection.execute(sa.update(SLOTS).where(*these).values(values), keys)
 
     def _insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
         batch = [dict(row) for row in rows]
