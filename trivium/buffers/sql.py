@@ -95,7 +95,8 @@ class SqlBuffer:
         await self._change(lambda slots: slots.put(owner, group, payload), joins=True)
 
     async def release(self, owner: str) -> int:
-        return await self._change(lambda slots: slots.release(owner), joins=True) or 0
+        # Before the buffer is open for us, what we find is an earlier life's: `restore` frees all of it.
+        return await self._change(lambda slots: slots.release(owner)) or 0
 
     async def called_off(self, owner: str) -> Sequence[Lease]:
         # For as long as the stage lasts: most stages call nothing off.
@@ -187,9 +188,9 @@ class SqlBuffer:
             slots.restore(state, version)
             slots.head |= {"run": run, "session": session, "closed": False}
             self._save(connection, slots)
-            self._session = session
 
         await asyncio.to_thread(self._database.transact, work)
+        self._session = session  # not before it is committed: explorers of this process look at the same moment
 
     async def close(self) -> None:
         def close(slots: Slots) -> None:
