@@ -190,10 +190,10 @@ async def test_a_call_whose_answer_was_lost_is_done_once(url: str, tmp_path: Pat
 
 async def test_a_server_that_is_gone_is_named_in_time(postgres: Server, tmp_path: Path) -> None:
     url = postgres.create_database(uuid.uuid4().hex)
-    buffer = make_end(url, make_schedule(), tmp_path)
+    buffer = make_end(url, make_schedule(), tmp_path, patience_s=3)
     await buffer.restore(None, 0)
     await buffer.advance("e", 0)
-    board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
+    board = SqlBuffer.open_board(SqlBuffer.Config(url=url, patience_s=3), name="run")
     board.write(lambda values: {"on": True})
     waiting = asyncio.ensure_future(buffer.take(2, 0))
     await asyncio.sleep(0.1)
@@ -202,7 +202,9 @@ async def test_a_server_that_is_gone_is_named_in_time(postgres: Server, tmp_path
     try:
         writing = asyncio.to_thread(board.write, lambda values: {})
         ends = await asyncio.gather(waiting, buffer.lease("e"), writing, return_exceptions=True)
-        assert time.monotonic() - started < 20
+        # The patience, and one last attempt to connect.
+        assert time.monotonic() - started < 3 + 5
+        assert SqlBuffer.Config().patience_s + 5 < 20
     finally:
         postgres.start()
     for end in ends:
