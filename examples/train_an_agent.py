@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 CONFIG = Path(__file__).with_name("agent.yaml")
-KEY = "swordfish"
+KEY = os.environ.setdefault("AGENT_KEY", "swordfish")
+"""What the server asks of its clients; its config names the variable, never the key."""
 NUMBERS = range(5)
 PLAYERS = 8
 """As many as `schedule.group_size`: trajectories of one task that are compared."""

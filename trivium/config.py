@@ -440,8 +440,8 @@ class ServeSection(Config):
     """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory."""
     model: str = free("policy")
     """The name clients ask for."""
-    api_key: str | None = free(None)
-    """What clients must present; unset admits everybody who reaches the port."""
+    key_variable: str | None = free(None)
+    """Environment variable with the key that clients must present; unset admits everybody who reaches the port."""
     idle_s: float = free(3600.0, gt=0)
     """A conversation without feedback for so long is forgotten, and counted as dropped."""
 

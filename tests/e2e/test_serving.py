@@ -26,6 +26,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 8
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_KEY", "swordfish")
+
+
 def the_example() -> Any:
     spec = importlib.util.spec_from_file_location("train_an_agent", EXAMPLES / "train_an_agent.py")
     assert spec is not None

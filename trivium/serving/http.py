@@ -80,7 +80,7 @@ class Door:
         if not hmac.compare_digest(said.encode(), self._api_key.encode()):
             raise Refused(
                 401, "this endpoint", "no key, or another one, in `Authorization: Bearer ...`",
-                "send what serve.api_key says", code="invalid_api_key",
+                "send the key that the server was started with", code="invalid_api_key",
             )  # fmt: skip
 
     # ------------------------------------------------------------------ endpoints

@@ -25,13 +25,14 @@ def agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Collection
     """The coroutine that serves a stage of this config until the stage is over.
 
     `check_columns` raises DataError for columns that the reward functions do not get along with. Raises MissingPackage
-    without the `serve` extra.
+    without the `serve` extra, ConfigError where the key is not in the environment.
     """
     try:
         from trivium.serving.http import Door, listening
     except ImportError as error:
         raise MissingPackage(error.name or "fastapi", "serve", "serve the policy (run.mode: serve)") from error
     said = config.serve
+    key = _key(said.key_variable)
     terms = Terms(
         idle_s=said.idle_s, deadline_s=config.workflow.deadline_s,
         reward_names=frozenset(reward.label for reward in config.rewards), check_columns=check_columns,
@@ -45,7 +46,7 @@ def agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Collection
                 "use another algorithm, for example rloo",
             )
         gateway = Gateway(explorer, buffer, schedule, synchronizer, terms)
-        async with listening(Door(gateway, said.model, said.api_key).app, said.host, said.port) as url:
+        async with listening(Door(gateway, said.model, key).app, said.host, said.port) as url:
             path = run_dir / "serve.json"
             write_aside(path, json.dumps({"url": url, "pid": os.getpid(), "model": said.model}) + "\n")
             _log.info("serving %s at %s", said.model, url)
@@ -55,3 +56,15 @@ def agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Collection
                 path.unlink(missing_ok=True)
 
     return serve
+
+
+def _key(variable: str | None) -> str | None:
+    """What clients must present. A secret has no place in a config, which is written into the run directory."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"serve to those who know the key in ${variable}", "the environment has no such variable, or it is empty",
+            f"export {variable}=..., or leave serve.key_variable out",
+        )  # fmt: skip
+    return os.environ[variable]
