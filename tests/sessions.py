@@ -24,12 +24,12 @@ from trivium.buffers.strategies import DefaultStrategy
 from trivium.checkpoint import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RoleFailed
+from trivium.errors import RoleFailed, VersionGone
 from trivium.explorer import Explorer
 from trivium.loops import Parts, explore_half, train_half
 from trivium.metrics import depends_on_machine
 from trivium.policy import Policy
-from trivium.protocols import Buffer, Objective, TrainEngine, Workflow
+from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights, Workflow
 from trivium.rewards.calling import make_judge
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
@@ -160,6 +160,28 @@ def memory_buffer(schedule: Schedule, directory: Path) -> Buffer:
     )
 
 
+class Gathering:
+    """One end of a channel whose ends meet for each version, as collective ones do; the weights lie in memory."""
+
+    versions: Sequence[int] = ()
+
+    def __init__(self, weights: MemoryChannel, synchronizer: Synchronizer, role: str) -> None:
+        self._weights, self._synchronizer, self._role = weights, synchronizer, role
+
+    def offer(self, version: int, weights: Weights) -> bool:
+        self._weights.offer(version, weights)
+        return asyncio.run(self._synchronizer.ready_to_nccl_sync(self._role, version, "here:1")) is not None
+
+    def collect(self, version: int) -> Weights:
+        if asyncio.run(self._synchronizer.ready_to_nccl_sync(self._role, version)) is None:
+            raise VersionGone(f"collect version {version}", "the exchange went on without it", "wait for the next one")
+        return self._weights.collect(version)
+
+    def save(self, directory: Path, versions: Sequence[int]) -> None: ...
+
+    def restore(self, directory: Path) -> None: ...
+
+
 @dataclass
 class Session:
     """One life of a run: the trainer, explorers, and whoever makes the explorers die."""
@@ -178,6 +200,7 @@ class Session:
     """Seconds between the deaths of explorers; another one takes the place of each."""
     operators: Sequence[Callable[[Group], Group]] = ()
     style: SyncStyle = SyncStyle.FIXED
+    collective: bool = False
     make_buffer: Callable[[Schedule, Path], Buffer] = memory_buffer
     make_board: Callable[[], Board] = MemoryBoard
     save_every: int = 2
@@ -209,13 +232,13 @@ class Session:
         section = plugin("algorithms", AlgorithmConfig)({"kind": "grpo", **self.said})
         self.engine = Counting(build_algorithm(section, 0, 8), self.train_s)
         self.engine.version = self.schedule.first_version
-        self.channel = self.engine.channel = MemoryChannel(
-            keep=self.schedule.max_staleness // self.schedule.sync_interval + 2
-        )
         self.buffer = Ledger(self.make_buffer(self.schedule, self.directory), self.deadly)
         self.synchronizer = Synchronizer(
-            self.make_board(), deadline_s=10, style=self.style, interval=self.schedule.sync_interval
-        )
+            self.make_board(), deadline_s=10, style=self.style, interval=self.schedule.sync_interval,
+            collective=self.collective,
+        )  # fmt: skip
+        self.weights = MemoryChannel(keep=self.schedule.max_staleness // self.schedule.sync_interval + 2)
+        self.channel = self.engine.channel = self.end("trainer")
         trainer = Trainer(
             self.engine, self.buffer, DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer), self.channel,
             self.synchronizer, self.schedule, self.monitor, store, Cadence(save_every=self.save_every),
@@ -225,16 +248,21 @@ class Session:
         self.trainer, self.resumed_at = trainer, self.engine.version
         return trainer
 
+    def end(self, role: str) -> WeightChannel:
+        """The end of the channel that belongs to a role."""
+        return Gathering(self.weights, self.synchronizer, role) if self.collective else self.weights
+
     async def _play(self, trainer: Trainer) -> None:
         self.synchronizer.open()
-        shared = (self.buffer, self.schedule, self.synchronizer, self.channel)
+        shared = (self.buffer, self.schedule, self.synchronizer)
         async with asyncio.TaskGroup() as roles:
-            training = roles.create_task(train_half(Parts(*shared, trainer), trainer))
+            training = roles.create_task(train_half(Parts(*shared, self.channel, trainer), trainer))
             names = iter(range(10_000))
 
             def explore() -> asyncio.Task[None]:
                 explorer = self._explorer(next(names))
-                return roles.create_task(explore_half(Parts(*shared, explorer=explorer), explorer), name=explorer.name)
+                parts = Parts(*shared, self.end(explorer.name), explorer=explorer)
+                return roles.create_task(explore_half(parts, explorer), name=explorer.name)
 
             exploring = [explore() for _ in range(self.explorers)]
             for number, seconds in enumerate(self.deaths):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from trivium.types import Metrics
 
 __all__ = ["Cadence", "Experiences", "TrainEngineWrapper", "Trainer", "get_trainer_wrapper"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 
@@ -176,23 +178,26 @@ class Trainer:
         return groups, fresh, aggregate(rows) | _origin(groups)
 
     async def _sample(self, count: int, version: int) -> Sample:
-        """Waits for groups; an explorer that asks for weights meanwhile gets them, or it could not play any."""
-        sampling = asyncio.ensure_future(self.strategy.sample(count, version))
+        return await self._answering(self.strategy.sample(count, version))
+
+    async def _answering(self, doing: Awaitable[T]) -> T:
+        """Waits for explorers; one of them that asks for weights meanwhile gets them, or it could do nothing."""
+        waited_for = asyncio.ensure_future(doing)
         try:
-            while not sampling.done():
+            while not waited_for.done():
                 # Woken at once by what the board says; a need_sync of somebody else's is asked every second.
                 asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 1.0))
                 try:
-                    await asyncio.wait({sampling, asked}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({waited_for, asked}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     ended = not asked.cancel()
                 if ended:
                     asked.result()  # a board that fails is no board without news
-                if not sampling.done() and self.need_sync():
+                if not waited_for.done() and self.need_sync():
                     await asyncio.to_thread(self.sync_weight)
-            return sampling.result()
+            return waited_for.result()
         finally:
-            sampling.cancel()
+            waited_for.cancel()
 
     def need_sync(self) -> bool:
         """Whether explorers are to be offered the current version now."""
@@ -202,10 +207,10 @@ class Trainer:
         offered = self.last_sync_step == self.train_step_num
         if self.evaluation_due and not offered:
             return True
-        if not self.buffer.explored:
-            return False
         if self.synchronizer.collective and any(entry.get("version") is None for entry in living(values).values()):
             return True  # somebody who came late has no weights at all, and there is nowhere to fetch them
+        if not self.buffer.explored:
+            return False
         if self.synchronizer.style is SyncStyle.FIXED:
             return not offered and self.schedule.published(self.train_step_num)
         return not offered and wanted(values)
@@ -306,7 +311,7 @@ class Trainer:
         """Logs an evaluation row; returns its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
-        metrics = await evaluator.run(version)
+        metrics = await self._answering(evaluator.run(version))
         self._evaluated_step = version
         self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
         best = self.checkpoints.keep_best

@@ -17,9 +17,11 @@ from tests.sessions import TASKS, Lengths, Session
 from trivium.board import MemoryBoard, Values
 from trivium.config import RunConfig
 from trivium.errors import ConfigError
+from trivium.evaluate import AskedEvaluator
 from trivium.loops import Parts, train_half
 from trivium.schedule import Schedule
 from trivium.synchronizer import RunningStatus, SyncStyle, living
+from trivium.trainer import Cadence
 from trivium.types import Group
 
 FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle
@@ -55,24 +57,28 @@ def session(schedule: Schedule, directory: Path, style: SyncStyle, seed: int, bo
 @settings(max_examples=25, deadline=None)
 @given(
     style=st.sampled_from(SyncStyle), ahead=st.integers(0, 3), interval=st.integers(1, 3), groups=st.integers(1, 3),
-    over=st.integers(0, 1), explorers=st.integers(1, 3), deaths=st.integers(0, 2), seed=st.integers(0, 10_000),
+    over=st.integers(0, 1), explorers=st.integers(1, 3), deaths=st.integers(0, 2), collective=st.booleans(),
+    seed=st.integers(0, 10_000),
 )  # fmt: skip
 def test_no_style_leaves_anybody_waiting_or_asking_all_the_time(
-    style: SyncStyle, ahead: int, interval: int, groups: int, over: int, explorers: int, deaths: int, seed: int
-) -> None:
+    style: SyncStyle, ahead: int, interval: int, groups: int, over: int, explorers: int, deaths: int, collective: bool,
+    seed: int,
+) -> None:  # fmt: skip
+    """Explorers may die meanwhile, in an exchange too, and others come in their place."""
     schedule = Schedule(
         TASKS, seed=seed, groups_per_step=groups, group_size=2, sync_interval=interval, over_rollout=over,
         max_staleness=interval - 1 + ahead, steps=STEPS,
     )  # fmt: skip
     board = Noted()
     with TemporaryDirectory() as directory:
-        options = {"explorers": explorers, "deaths": [0.01] * deaths}
+        options = {"explorers": explorers, "deaths": [0.01] * deaths, "collective": collective}
         done = asyncio.run(session(schedule, Path(directory), style, seed, board, **options).live())
     assert done.engine.version == STEPS
     assert max(v - g.oldest_version for v, played in done.buffer.taken for g in played) <= schedule.max_staleness
     assert board.published == sorted(set(board.published))
-    if style is FIXED:
-        assert board.published == list(range(0, STEPS + 1, interval))
+    if style is FIXED:  # whoever comes late to collective exchanges needs one of its own
+        assert set(board.published) >= set(range(0, STEPS + 1, interval))
+        assert len(board.published) <= STEPS // interval + 1 + (collective * (explorers + deaths))
     # Everybody looks when something has changed, and not otherwise.
     roles = 5 * (explorers + deaths) + 3
     assert board.polls <= roles * (board.changes + 2)
@@ -150,6 +156,35 @@ async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_noth
     assert asked[0] == (4, True)
     assert asked[-1][1] is False
     assert len(board.published) >= 3
+
+
+async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_and_plays_it(tmp_path: Path) -> None:
+    """With a collective channel nothing lies anywhere to be fetched: the trainer must offer again."""
+    schedule = Schedule(TASKS, seed=0, steps=1)
+    life = session(schedule, tmp_path, FIXED, 0, Noted(), collective=True)
+    trainer = life.prepare()
+    sync = life.synchronizer
+    trainer.evaluator, trainer.cadence = AskedEvaluator(sync, "test"), Cadence(evaluate_ends=True)
+    sync.open()
+    training = asyncio.ensure_future(train_half(Parts(life.buffer, schedule, sync, life.channel, trainer), trainer))
+
+    async def comes(name: str) -> tuple[int, int]:
+        await sync.join(name)
+        version = await sync.next_version(name, None, newest=True)
+        await asyncio.to_thread(lambda: list(life.end(name).collect(version)))
+        sync.adopted(name, version)
+        return await sync.next_evaluation(name, 0)
+
+    async with asyncio.timeout(10):
+        assert await comes("one") == (1, 0)
+        sync.report_death("one", "killed while it evaluated", replaced=True)
+        assert await comes("two") == (1, 0)
+        sync.answer_evaluation(1, {"eval/test/accuracy": 0.25})
+        while trainer.record.get("accuracy_before") is None:
+            await asyncio.sleep(0.01)
+    assert trainer.record["accuracy_before"] == 0.25
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
 
 
 class hand_fed:
