@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from trivium.algorithms.groups import batch_of
+from trivium.assemble import Stage, build_buffer, build_schedule, shares_buffer
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, merged, read_yaml
 from trivium.launch import run
@@ -22,6 +24,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k"
 STEPS = 2
 SMALLER: dict[str, dict[str, Any]] = {
+    "apart.yaml": {"tasks": {"test": {"count": 20}}, "schedule": {"max_staleness": 0}},  # in one process, for once
     "arithmetic.yaml": {"tasks": {"test": {"count": 20}}},
     "gsm8k.yaml": {
         "tasks": {name: {"path": str(GSM8K / f"{name}.jsonl"), "limit": 8} for name in ("train", "test")},
@@ -42,13 +45,21 @@ def smaller(recipe: str, run_dir: Path) -> RunConfig:
     """The recipe with short stages of few groups, on one thread."""
     data = merged(read_yaml(RECIPES / recipe), SMALLER[recipe])
     data = merged(data, {"run": {"dir": str(run_dir)}, "cluster": {"threads": 1}, "monitors": [{"kind": "jsonl"}]})
+    if data.get("buffer", {}).get("kind") == "sql":
+        data["buffer"]["url"] = f"sqlite:///{run_dir.with_name('buffer.db')}"
     for stage in data["stages"]:
         schedule = stage["schedule"]
         schedule |= {"steps": STEPS, "groups_per_step": min(4, schedule["groups_per_step"])}
     return RunConfig.from_mapping(data, (RECIPES / recipe).parent)
 
 
-def journaled(run_dir: Path) -> list[Group]:
+def journaled(config: RunConfig, run_dir: Path) -> list[Group]:
+    """The groups that were played, wherever they are kept."""
+    if shares_buffer(config):
+        last = config.stage_configs()[-1]
+        stage = Stage(last, len(config.stages) - 1, 0, True, run_dir, run_dir / "model")
+        slots = range(last.schedule.steps * last.schedule.groups_per_step)
+        return asyncio.run(build_buffer(stage, build_schedule(stage)).past(slots))
     folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
     return [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
 
@@ -84,7 +95,7 @@ def test_every_stage_trains_and_both_ends_are_evaluated(played: tuple[str, RunCo
 def test_the_journal_holds_every_group_of_the_second_stage(played: tuple[str, RunConfig, Path]) -> None:
     _, config, run_dir = played
     schedule = config.stage_configs()[-1].schedule
-    groups = journaled(run_dir)
+    groups = journaled(config, run_dir)
     assert sorted(group.slot for group in groups) == list(range(STEPS * schedule.groups_per_step))
     assert {len(group.trajectories) for group in groups} == {schedule.group_size}
     names = {reward.label for reward in config.rewards}
@@ -95,7 +106,7 @@ def test_the_journal_holds_every_group_of_the_second_stage(played: tuple[str, Ru
 def test_several_turns_and_no_token_of_the_world_is_trained_on(tmp_path: Path) -> None:
     config = smaller("guess.yaml", tmp_path / "run")
     run(config)
-    groups = journaled(tmp_path / "run")
+    groups = journaled(config, tmp_path / "run")
     assert max(len(t.turns) for group in groups for t in group.trajectories) > 1
     renderer = ChatRenderer(hf_tokenizer(str(tmp_path / "run" / "model")))
     batch = batch_of(groups)

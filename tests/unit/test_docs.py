@@ -21,7 +21,7 @@ from trivium.metrics import METRICS
 from trivium.protocols import RolloutEngine
 from trivium.registry import CATALOGUE
 from trivium.testing import check_engine
-from trivium.types import Group, Task, Trajectory
+from trivium.types import Group, StopReason, Task, Trajectory, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,6 +140,20 @@ async def test_the_engine_page_holds_an_engine_that_keeps_its_promises(
 
     prompts = [np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32)]
     await check_engine(make, prompts, eos_token_ids=frozenset({7}), weights=list)
+
+
+def test_the_buffer_page_holds_a_strategy_and_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = unpacked("extend-buffer.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    tasks = {name: {"kind": "arithmetic"} for name in ("train", "expert")}
+    base = {"model": {"kind": "tiny", "alphabet": "0123456789+="}, "tasks": tasks, "rewards": ["exact"]}
+    assert RunConfig.from_mapping({**base, **sections["mixed.yaml"]}).schedule.groups_per_step == 32
+    refined = RunConfig.from_mapping({**base, **sections["refined.yaml"]})
+    short = build("operators", refined.buffer.operators[-1])
+    turn = Turn(np.arange(3), np.arange(101), np.zeros(101), np.zeros(101), StopReason.EOS, "")
+    group = Group(0, Task("a", ()), (Trajectory(0, (turn,)), Trajectory(1)))
+    assert short(group) == group
+    assert short(replace(group, trajectories=group.trajectories[:1])).dropped == "nobody was short"
 
 
 def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_path: Path) -> None:
