@@ -112,7 +112,8 @@ def assert_history(schedule: Schedule, sessions: Sequence[Session], *, drops: bo
     assert set(trained) <= consumed
     assert len(consumed) == len(trained) + counted["given_up"] + counted["dropped"]
     if drops:
-        assert counted["dropped"] == sum(slot % 5 == 4 for slot in consumed - set(trained))
+        fifths = sum(slot % 5 == 4 for slot in consumed - set(trained))
+        assert counted["dropped"] <= fifths <= counted["dropped"] + counted["given_up"]  # given up before it was played
         assert not any(slot % 5 == 4 for slot in trained)
     if schedule.ordered:
         assert [group.slot for _, group in history] == sorted(trained)
