@@ -6,6 +6,7 @@ stdin: one JSON object per launch, {"arguments": [...], "output": file}. stdout:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 from trivium.cluster.session import PRIVATE
 
 ROOT = Path(__file__).parents[2]
+os.environ |= PRIVATE  # for Ray in this process, where nothing has imported it yet, and in those that it starts
 
 _INSTANCE = """
 import ray, sys
@@ -36,7 +38,6 @@ def ray_instance() -> Iterator[str]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **PRIVATE},
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -53,7 +54,7 @@ class Launcher:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.ray_parts"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=ROOT, env={**os.environ, **PRIVATE},
+            cwd=ROOT,
         )  # fmt: skip
 
     def run(self, run_dir: Path, *arguments: str, meanwhile: Callable[[Run], Any] = lambda run: None) -> Run:
@@ -120,6 +121,42 @@ class Run:
             assert time.monotonic() < end, f"it did not happen:\n{self.log}\n{self.said}"
             assert Path(f"/proc/{self.pid}").exists(), f"the command ended before it happened:\n{self.said}"
             time.sleep(0.01)
+
+
+class Anything:
+    """Something to host."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.colour = "red"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def threads(self) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
+    def doubled(self, number: int) -> int:
+        return 2 * number
+
+    async def fail(self, error: BaseException) -> None:
+        raise error
+
+    async def fail_alone(self) -> None:
+        class Unheard(Exception):
+            pass
+
+        raise Unheard("nobody else knows this class")
+
+    async def sleep(self, name: str) -> None:
+        self.log.append(f"{name} began")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.log.append(f"{name} ended")
+
+    def all(self) -> list[str]:
+        return self.log
 
 
 def serve() -> None:

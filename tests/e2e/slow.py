@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from pydantic import Field
-
-from trivium.config import WorkflowConfig
+from trivium.config import WorkflowConfig, free
 from trivium.policy import Policy
 from trivium.types import Task
 
@@ -17,7 +15,7 @@ class Slow:
 
     class Config(WorkflowConfig):
         kind: str = "slow.py:Slow"
-        pause_s: float = Field(default=0.0, ge=0)
+        pause_s: float = free(0.0, ge=0)
 
     def __init__(self, config: Config) -> None:
         self._pause_s = config.pause_s

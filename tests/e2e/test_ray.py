@@ -138,7 +138,7 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
     [
         (["workflow.kind=slow.py:Broken"], 1,
          ["explorer-0 failed: Unheard: the simulator is not licensed on this machine"]),
-        (["buffer.kind=files", "algorithm.kind=sft", "evaluation={}"], 2, ["asked: groups of 4 from files"]),
+        (["engine.max_context=999"], 2, ["asked: engine.max_context: 999", "found: the model was built for 24"]),
     ],
     ids=["an error of the user's code", "a config that a role refuses"],
 )  # fmt: skip

@@ -39,8 +39,10 @@ class Crew:
         self._stage, self._namespace = stage, f"{namespace}/stage-{stage.number}"
         self._order = Order.of(stage)
         self._actors: dict[str, Any] = {}
-        self._watched: dict[Any, str] = {}
-        """What the driver waits for -> whose it is."""
+        self._watched: dict[Any, tuple[str, str]] = {}
+        """What the driver waits for -> (whose it is, what: `start`, `work` or `life`)."""
+        self._starting: dict[str, float] = {}
+        """Until when each process is to have started that has not yet."""
         self._explorers: set[str] = set()
         """Those at work."""
         self._record: dict[str, Any] | None = None
@@ -81,8 +83,7 @@ class Crew:
 
     def _host(self, name: str, make: Any, *args: Any) -> Any:
         actor = start_host(name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace)
-        self._actors[name] = actor
-        self._watched |= {actor.live.remote(): name, actor.build.remote(make, *args): name}
+        self._watch(name, actor, start=actor.build.remote(make, *args), life=actor.live.remote())
         return actor
 
     def _begin(self, name: str, body: Any, *args: Any) -> None:
@@ -91,8 +92,14 @@ class Crew:
         actor = start_worker(
             name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
         )
+        self._watch(
+            name, actor, start=actor.begun.remote(), work=actor.run.remote(body, self._order, self._ends, *args)
+        )
+
+    def _watch(self, name: str, actor: Any, **refs: Any) -> None:
         self._actors[name] = actor
-        self._watched[actor.run.remote(body, self._order, self._ends, *args)] = name
+        self._starting[name] = time.monotonic() + self._stage.config.sync.deadline_s
+        self._watched |= {ref: (name, what) for what, ref in refs.items()}
 
     def _explorer(self, name: str) -> None:
         self._explorers.add(name)
@@ -103,7 +110,7 @@ class Crew:
     def _look(self, patience_s: float) -> None:
         """Waits for something to happen and heeds it. Raises the likeliest first cause, where it was a failure."""
         done, _ = ray.wait(list(self._watched), timeout=patience_s)
-        failures = self._heed(done)
+        failures = self._heed(done) or self._late()
         if not failures:
             return
         self._failing = True
@@ -113,7 +120,7 @@ class Crew:
     def _heed(self, done: list[Any]) -> list[Exception]:
         failures: list[Exception] = []
         for ref in done:
-            name = self._watched.pop(ref)
+            name, what = self._watched.pop(ref)
             try:
                 answer: Answer = ray.get(ref)
                 value = answer.unwrap()
@@ -122,19 +129,27 @@ class Crew:
             except Exception as error:
                 failures.append(error)
             else:
-                self._ended(name, value)
+                self._ended(name, what, value)
         return failures
 
-    def _ended(self, name: str, value: Any) -> None:
-        if name == TRAINER:
+    def _ended(self, name: str, what: str, value: Any) -> None:
+        self._starting.pop(name, None)
+        if what == "work":
+            self._explorers.discard(name)
+        if what == "work" and name == TRAINER:
             self._record = value
-        self._explorers.discard(name)
+
+    def _late(self) -> list[Exception]:
+        late = [name for name, end in self._starting.items() if end < time.monotonic()]
+        waited = f"its process did not start within {self._stage.config.sync.deadline_s:.0f} s"
+        return [RoleFailed(name, f"{waited}; the cluster has {ray.available_resources()} left") for name in late]
 
     def _died(self, name: str, cause: str) -> list[Exception]:
         """What follows from a death: nothing more to fear where it is borne, else the failure of the run."""
         if name not in self._explorers:
             return [Gone(name, cause)]
         self._explorers.discard(name)
+        self._starting.pop(name, None)
         if self._failing or self._record is not None:
             return []
         first, _, restarts = name.partition("~")

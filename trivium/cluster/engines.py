@@ -44,10 +44,6 @@ class Replica:
         """Fetches weights from the object store, verifies and adopts them."""
         await self._engine.load(stored.version, await fetched(stored), in_flight=in_flight)
 
-    async def weights(self) -> Weights:
-        """What the engine holds, where it shows it."""
-        return list(await self._engine.weights())  # pyright: ignore[reportAttributeAccessIssue]
-
     async def close(self) -> None:
         await self._engine.close()
 
@@ -142,11 +138,11 @@ class ReplicatedEngine:
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Has every replica adopt the weights. The version is the loaded one once all of them have it."""
-        given = list(weights)
-        lies = given[0][1] if given else None
-        self._stored = lies if isinstance(lies, Stored) else await asyncio.to_thread(store, version, given)
         self._open.clear()
         try:
+            given = list(weights)
+            lies = given[0][1] if given else None
+            self._stored = lies if isinstance(lies, Stored) else await asyncio.to_thread(store, version, given)
             await asyncio.gather(*(self._load(seat, self._stored, in_flight) for seat in self._seats))
         finally:
             self._open.set()
@@ -160,10 +156,6 @@ class ReplicatedEngine:
                 seat.version = stored.version
             except Gone as gone:
                 await self._refilled(seat, proxy, gone)
-
-    async def weights(self) -> Weights:
-        """What the first replica holds."""
-        return await self._seats[0].proxy.weights()
 
     async def close(self) -> None:
         """Ends the replicas, and the replies in progress."""

@@ -77,6 +77,10 @@ class Process:
 class Worker(Process):
     """A role that runs from its beginning to its end, in the process's main thread."""
 
+    def begun(self) -> Answer:
+        """Answers once the process is there."""
+        return Answer()
+
     def run(self, body: Callable[..., Any], *args: Any) -> Answer:
         """What `body(name, *args)` returns or raises."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ PRIVATE = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the switch between all interfaces and the loopback one, on any system
     "RAY_AUTH_MODE": "token",  # as Ray would decide by itself, without a warning that it did
 }
-"""What a private instance is started with. Ray reads it while it is imported."""
+"""What a private instance is started with. Ray reads it while it is imported, and not again."""
 _LAST_WORDS_S = 0.5
 """What roles printed last needs so long to reach the terminal."""
 
@@ -38,7 +39,7 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
     Raises MissingPackage without Ray, ConfigError where nothing answers at `cluster.address`.
     """
     address = config.cluster.address
-    if address is None:
+    if address is None and "ray" not in sys.modules:
         os.environ |= {name: os.environ.get(name, value) for name, value in PRIVATE.items()}
     try:
         import ray
@@ -56,14 +57,14 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
             crew.dismiss()
 
     own: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
-    with _signals_restored():
+    with _leaving_in_order() as take_over:
         try:
             ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **own)
         except ConnectionError as error:
             raise ConfigError(
                 f"a Ray cluster at {address!r}", str(error), "check cluster.address, or leave it out to start one here"
             ) from error
-        _leave_on_sigterm()
+        take_over()
         try:
             yield play
             time.sleep(_LAST_WORDS_S)
@@ -72,21 +73,26 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
 
 
 @contextmanager
-def _signals_restored() -> Generator[None]:
-    """Whatever is done about SIGTERM in the block is undone."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
-def _leave_on_sigterm() -> None:
-    """SIGTERM ends this process as an error would: in order. Ray's own handler would end Ray first, under our feet."""
+def _leaving_in_order() -> Generator[Callable[[], None]]:
+    """Once what it yields was called, SIGTERM ends the block as an error would, with exit code 143. Ray's own handler
+    would end Ray first, under our feet. Afterwards the signal does what it did before."""
+    here, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
+    asked: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+    def take_over() -> None:
+        if here:
+            signal.signal(signal.SIGTERM, leave)
+
+    try:
+        yield take_over
+    except SystemExit as error:
+        if asked:  # Ray raises an exit of its own where the signal came while it waited
+            raise SystemExit(128 + asked[0]) from error
+        raise
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,337 @@
+"""What stands between the roles on Ray: calls, errors, cancellations, the board, the weights, replicas of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.ray_parts import ROOT, Anything
+from trivium import errors
+from trivium.board import SharedBoard
+from trivium.buffers.memory import MemoryBuffer
+from trivium.cluster.directory import RayDirectory
+from trivium.cluster.engines import Recipe, ReplicatedEngine
+from trivium.cluster.hub import Hub
+from trivium.cluster.remote import Gone, Proxy, build_in, start_host, start_worker, wait_for
+from trivium.cluster.weights import ObjectStoreChannel, Stored, fetched, store
+from trivium.engines.scripted import ScriptedEngine
+from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError, UnknownName
+from trivium.policy import EngineFailure, PromptTooLong
+from trivium.randomness import SampleKey
+from trivium.save_monitor import CheckpointMonitor, save_step
+from trivium.schedule import Schedule
+from trivium.synchronizer import Synchronizer
+from trivium.testing import check_buffer, check_channel, check_engine
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Request, Sampling
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+EOS = frozenset({1, 2})
+PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected() -> Iterator[None]:
+    ray.init("local", include_dashboard=False, num_cpus=2, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def namespace() -> str:
+    return uuid.uuid4().hex
+
+
+async def hosted(tmp_path: Path, namespace: str, caller: str = "me") -> tuple[Any, Any]:
+    actor = start_host("thing", tmp_path, 3, namespace=namespace)
+    return actor, await build_in(actor, "thing", caller, Anything)
+
+
+async def eventually(happened: Any) -> None:
+    async with asyncio.timeout(30):
+        while not happened():
+            await asyncio.sleep(0.01)
+
+
+EVERY_ERROR = [
+    *(
+        kind("asked", "found", "do") for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, TriviumError) and kind not in (MissingPackage, RoleFailed)
+    ),
+    MissingPackage("ray", "ray", "this"), RoleFailed("trainer", "why"), Gone("buffer", "why"), EngineFailure("a", "b"),
+    PromptTooLong("a", "b", "c"), ConfigError("a", "b", "c", [Problem("w", "x", "y", "z")]),
+]  # fmt: skip
+
+
+async def test_calls_and_their_errors_cross_whole(tmp_path: Path, namespace: str) -> None:
+    _, thing = await hosted(tmp_path, namespace)
+    assert thing.doubled(21) == 42
+    assert thing.colour == "red"
+    assert thing.threads() == "3"
+    with pytest.raises(AttributeError, match="thing has no 'nothing'"):
+        thing.nothing()
+    assert len(EVERY_ERROR) > 15
+    for error in EVERY_ERROR:
+        with pytest.raises(type(error)) as caught:
+            await thing.fail(error)
+        assert type(caught.value) is type(error)
+        assert str(caught.value) == str(error)
+        assert vars(caught.value) == vars(error)
+    with pytest.raises(StopAsyncIteration):
+        await thing.fail(StopAsyncIteration())
+    with pytest.raises(RoleFailed, match="thing failed: Unheard: nobody else knows this class"):
+        await thing.fail_alone()
+    assert "in fail_alone" in (tmp_path / "log.txt").read_text()
+
+
+async def test_a_call_that_is_cancelled_is_cancelled_where_it_runs(tmp_path: Path, namespace: str) -> None:
+    actor, thing = await hosted(tmp_path, namespace)
+    sleeping = asyncio.create_task(thing.sleep("a"))
+    await eventually(lambda: thing.all() == ["a began"])
+    sleeping.cancel()
+    await eventually(lambda: thing.all() == ["a began", "a ended"])
+    # A cancellation that overtakes its call.
+    await actor.cancel.remote("other", 7)
+    await actor.call.remote("other", 7, "sleep", ("b",), {})
+    assert thing.all() == ["a began", "a ended"]
+
+
+async def test_the_dead_ask_for_nothing_any_more(tmp_path: Path, namespace: str) -> None:
+    actor, thing = await hosted(tmp_path, namespace)
+    actor.call.remote("explorer-0", 0, "sleep", ("a",), {})
+    await eventually(lambda: thing.all() == ["a began"])
+    await actor.forget.remote("explorer-0")
+    assert thing.all() == ["a began", "a ended"]
+    await actor.call.remote("explorer-0", 1, "sleep", ("late",), {})
+    assert thing.all() == ["a began", "a ended"]
+
+
+async def test_a_death_is_noticed_at_once_by_everybody_who_waits(tmp_path: Path, namespace: str) -> None:
+    actor, thing = await hosted(tmp_path, namespace)
+    waiting = [asyncio.ensure_future(thing.sleep(name)) for name in ("a", "b")]
+    living = actor.live.remote()
+    await eventually(lambda: len(thing.all()) == 2)
+    os.kill(thing.pid(), signal.SIGKILL)
+    started = time.monotonic()
+    for wait in waiting:
+        with pytest.raises(Gone, match="thing failed: its worker process has died"):
+            await wait
+    with pytest.raises(Gone):
+        wait_for(living, "thing")
+    with pytest.raises(Gone):
+        thing.doubled(1)
+    assert time.monotonic() - started < 10
+
+
+def test_a_role_that_raises_says_what_it_was(tmp_path: Path, namespace: str) -> None:
+    worker = start_worker("trainer", tmp_path, 1, namespace=namespace)
+    with pytest.raises(SyncError, match="a cause of its own"):
+        wait_for(worker.run.remote(raise_in_a_group), "trainer")
+    assert wait_for(worker.run.remote(lambda name, x: (name, x), 5), "trainer") == ("trainer", 5)
+
+
+def raise_in_a_group(name: str) -> None:
+    async def fail() -> None:
+        raise SyncError("a cause of its own")
+
+    async def both() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(3600))
+            tasks.create_task(fail())
+
+    asyncio.run(both())
+
+
+async def test_a_board_over_an_actor_loses_no_write_and_wakes_who_waits(tmp_path: Path, namespace: str) -> None:
+    actor = start_host("synchronizer", tmp_path, 1, namespace=namespace)
+    boards = [SharedBoard(await build_in(actor, "synchronizer", f"role-{i}", Hub)) for i in range(4)]
+
+    def count(board: SharedBoard) -> None:
+        for _ in range(10):
+            board.write(lambda values: {**values, "count": values.get("count", 0) + 1})
+
+    polling = asyncio.ensure_future(boards[0].poll(lambda values: values.get("count") == 40, 60.0))
+    threads = [threading.Thread(target=count, args=(board,)) for board in boards]
+    for thread in threads:
+        thread.start()
+    assert (await polling)["count"] == 40
+    for thread in threads:
+        thread.join()
+    started = time.monotonic()
+    await boards[1].poll(lambda values: False, 0.2)
+    assert 0.2 <= time.monotonic() - started < 5
+
+
+class Buffers:
+    """Several buffers in one process, because processes cost seconds."""
+
+    def __init__(self) -> None:
+        self._buffers: list[MemoryBuffer] = []
+
+    def make(self, rollouts: Path, schedule: Schedule) -> int:
+        config, renderer = MemoryBuffer.Config(), ChatRenderer(tiny_tokenizer("0123456789="))
+        self._buffers.append(
+            MemoryBuffer(config, schedule=schedule, rollouts=rollouts, renderer=renderer, deadline_s=60)
+        )
+        return len(self._buffers) - 1
+
+    async def on(self, number: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return await getattr(self._buffers[number], method)(*args, **named)
+
+
+class OneOfThem:
+    """One of the buffers, over a proxy."""
+
+    explored = True
+
+    def __init__(self, buffers: Any, number: int) -> None:
+        self._buffers, self._number = buffers, number
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args, **named: self._buffers.on(self._number, method, args, named)
+
+
+async def test_a_buffer_in_an_actor_keeps_the_contract(tmp_path: Path, namespace: str) -> None:
+    actor = start_host("buffer", tmp_path, 1, namespace=namespace)
+    buffers = await build_in(actor, "buffer", "me", Buffers)
+
+    def make(name: str, schedule: Schedule) -> Any:
+        return OneOfThem(buffers, buffers.make(tmp_path / name, schedule))
+
+    await check_buffer(make)
+
+
+class Collected(ObjectStoreChannel):
+    """The channel with the tensors themselves, which otherwise the replicas fetch."""
+
+    def collect(self, version: int) -> Iterator[Any]:
+        stored: Stored = next(iter(super().collect(version)))[1]
+        return iter(asyncio.run(fetched(stored)))
+
+
+async def test_the_object_store_keeps_the_contract_of_channels(tmp_path: Path, namespace: str) -> None:
+    hubs: dict[int, Any] = {}
+
+    def make(role: str, synchronizer: Synchronizer) -> Collected:
+        board = id(synchronizer.board)
+        if board not in hubs:
+            actor = start_host(f"hub-{len(hubs)}", tmp_path, 1, namespace=namespace)
+            wait_for(actor.build.remote(Hub), "hub")
+            hubs[board] = (synchronizer.board, Proxy(actor, "hub", role))
+        return Collected(hubs[board][1], keep=2)
+
+    (tmp_path / "saved").mkdir()
+    await check_channel(make, tmp_path / "saved")
+
+
+async def test_weights_whose_bytes_changed_are_refused() -> None:
+    stored = store(3, [("matrix", torch.ones(2, 3)), ("bias", torch.zeros(3))])
+    packed = [list(row) for row in ray.get(stored.refs[0])]
+    packed[1][4] = packed[1][4] + np.uint8(1)
+    with pytest.raises(SyncError, match="collect 'bias' of version 3"):
+        await fetched(Stored(3, stored.names, (ray.put(packed),)))
+
+
+# --------------------------------------------------------------------------- replicas
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def scripted(delay_s: float) -> ScriptedEngine:
+    config = ScriptedEngine.Config(replies=((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2)), delay_s=delay_s)
+    return ScriptedEngine(config, eos_token_ids=EOS, decode=decode)
+
+
+def requests(count: int) -> list[Request]:
+    keys = [SampleKey(0, "test", "test", str(i)) for i in range(count)]
+    return [Request(PROMPTS[0], Sampling(8), key) for key in keys]
+
+
+def pids(tmp_path: Path) -> dict[str, int]:
+    lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines() if ": process " in line]
+    return {words[3].rstrip(":"): int(words[5]) for words in lines}
+
+
+async def replicated(tmp_path: Path, namespace: str, replicas: int, delay_s: float = 0.0) -> ReplicatedEngine:
+    names = [f"engine-0-{replica}" for replica in range(replicas)]
+    recipe = Recipe(scripted, (delay_s,), tmp_path, 1, namespace)
+    return await ReplicatedEngine.start(recipe, names, max_restarts=1, deadline_s=60)
+
+
+async def test_a_replicated_engine_keeps_the_contract_of_engines(tmp_path: Path, namespace: str) -> None:
+    # `check_engine` makes engines outside of a coroutine; these are started in one.
+    spare = [await replicated(tmp_path, f"{namespace}-{replicas}", replicas) for replicas in (1, 2)]
+    await check_engine(
+        spare.pop, PROMPTS, eos_token_ids=EOS, weights=lambda: iter([("weight", torch.ones(2))]), max_new_tokens=12
+    )
+
+
+async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_are_the_same(
+    tmp_path: Path, namespace: str
+) -> None:
+    alone, engine = scripted(0.0), await replicated(tmp_path, namespace, 2, delay_s=0.5)
+    weights = [("weight", torch.ones(2))]
+    await alone.load(7, weights)
+    await engine.load(7, weights)
+    expected = await asyncio.gather(*map(alone.generate, requests(12)))
+    replying = [asyncio.ensure_future(engine.generate(request)) for request in requests(12)]
+    await asyncio.sleep(0.2)
+    os.kill(pids(tmp_path)["engine-0-1"], signal.SIGKILL)
+    found = await asyncio.gather(*replying)
+    assert [done.tokens.tolist() for done in found] == [done.tokens.tolist() for done in expected]
+    assert {int(version) for done in found for version in done.policy_version} == {7}
+    # An idle one is missed when new weights come, and gets them as well.
+    os.kill(pids(tmp_path)["engine-0-0"], signal.SIGKILL)
+    await engine.load(8, weights)
+    assert engine.version == 8
+    later = await asyncio.gather(*map(engine.generate, requests(4)))
+    assert {int(version) for done in later for version in done.policy_version} == {8}
+    # Once more than it may die.
+    os.kill(pids(tmp_path)["engine-0-1~1"], signal.SIGKILL)
+    with pytest.raises(EngineFailure, match=r"replies from engine-0-1\nfound: it died 2 time"):
+        await engine.load(9, weights)
+    assert engine.version == 8
+    await engine.close()
+
+
+# --------------------------------------------------------------------------- roles by name
+
+
+async def test_roles_are_found_by_name(tmp_path: Path, namespace: str) -> None:
+    directory = RayDirectory(tmp_path)
+    with pytest.raises(UnknownName, match="the role 'saver'"):
+        directory.get(namespace, "saver")
+    ones = [directory.get(namespace, "saver", Anything), directory.get(namespace, "saver", Anything)]
+    assert ones[0].pid() == ones[1].pid() == directory.get(namespace, "saver").pid() != os.getpid()
+    monitor = CheckpointMonitor.get_actor(namespace, default_local_dir=str(tmp_path / "saved"), directory=directory)
+    await save_step(monitor, 4, lambda folder: (folder / "x").write_text("y"))
+    assert monitor.latest_checkpoint_step == 4
+    assert CheckpointMonitor.get_actor(namespace, directory=directory).latest_checkpoint_step == 4
+
+
+def test_trivium_without_ray_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from trivium.cluster.session import cluster_of
+    from trivium.config import RunConfig
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = RunConfig.load(ROOT / "tests/e2e/ray.yaml", ["cluster.kind=ray"])
+    with pytest.raises(MissingPackage, match=r"pip install 'trivium\[ray\]'"), cluster_of(config):
+        pass
