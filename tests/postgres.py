@@ -1,6 +1,6 @@
 """A real PostgreSQL for tests: Debian's server in a directory of its own, on a port of its own, for as long as needed.
 
-A test module that imports `postgres` has the fixture: the URL of a running server, or a skip that says what is missing.
+`tests/conftest.py` has its fixture, one server for all tests of a session, or a skip that says what is missing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from postgres import Server, postgres
+from postgres import Server
 
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.sql import SqlBuffer
@@ -15,7 +15,6 @@ from trivium.testing import check_buffer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 
-__all__ = ["postgres"]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789="))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from postgres import Server
 
 from tests.e2e.shells import Shell, eventually, shells
 from tests.e2e.test_kill import outcome_of
-from tests.postgres import Server, postgres  # noqa: F401  (a fixture)
 
 HERE = Path(__file__).parent
 BEAT_S = 3.0
@@ -150,8 +150,8 @@ def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_pa
             directory.mkdir()
             path = small(directory, postgres.url, steps=10)
             trainer, explorer = (start(mode, "run", str(path), f"run.mode={mode}") for mode in ("train", "explore"))
-            for cut in range(cuts):
-                eventually(lambda: steps(directory / "run") > cut, 90, lambda: trainer.said + explorer.said)
+            while (done := steps(directory / "run")) < cuts:
+                eventually(lambda: steps(directory / "run") > done, 90, lambda: trainer.said + explorer.said)
                 postgres.drop_connections()
             assert_ends_well(trainer, explorer)
             return outcome_of(directory / "run")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from postgres import Server, postgres
+from postgres import Server
 from sql_roles import TASKS, count_on_board, make_end, make_group, make_schedule
 from sqlalchemy import event
 
@@ -25,8 +25,6 @@ from trivium.config import plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
 from trivium.schedule import Schedule
 from trivium.types import SERVED, Lease, Message, Task
-
-__all__ = ["postgres"]
 
 
 @pytest.fixture

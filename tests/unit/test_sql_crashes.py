@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from postgres import Server, postgres
+from postgres import Server
 from sql_roles import make_end, make_group, make_schedule, train, write
 from sqlalchemy.exc import OperationalError
 
@@ -22,8 +22,6 @@ from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
 from trivium.buffers.sql_slots import CALLS, SLOTS, SlotState
 from trivium.errors import RoleFailed
-
-__all__ = ["postgres"]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
