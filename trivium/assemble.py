@@ -97,15 +97,18 @@ def open_board(config: RunConfig) -> Board:
     return MemoryBoard()
 
 
-def build_synchronizer(config: RunConfig, board: Board) -> Synchronizer:
-    """One role's view of the board. On a shared one roles may be processes that nobody holds a handle of: they show by
-    heartbeats that they live. On Ray the board is always shared, and handles tell."""
+def build_synchronizer(config: RunConfig, board: Board, settings: str = "") -> Synchronizer:
+    """One role's view of the board; `settings` is what separate commands must agree on.
+
+    On a shared board roles may be processes that nobody holds a handle of: they show by heartbeats that they live. On
+    Ray the board is always shared, and handles tell.
+    """
     sync = config.sync
     apart = shares_buffer(config) if config.cluster.kind == "ray" else not isinstance(board, MemoryBoard)
     return Synchronizer(
         board, deadline_s=sync.deadline_s, style=sync.style, interval=sync.interval,
         collective=getattr(resolve("channels", sync.method), "collective", False),
-        heartbeat_s=sync.heartbeat_s if apart else None,
+        heartbeat_s=sync.heartbeat_s if apart else None, settings=settings,
     )  # fmt: skip
 
 
@@ -171,7 +174,10 @@ def build_trainer(
 
 def trainer_parts(stage: Stage, meeting: Meeting, trainer: Trainer) -> Parts:
     """The half of a run that trains."""
-    return Parts(meeting.buffer, trainer.schedule, meeting.synchronizer, meeting.channel, trainer, stage=stage.number)
+    return Parts(
+        meeting.buffer, trainer.schedule, meeting.synchronizer, meeting.channel, trainer, stage=stage.number,
+        is_last=stage.is_last,
+    )  # fmt: skip
 
 
 def explorer_parts(stage: Stage, meeting: Meeting, explorer: Explorer) -> Parts:

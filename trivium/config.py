@@ -7,6 +7,8 @@ fields. The string under a field is its help. `free()` marks a field that a resu
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,11 +17,12 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic.fields import FieldInfo
 
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
 from trivium.save_monitor import SaveStrategy
-from trivium.synchronizer import SyncStyle
+from trivium.synchronizer import TRAINER, SyncStyle
 from trivium.types import SERVED, Sampling
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
@@ -157,8 +160,8 @@ class RunSection(Config):
     """`both` explores and trains; `explore` and `train` do one of the two, in as many shells or machines as you like,
     over a buffer and a channel that they share; `serve` offers the policy to agents instead of exploring, and trains
     too unless the buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
-    explorer: str = free("")
-    """Name of the explorer that `explore` or `serve` starts; empty makes up one that nobody else has."""
+    explorer: str = free("", pattern=r"^[\w.-]*$")
+    """Name of the explorer that this command starts; empty makes up one that nobody else has."""
     enable_preview: bool = free(False)
     """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
     resume: bool = free(True)
@@ -869,6 +872,10 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
 def _check_cluster(config: RunConfig) -> Iterator[Problem]:
     """On Ray one command plays both halves; in one process there is one of each."""
     cluster, mode = config.cluster, config.run.mode
+    if config.run.explorer == TRAINER:
+        yield Problem(
+            "run.explorer", f"an explorer named {TRAINER!r}", "that is the trainer's name", "choose another one"
+        )
     if cluster.kind == "ray" and mode in ("explore", "train"):
         yield Problem(
             "run.mode", f"{mode!r} on Ray", "on a cluster one command starts explorers and trainer",
@@ -880,6 +887,11 @@ def _check_cluster(config: RunConfig) -> Iterator[Problem]:
                 f"cluster.{name}", f"cluster.{name} without a cluster", "all roles are one process, one of each",
                 "set cluster.kind to ray, or leave the key out",
             )  # fmt: skip
+    if cluster.kind == "ray" and config.run.explorer:
+        yield Problem(
+            "run.explorer", f"an explorer named {config.run.explorer!r}", "on Ray they are named explorer-0, -1, ...",
+            "leave the key out",
+        )  # fmt: skip
 
 
 def _check_replaced(config: RunConfig) -> Iterator[Problem]:
@@ -1001,6 +1013,36 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def fingerprint(config: RunConfig) -> str:
+    """A digest of what separate commands of one run must agree on: what a resumed run may not change, and its length.
+
+    Paths count by their last part, for they differ between machines; the address of a buffer does not count at all.
+    """
+    stages = [(_lasting(stage), stage.schedule.steps) for stage in config.stage_configs()]
+    return hashlib.blake2b(json.dumps(stages, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _lasting(value: Any) -> Any:
+    """The fields that a resumed run may not change, as JSON values."""
+    if isinstance(value, BaseModel):
+        fields = {
+            name: getattr(value, name) for name, field in type(value).model_fields.items()
+            if not _is_free(field) and not (isinstance(value, BufferConfig) and name == "url")
+        }  # fmt: skip
+        return _lasting(fields)
+    if _is_mapping(value):
+        return {str(key): _lasting(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_lasting(part) for part in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, str) and os.path.isabs(value):
+        return Path(value).name
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _is_free(field: FieldInfo) -> bool:
+    return _is_mapping(field.json_schema_extra) and field.json_schema_extra.get("resume") == "free"
+
+
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
     """The fields that a resumed run may not change and that differ from the saved config.
 
@@ -1025,8 +1067,7 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Prob
 def _differences(old: Any, new: Any, section: Any, where: str) -> Iterator[Problem]:
     if isinstance(section, BaseModel) and _is_mapping(old) and _is_mapping(new):
         for name, field in type(section).model_fields.items():
-            extra = field.json_schema_extra
-            if _is_mapping(extra) and extra.get("resume") == "free":
+            if _is_free(field):
                 continue
             path = f"{where}.{name}" if where else name
             yield from _differences(old.get(name), new.get(name), getattr(section, name), path)

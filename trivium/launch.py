@@ -26,13 +26,13 @@ from trivium.assemble import (
     meet_here,
     open_board,
     open_store,
+    run_name,
     shares_buffer,
     trainer_parts,
 )  # fmt: skip
-from trivium.board import Board
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
-from trivium.config import RunConfig, build, plan_run, resume_differences, to_yaml, usable_cores
+from trivium.config import RunConfig, build, fingerprint, plan_run, resume_differences, to_yaml, usable_cores
 from trivium.errors import ConfigError, RunDirError
 from trivium.logs import logging_to
 from trivium.loops import Parts
@@ -93,8 +93,13 @@ def _stage(config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Che
             yield play_stage
         return
     monitor, board = build_monitor(config, run_dir, latest), open_board(config)
+
+    def here(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
+        synchronizer = build_synchronizer(stage.config, board, fingerprint(config))
+        return _train_stage(stage, store, resume, monitor, record, synchronizer)
+
     try:
-        yield lambda stage, resume, record: _train_stage(stage, store, resume, monitor, record, board)
+        yield here
     finally:
         monitor.close()
 
@@ -129,14 +134,15 @@ def _train_stages(
 
 def _train_stage(
     stage: Stage, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor, record: dict[str, Any],
-    board: Board,
+    synchronizer: Synchronizer,
 ) -> dict[str, Any]:  # fmt: skip
-    meeting = meet_here(stage, build_synchronizer(stage.config, board), TRAINER)
+    meeting = meet_here(stage, synchronizer, TRAINER)
     trainer = build_trainer(stage, meeting, store, resume, monitor, record)
     parts = trainer_parts(stage, meeting, trainer)
     try:
         if stage.config.run.mode in ("both", "serve") and (meeting.buffer.explored or stage.evaluated):
-            parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage)))
+            name = stage.config.run.explorer or "explorer-0"
+            parts = both_halves(parts, explorer_parts(stage, meeting, build_explorer(stage, name)))
         trainer.prepare()
         asyncio.run(play(parts))
         return {**trainer.record, "seconds": trainer.seconds}
@@ -163,20 +169,25 @@ def explore(config: RunConfig) -> dict[str, Any]:
     name, run_dir = explorer_name(config), Path(config.run.dir)
     stages = config.stage_configs()
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
-    synchronizer = build_synchronizer(config, open_board(config))
+    board = open_board(config)
+    lookout = build_synchronizer(config, board, fingerprint(config))
     with logging_to(run_dir, f"log-{name}.txt"):
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
-        number = -1
-        while number < len(stages) - 1:
-            number = asyncio.run(synchronizer.meet(name))
+        number: int | None = -1
+        played = 0
+        while number != len(stages) - 1 and (number := asyncio.run(lookout.meet(name))) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
+            played += 1
             stage = Stage(stages[number], number, steps[number], number == len(stages) - 1, run_dir, model_dir)
+            synchronizer = build_synchronizer(stage.config, board).beside(lookout)
             meeting = meet_here(stage, synchronizer, name)
             if meeting.buffer.explored or stage.evaluated:
                 asyncio.run(play(explorer_parts(stage, meeting, build_explorer(stage, name))))
             else:
                 asyncio.run(_sit_out(synchronizer, name))
-    return {"explorer": name, "run_dir": str(run_dir)}
+        if not played:
+            _log.warning("the run %r is finished: there is nothing to explore", run_name(config))
+    return {"explorer": name, "stages_explored": played, "run_dir": str(run_dir)}
 
 
 async def _sit_out(synchronizer: Synchronizer, name: str) -> None:

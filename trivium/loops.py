@@ -202,6 +202,7 @@ class Parts:
     evaluator: Evaluator | None = None
     """None where nothing is evaluated, or somebody else does it."""
     stage: int = 0
+    is_last: bool = True
     explore: Explore = explore_loop
     """What fills the buffer: the schedule's tasks, or agents that come with their own."""
 
@@ -209,7 +210,7 @@ class Parts:
 async def run(parts: Parts) -> None:
     """Both halves in one task group: the first failure cancels the rest and is raised."""
     if parts.trainer is not None:
-        parts.synchronizer.open(parts.stage)
+        parts.synchronizer.open(parts.stage, last=parts.is_last)
     async with asyncio.TaskGroup() as halves:
         if parts.explorer is not None:
             halves.create_task(explore_half(parts, parts.explorer), name=parts.explorer.name)
@@ -231,7 +232,8 @@ async def train_half(parts: Parts, trainer: Trainer) -> None:
 async def explore_half(parts: Parts, explorer: Explorer) -> None:
     """Explores and evaluates until the trainer is done with the stage."""
     synchronizer = parts.synchronizer
-    await synchronizer.join(explorer.name)
+    if not await synchronizer.join(explorer.name):
+        return
     with synchronizer.obituary(explorer.name), synchronizer.heart(explorer.name):
         async with asyncio.TaskGroup() as tasks:
             following = follow_weights(explorer, parts.buffer, parts.schedule, synchronizer, parts.channel)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RoleFailed, SyncError, TriviumError, first_cause
+from trivium.errors import ConfigError, RoleFailed, SyncError, TriviumError, first_cause
 
 if TYPE_CHECKING:
     from trivium.board import Board, Values
@@ -74,12 +74,14 @@ class Synchronizer:
 
     def __init__(
         self, board: Board, *, deadline_s: float, style: SyncStyle = SyncStyle.FIXED, interval: int = 1,
-        collective: bool = False, heartbeat_s: float | None = None,
+        collective: bool = False, heartbeat_s: float | None = None, settings: str = "",
     ) -> None:  # fmt: skip
         self.board, self.deadline_s = board, deadline_s
         self.style, self.interval = style, interval
         self.collective = collective
         """Whether weights travel by an exchange that both sides enter, instead of lying somewhere to be fetched."""
+        self.settings = settings
+        """A digest of what trainer and explorers must agree on."""
         self.heartbeat_s = heartbeat_s
         """A role is dead that has not beaten for so long; None where process handles tell, or one process holds all."""
         self._incarnation = ""
@@ -87,18 +89,32 @@ class Synchronizer:
 
     # ------------------------------------------------------------------ coming and going
 
-    def open(self, stage: int = 0) -> None:
+    def open(self, stage: int = 0, *, last: bool = True) -> None:
         """The trainer begins a stage: whatever an earlier life left on the board is gone, explorers may join."""
         self._incarnation = uuid.uuid4().hex
-        opened = {"incarnation": self._incarnation, "stage": stage, "trainer": RunningStatus.RUNNING.value}
-        # Who still waits for the end of the stage before sees here that it came.
-        self.board.write(lambda v: {**opened, "after": v.get("incarnation") if v.get("finished") else None})
+        opened: Values = {
+            "incarnation": self._incarnation, "stage": stage, "last": last, "settings": self.settings,
+            "trainer": RunningStatus.RUNNING.value,
+        }  # fmt: skip
 
-    async def meet(self, who: str) -> int:
+        def begin(values: Values) -> Values:
+            # Who still waits for the end of a stage sees here that it came.
+            ended = [*values.get("ended", ()), values["incarnation"]] if values.get("finished") else []
+            return {**opened, "ended": ended[-_REMEMBERED:]}
+
+        self.board.write(begin)
+
+    async def meet(self, who: str) -> int | None:
         """An explorer of another process looks for a trainer that is alive and has begun a stage it has not finished;
-        returns the stage. Raises SyncError if none comes within the deadline."""
+        returns the stage, or None where the run has come to its end.
+
+        Raises SyncError if none comes within the deadline, ConfigError if one with other settings does.
+        """
         first = self.board.read()
         beat, left = first.get("beats", {}).get(TRAINER), self._incarnation
+
+        def over(values: Values) -> bool:
+            return bool(values.get("finished") and values.get("last")) and values.get("settings") == self.settings
 
         def ready(values: Values) -> bool:
             # What a dead trainer left on the board says RUNNING for ever; a beat tells the living.
@@ -106,7 +122,15 @@ class Synchronizer:
             begun = values.get("incarnation", left) != left
             return alive and begun and not values.get("finished") and "failed" not in values
 
-        values = await self.board.poll(ready, self.deadline_s)
+        values = await self.board.poll(lambda v: ready(v) or over(v), self.deadline_s)
+        if over(values):
+            return None
+        if ready(values) and values.get("settings") != self.settings:
+            raise ConfigError(
+                f"explore with this config, as {who!r}", "the trainer runs another one",
+                "give both the same file and the same overrides (what may differ is `free` in docs/config.md, "
+                "`schedule.steps` excepted)",
+            )  # fmt: skip
         if not ready(values):
             raise SyncError(
                 f"explorer {who!r} waits for a trainer", f"none came within {self.deadline_s:.0f} s",
@@ -115,8 +139,9 @@ class Synchronizer:
         self._incarnation = values["incarnation"]
         return values["stage"]
 
-    async def join(self, name: str) -> None:
-        """An explorer takes its place beside the trainer, once an earlier one of that name is dead and buried.
+    async def join(self, name: str) -> bool:
+        """An explorer takes its place beside the trainer, once an earlier one of that name is dead and buried. False
+        where the stage came to its end meanwhile.
 
         Raises SyncError if that one is alive.
         """
@@ -135,11 +160,16 @@ class Synchronizer:
 
         await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
         self._write(enter)
-        if self.check_alive().get("explorers", {}).get(name, {}).get("life") != life:
+        values = self.check_alive()
+        if values.get("finished") or self._incarnation in values.get("ended", ()):
+            return False
+        if values.get("explorers", {}).get(name, {}).get("life") != life:
             raise SyncError(
                 f"join the run as explorer {name!r}", "another one of that name is in it",
                 "give each its own run.explorer, or leave it out",
             )  # fmt: skip
+        _log.info("explorer %s joins", name)
+        return True
 
     def finish(self) -> None:
         """The trainer is done: explorers may go."""
@@ -149,7 +179,7 @@ class Synchronizer:
         """Waits until the trainer is done, for as long as it lives."""
 
         def over(values: Values) -> bool:
-            return bool(values.get("finished")) or values.get("after") == self._incarnation
+            return bool(values.get("finished")) or self._incarnation in values.get("ended", ())
 
         values: Values = {}
         while not over(values):
@@ -270,11 +300,16 @@ class Synchronizer:
         self._refuse_broken(values)
         return values
 
+    def beside(self, other: Synchronizer) -> Synchronizer:
+        """This one, taking part in the same life of the run as `other`."""
+        self._incarnation = other._incarnation
+        return self
+
     def _broken(self, values: Values) -> bool:
         return "failed" in values or not self._same_life(values)
 
     def _same_life(self, values: Values) -> bool:
-        return self._incarnation in (values.get("incarnation", ""), values.get("after"))
+        return self._incarnation in (values.get("incarnation", ""), *values.get("ended", ()))
 
     def _refuse_broken(self, values: Values) -> None:
         """Raises RoleFailed if this run is over for a reason other than being finished."""
@@ -378,6 +413,8 @@ class Synchronizer:
             entered.clear()
             if exchange is None or exchange["version"] != version or exchange["members"] is not None:
                 return values  # it was agreed upon without this explorer, or given up
+            if role in dead(values):
+                return values
             entered.append(exchange["number"])
             ready = {**exchange, "ready": sorted({*exchange["ready"], role})}
             return _with_explorer({**values, "exchange": ready}, role, status=RunningStatus.WAITING_SYNC.value)

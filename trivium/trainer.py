@@ -34,6 +34,8 @@ __all__ = ["Cadence", "Experiences", "TrainEngineWrapper", "Trainer", "get_train
 T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
+_GRACE_S = 0.2
+"""How long a trainer waits for groups before an explorer may be given weights ahead of `sync.interval`."""
 
 
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
@@ -83,6 +85,8 @@ class Trainer:
         self.last_trainer_sync_step = 0
         self.score: float | None = None
         """What `checkpoint.keep_best` compares, where this step was evaluated; more is better."""
+        self._starved = False
+        """Whether it has been waiting for explorers for more than a moment."""
         self._seconds: dict[str, float] = {}
         self._counts: Mapping[str, int] = {}
         self._examples: list[dict[str, Any]] = []
@@ -186,7 +190,8 @@ class Trainer:
         try:
             while not waited_for.done():
                 # Woken at once by what the board says; a need_sync of somebody else's is asked every second.
-                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, 1.0))
+                patience_s = 1.0 if self._starved else _GRACE_S
+                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, patience_s))
                 try:
                     await asyncio.wait({waited_for, asked}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -195,8 +200,10 @@ class Trainer:
                     asked.result()  # a board that fails is no board without news
                 if not waited_for.done() and self.need_sync():
                     await asyncio.to_thread(self.sync_weight)
+                self._starved = True
             return waited_for.result()
         finally:
+            self._starved = False
             waited_for.cancel()
 
     def need_sync(self) -> bool:
@@ -213,7 +220,9 @@ class Trainer:
             return False
         if self.synchronizer.style is SyncStyle.FIXED:
             return not offered and self.schedule.published(self.train_step_num)
-        return not offered and wanted(values)
+        # Who asks is answered every `interval` steps; sooner only where the trainer has nothing else to do.
+        over = self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
+        return not offered and wanted(values) and (over or self._starved)
 
     def _ask_for_sync(self) -> None:
         """With `dynamic_by_trainer`, tells the explorers that the interval is over."""

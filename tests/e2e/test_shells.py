@@ -124,7 +124,19 @@ def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(v
         assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.said
         again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
         assert_ends_well(*again)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 30
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 30
+        late = start("late", "run", str(path), "run.mode=explore")
+        assert_ends_well(late)
+        assert "is finished: there is nothing to explore" in late.said
+
+
+def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}")
+    with shells(tmp_path) as start:
+        start("train", "run", str(path), "run.mode=train")
+        stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1")
+        assert stranger.wait(90) == 2
+        assert "the trainer runs another one" in stranger.said
 
 
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> N
         first, second = (start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab")
         log = tmp_path / "run" / "log-b.txt"
         eventually(
-            lambda: steps(tmp_path / "run") >= 4 and log.is_file() and "begins" in log.read_text(), 90,
+            lambda: steps(tmp_path / "run") >= 4 and log.is_file() and "explorer b joins" in log.read_text(), 90,
             lambda: trainer.said + second.said,
         )  # fmt: skip
         first.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -11,7 +12,17 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from trivium.config import RunConfig, check, merged, parse_override, plan_run, read_yaml, resume_differences, to_yaml
+from trivium.config import (
+    RunConfig,
+    check,
+    fingerprint,
+    merged,
+    parse_override,
+    plan_run,
+    read_yaml,
+    resume_differences,
+    to_yaml,
+)
 from trivium.errors import ConfigError
 
 PARTS = """
@@ -410,6 +421,23 @@ def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Pa
     assert {problem[0] for problem in resume_differences(saved, load(folder, overrides=same))} == {
         change.partition("=")[0] for change in same
     }
+
+
+def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its_length(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("machine") / "another"
+    shutil.copytree(folder, elsewhere)
+    here = fingerprint(RunConfig.load(folder / "run.yaml", ["cluster.threads=1"]))
+    assert fingerprint(RunConfig.load(elsewhere / "run.yaml", ["run.dir=there", "run.explorer=a"])) == here
+    for change in ("run.seed=7", "schedule.steps=999", "schedule.max_staleness=6", "engine.sampling.temperature=2.0"):
+        assert fingerprint(RunConfig.load(folder / "run.yaml", [change])) != here, change
+
+
+@pytest.mark.parametrize("name", ["trainer", "a/b", "a b"])
+def test_an_explorer_cannot_have_every_name(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.explorer"):
+        RunConfig.load(folder / "run.yaml", [f"run.explorer={name}"])
 
 
 def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> None:

@@ -133,6 +133,20 @@ async def test_a_trainer_whose_interval_is_over_asks_and_is_answered(tmp_path: P
         assert board.published == [0, 2, 4]
 
 
+@pytest.mark.parametrize("style", [BY_TRAINER, BY_EXPLORER])
+async def test_a_trainer_that_has_groups_to_learn_from_keeps_to_its_interval(style: SyncStyle, tmp_path: Path) -> None:
+    """However often it is asked: explorers at their bound ask all the time."""
+    schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, max_staleness=9, sync_interval=3, steps=8)
+    board = Noted()
+    life = session(schedule, tmp_path, style, 0, board)
+    async with hand_fed(life) as (feed, sync):
+        for _ in range(7):
+            sync.ask("hand", True)
+            await feed(0)
+        await asyncio.sleep(0.1)
+        assert board.published == [0, 3, 6]
+
+
 async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_nothing_to_play(tmp_path: Path) -> None:
     board = Noted()
     schedule = Schedule(TASKS, seed=0, groups_per_step=2, group_size=1, max_staleness=9, sync_interval=2, steps=20)

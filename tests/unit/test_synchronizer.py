@@ -13,7 +13,7 @@ import pytest
 
 from trivium.board import MemoryBoard, SharedBoard, Values
 from trivium.buffers.database import Database, SqlTable
-from trivium.errors import RoleFailed, SyncError
+from trivium.errors import ConfigError, RoleFailed, SyncError
 from trivium.synchronizer import TRAINER, RunningStatus, Synchronizer, SyncStyle, dead, living
 
 Make = Callable[..., Synchronizer]
@@ -372,7 +372,7 @@ async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
         await late.meet("a")  # what it left says RUNNING for ever
     a, trainer = role(heartbeat_s=HEARTBEAT_S), role(heartbeat_s=HEARTBEAT_S)
     meeting = await pending(a.meet("a"))
-    trainer.open(stage=2)
+    trainer.open(stage=2, last=False)
     with trainer.heart(TRAINER):
         assert await soon(meeting) == 2
         await a.join("a")
@@ -383,6 +383,29 @@ async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
         trainer.report_death(TRAINER, "gone wrong")
         with pytest.raises(SyncError, match="none came within"):
             await late.meet("b")
+
+
+async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None:
+    trainer, a, late = (role(heartbeat_s=HEARTBEAT_S, settings="these") for _ in range(3))
+    trainer.open(stage=0, last=False)
+    with trainer.heart(TRAINER):
+        assert await soon(a.meet("a")) is not None
+        trainer.finish()
+        trainer.open(stage=1, last=True)  # a short one: nobody was there to see it
+        trainer.finish()
+        assert not await soon(a.join("a"))  # its engine took so long to load that its stage is over
+        assert await soon(a.meet("a")) is None
+    assert await soon(late.meet("b")) is None
+    longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings="more steps")
+    with pytest.raises(SyncError, match="none came within"):  # that trainer is yet to come
+        await longer.meet("c")
+
+
+async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
+    trainer, other = role(heartbeat_s=HEARTBEAT_S, settings="these"), role(heartbeat_s=HEARTBEAT_S, settings="others")
+    trainer.open()
+    with trainer.heart(TRAINER), pytest.raises(ConfigError, match="the trainer runs another one"):
+        await soon(other.meet("a"))
 
 
 # --------------------------------------------------------------------------- the collective exchange
