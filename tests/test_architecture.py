@@ -30,6 +30,9 @@ MAY_CATCH_EVERYTHING = {
     "trivium.rewards.calling": (2, "a reward that raised fails its own trajectory, and no other in the call"),
     "trivium.rewards.child": (1, "a child process answers with the error, which its parent raises"),
     "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
+    "trivium.cluster.crew": (1, "the errors of all roles are gathered; the likeliest first cause among them is raised"),
+    "trivium.cluster.remote": (3, "an error crosses from one process to the caller in another, who raises it"),
+    "trivium.synchronizer": (1, "nobody awaits the heart's thread: `tend` raises what stopped it"),
     "trivium.threads": (1, "an error crosses from a thread to the coroutine that waits for it"),
 }
 """How many handlers of a module may take any exception without raising it themselves, and why."""

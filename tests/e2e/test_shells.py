@@ -112,7 +112,7 @@ def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["explore", "train"])
 def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
-    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=30)
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=16)
     with shells(tmp_path) as start:
         both = {
             mode: start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=a") for mode in ("train", "explore")
@@ -124,7 +124,7 @@ def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(v
         assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.said
         again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
         assert_ends_well(*again)
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 30
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16
         late = start("late", "run", str(path), "run.mode=explore")
         assert_ends_well(late)
         assert "is finished: there is nothing to explore" in late.said
@@ -140,7 +140,7 @@ def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:
-    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=40)
+    path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=24)
     with shells(tmp_path) as start:
         trainer = start("train", "run", str(path), "run.mode=train")
         first, second = (start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab")
