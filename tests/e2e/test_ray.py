@@ -67,11 +67,11 @@ def kill(run: Run, role: str, at_step: int) -> float:
     return time.monotonic()
 
 
-def test_two_explorers_and_two_stages_end_with_the_weights_of_one_process(
+def test_two_stages_end_with_the_weights_of_one_process(
     launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     arguments = [STAGED, "cluster.threads=1", "evaluation.every=0"]
-    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address, explorers=2))
+    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address))
     assert run.code == 0, run.said
     assert outcome_of(run.dir) == one_process(*arguments)
 
@@ -133,22 +133,11 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
     assert outcome_of(run.dir) == one_process(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "words"),
-    [
-        (["workflow.kind=slow.py:Broken"], 1,
-         ["explorer-0 failed: Unheard: the simulator is not licensed on this machine"]),
-        (["engine.max_context=999"], 2, ["asked: engine.max_context: 999", "found: the model was built for 24"]),
-    ],
-    ids=["an error of the user's code", "a config that a role refuses"],
-)  # fmt: skip
-def test_the_cause_reaches_the_terminal(
-    launcher: Launcher, ray_address: str, tmp_path: Path, changes: list[str], code: int, words: list[str]
-) -> None:
-    run = launcher.run(tmp_path / "run", PLAIN, *on_ray(ray_address), *changes)
-    assert run.code == code, run.said
-    for word in words:
-        assert word in run.said
+def test_the_cause_reaches_the_terminal(launcher: Launcher, ray_address: str, tmp_path: Path) -> None:
+    run = launcher.run(tmp_path / "run", PLAIN, *on_ray(ray_address), "workflow.kind=slow.py:Broken")
+    assert run.code == 1, run.said
+    assert "explorer-0 failed: Unheard: the simulator is not licensed on this machine" in run.said
+    assert "in __init__" in run.log, "the traceback of the role"
     assert not [name for name, pid in run.pids().items() if alive(pid)]
 
 
