@@ -69,6 +69,12 @@ class Server:
         assert row is not None
         return row[0]
 
+    def processes(self) -> list[int]:
+        """The server and its children."""
+        main = int((self._data / "postmaster.pid").read_text().splitlines()[0])
+        found = subprocess.run(["pgrep", "-P", str(main)], capture_output=True, text=True, check=True, timeout=10)
+        return [main, *map(int, found.stdout.split())]
+
     def create_database(self, name: str) -> str:
         """The URL of an empty database."""
         with psycopg.connect(self.url, autocommit=True) as connection:

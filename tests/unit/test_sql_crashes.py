@@ -6,12 +6,17 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import random
+import signal
+import socket
+import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from postgres import Server
@@ -20,8 +25,9 @@ from sqlalchemy.exc import OperationalError
 
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_slots import CALLS, SLOTS, SlotState
+from trivium.buffers.sql_slots import CALLS, SLOTS, Slots, SlotState
 from trivium.errors import RoleFailed
+from trivium.types import Lease
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -211,3 +217,155 @@ async def test_a_server_that_is_gone_is_named_in_time(postgres: Server, tmp_path
         assert f"127.0.0.1:{postgres.port}" in end.found
         assert end.asked
         assert end.do
+
+
+class Cut:
+    """A way to the server on which a COMMIT can be late: its sender is cut off at once, and it arrives afterwards."""
+
+    def __init__(self, port: int) -> None:
+        self._server, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.armed, self.cuts = False, 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here = self._listener.accept()[0]
+                there = socket.create_connection(("127.0.0.1", self._server))
+                for way in ((here, there, True), (there, here, False)):
+                    threading.Thread(target=self._carry, args=way, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, forth: bool) -> None:
+        with source, contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if forth and self.armed and b"COMMIT" in data:
+                    self.armed, self.cuts = False, self.cuts + 1
+                    source.shutdown(socket.SHUT_RDWR)
+                    time.sleep(0.3)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+async def test_a_commit_that_comes_after_its_sender_tries_again_is_found(postgres: Server, tmp_path: Path) -> None:
+    url, cut = postgres.create_database(uuid.uuid4().hex), Cut(postgres.port)
+    far = make_end(url.replace(f":{postgres.port}/", f":{cut.port}/"), make_schedule(max_staleness=1), tmp_path)
+    try:
+        cut.armed = True
+        await far.restore(None, 0)
+        await far.advance("e", 0)
+        for slot in range(2):
+            cut.armed = True
+            lease = await far.lease("e")
+            assert lease == Lease(slot)
+            cut.armed = True
+            await far.put("e", make_group(lease))
+        cut.armed = True
+        assert len(await far.take(2, 0)) == 2
+        cut.armed = True
+        await far.refuse(5)
+        assert (await far.state())["refused"] == 5
+        assert states(url) == {SlotState.CONSUMED: 2}
+    finally:
+        cut.close()
+    assert cut.cuts == 7
+
+
+async def test_a_restore_whose_answer_was_lost_leaves_those_alone_who_came_since(url: str, tmp_path: Path) -> None:
+    explorer = make_end(url, make_schedule(), tmp_path)
+
+    class Slow(Doubtful):
+        def _once(self, work: Any, reads: bool) -> Any:
+            try:
+                return super()._once(work, reads)
+            finally:
+                asyncio.run_coroutine_threadsafe(come(), loop).result(10)
+
+    leases, loop = list[Lease](), asyncio.get_running_loop()
+
+    async def come() -> None:
+        if not leases:
+            await explorer.advance("e", 0)
+            lease = await explorer.lease("e")
+            assert lease is not None
+            leases.append(lease)
+
+    trainer = make_end(url, make_schedule(), tmp_path)
+    trainer._database = doubtful = Slow(url)
+    await trainer.restore(None, 0)
+    assert doubtful.lost == 1
+    await explorer.put("e", make_group(leases[0]))
+
+
+async def test_a_checkpoint_is_of_one_moment(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is dropped while the trainer looks is either in all of it or in none."""
+    trainer, explorer = (make_end(url, make_schedule(), tmp_path) for _ in range(2))
+    await trainer.restore(None, 0)
+    await explorer.advance("e", 0)
+    leases = [await explorer.lease("e") for _ in range(2)]
+    before, loop, look = await trainer.state(), asyncio.get_running_loop(), Slots.state
+
+    def slow(slots: Slots) -> dict[str, Any]:
+        group = make_group(leases[1] or Lease(1)).refused("unwanted")
+        asyncio.run_coroutine_threadsafe(explorer.put("e", group), loop).result(10)
+        return look(slots)
+
+    monkeypatch.setattr(Slots, "state", slow)
+    assert await trainer.state() == before
+    monkeypatch.undo()
+    after = await trainer.state()
+    assert (after["dropped"], after["consumed"]) == (1, [1])
+
+
+async def test_a_peer_that_stands_still_in_mid_transaction_holds_nobody_up(postgres: Server, tmp_path: Path) -> None:
+    url = postgres.create_database(uuid.uuid4().hex)
+    buffer = make_end(url, make_schedule(), tmp_path, patience_s=4)
+    await buffer.restore(None, 0)
+    await buffer.advance("e", 0)
+    frozen, entered, thaw = Database(url, patience_s=2), threading.Event(), threading.Event()
+
+    def stand_still(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("SELECT * FROM trivium_buffers FOR UPDATE")
+        entered.set()
+        thaw.wait(30)
+
+    standing = asyncio.ensure_future(asyncio.to_thread(frozen.transact, stand_still))
+    await asyncio.to_thread(entered.wait, 10)
+    lease = await buffer.lease("e")
+    assert lease == Lease(0)
+    assert not standing.done()
+    thaw.set()
+    await standing  # it is told that its transaction was ended, and does it again
+
+    with psycopg.connect(url) as stranger:  # who may stand still as long as it likes
+        stranger.execute("SELECT * FROM trivium_buffers FOR UPDATE")
+        started = time.monotonic()
+        with pytest.raises(RoleFailed, match=r"database failed: .*timeout.*buffer\.patience_s"):
+            await buffer.put("e", make_group(lease))
+        assert time.monotonic() - started < 4 + 4
+    await buffer.put("e", make_group(lease))
+
+
+async def test_a_server_that_does_not_answer_is_named_in_time(postgres: Server, tmp_path: Path) -> None:
+    url = postgres.create_database(uuid.uuid4().hex)
+    buffer = make_end(url, make_schedule(), tmp_path, patience_s=2)
+    await buffer.restore(None, 0)
+    await buffer.advance("e", 0)
+    processes = postgres.processes()
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(30):
+            ends = await asyncio.gather(buffer.lease("e"), buffer.counts(), return_exceptions=True)
+        # The patience, and one last attempt to connect.
+        assert time.monotonic() - started < 2 + 5
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+    assert all(isinstance(end, RoleFailed) and end.role == "database" for end in ends), ends
+    assert await buffer.lease("e") is not None

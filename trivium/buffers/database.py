@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,8 +34,17 @@ _CONNECT_TIMEOUT_S = 4
 _BUSY_S = 5
 """How long SQLite itself waits for another process's transaction."""
 _SLOWEST_POLL_S = 0.05
+_GRACE_S = 1.0
+"""A server says itself that a statement took too long; for so much longer we wait for it to say so."""
 _LOCK = 0x747269
 """An advisory lock of PostgreSQL: who creates tables holds it."""
+_TOO_SLOW = ("55P03", "57014", "25P03")
+"""PostgreSQL waited too long for a lock, took too long over a statement, ended a transaction that was left alone."""
+_READS = {
+    "sqlite": {"reads": True},
+    # All statements of a transaction see one moment, as those of SQLite do.
+    "postgresql": {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True},
+}
 
 
 class Database:
@@ -39,12 +52,16 @@ class Database:
 
     A function may therefore run more than once, and even after its first run was committed: the connection may drop
     before the answer comes. Callable from any thread. Raises RoleFailed naming the database once `patience_s` are over.
+
+    On a server no statement may take longer than half of that, waiting for locks included: so there is time for
+    another try. A transaction that was left alone for as long is ended, for others may wait for its locks.
     """
 
     def __init__(self, url: str, *, patience_s: float = 10.0) -> None:
         self._patience_s = patience_s
         self._url = _understood(url)
-        self._engine = _open(self._url)
+        self._limit_s = patience_s / 2
+        self._engine = _open(self._url, self._limit_s)
         # Connections that the garbage collector finds open are warnings.
         weakref.finalize(self, self._engine.dispose)
 
@@ -63,7 +80,7 @@ class Database:
         return self._tried(work, reads=False)
 
     def read(self, work: Work[T]) -> T:
-        """What `work` returns; it only reads, and hinders nobody."""
+        """What `work` returns; it only reads, all of it as of one moment, and hinders nobody."""
         return self._tried(work, reads=True)
 
     def insert(self, table: sa.Table, row: dict[str, Any], *, replace: bool = False) -> sa.Insert:
@@ -88,8 +105,9 @@ class Database:
 
     def _once(self, work: Work[T], reads: bool) -> T:
         with self._engine.connect() as connection:
-            connection.execution_options(reads=reads)
-            with connection.begin():
+            if reads:
+                connection.execution_options(**_READS[connection.dialect.name])
+            with _watched(connection, self._limit_s + _GRACE_S), connection.begin():
                 return work(connection)
 
 
@@ -123,14 +141,17 @@ def located(url: str, place: Callable[[str], Path]) -> str:
     return parsed.render_as_string(hide_password=False)
 
 
-def _open(url: sa.URL) -> sa.Engine:
+def _open(url: sa.URL, limit_s: float) -> sa.Engine:
     if url.get_backend_name() == "sqlite":
         Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
         engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
+    limits = ("statement_timeout", "idle_in_transaction_session_timeout")  # waiting for locks is part of a statement
+    options = [f"-c {name}={max(1, round(limit_s * 1000))}" for name in limits]
     settings = {
+        "options": " ".join([*options, str(url.query.get("options", ""))]),
         "connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "trivium",
         # A plan that was made for a small table must not stay when the table has grown.
         "prepare_threshold": None,
@@ -138,9 +159,12 @@ def _open(url: sa.URL) -> sa.Engine:
         "keepalives_idle": 3, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 8000,
     }  # fmt: skip
     try:
-        return sa.create_engine(url, connect_args=settings, pool_pre_ping=True)
+        engine = sa.create_engine(url, connect_args=settings)
     except ImportError as error:
         raise MissingPackage("psycopg", "postgres", f"reach {url.render_as_string()}") from error
+    event.listen(engine, "before_cursor_execute", lambda connection, *_: _asks(connection))
+    event.listen(engine, "commit", _asks)
+    return engine
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:
@@ -157,6 +181,51 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
+class _Watch:
+    """Hangs up on a server that has not answered for `limit_s`: nothing else would end the wait for it."""
+
+    def __init__(self, line: socket.socket, limit_s: float) -> None:
+        self.asked = time.monotonic()
+        self._line, self._limit_s = line, limit_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="database", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._line.close()
+
+    def _run(self) -> None:
+        while (left := self.asked + self._limit_s - time.monotonic()) > 0:
+            if self._over.wait(left):
+                return
+        with suppress(OSError):  # the other side was faster
+            self._line.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
+    driver: Any = connection.connection.driver_connection
+    if connection.dialect.name == "sqlite" or driver.closed:
+        yield  # SQLite waits for so long itself; a closed connection says so at once
+        return
+    # A descriptor of its own: that of the driver may be closed, and its number another file's, at any moment.
+    watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), limit_s)
+    connection.execution_options(watch=watch)
+    try:
+        yield
+    finally:
+        watch.end()
+
+
+def _asks(connection: sa.Connection) -> None:
+    """The server is about to be asked something."""
+    watch = connection.get_execution_options().get("watch")
+    if watch is not None:
+        watch.asked = time.monotonic()
+
+
 def _passes(error: BaseException) -> bool:
     """Whether trying again may help: the connection dropped, the server restarts, or somebody was faster."""
     if not isinstance(error, DBAPIError):
@@ -169,12 +238,14 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, OperationalError) and state is None:
         return True  # psycopg could not connect at all
     # Connection, serialization and resource errors, and a server that shuts down or starts.
-    return busy or (state or "")[:2] in ("08", "40", "53") or (state or "")[:4] == "57P0"
+    passing = (state or "")[:2] in ("08", "40", "53") or (state or "")[:4] == "57P0"
+    return busy or passing or state in _TOO_SLOW
 
 
 def _cause(error: SQLAlchemyError) -> str:
     cause = error.orig if isinstance(error, DBAPIError) else error
-    return " ".join(str(cause).split())
+    slow = " (it may take half of buffer.patience_s)" if getattr(cause, "sqlstate", None) in _TOO_SLOW else ""
+    return " ".join(str(cause).split()) + slow
 
 
 async def pause(poll: int, left_s: float) -> None:

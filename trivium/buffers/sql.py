@@ -174,13 +174,15 @@ class SqlBuffer:
         run, session = await asyncio.to_thread(_run_id, self._rollouts), uuid.uuid4().hex
         place = {
             **dict.fromkeys((column.name for column in BUFFERS.columns), 0),
-            "name": self._name, "run": run, "session": session, "closed": False,
+            "name": self._name, "run": run, "session": "", "closed": False,
         }  # fmt: skip
 
         def work(connection: sa.Connection) -> None:
             connection.execute(self._database.insert(BUFFERS, place))
             head = self._head(connection, lock=True)
             assert head is not None
+            if head["session"] == session:
+                return  # done before the connection dropped; explorers may have come since
             slots = Slots(connection, self.schedule, head)
             if slots.head["run"] != run:
                 slots.wipe()
@@ -283,12 +285,13 @@ class SqlBuffer:
 
         def transaction(connection: sa.Connection) -> Any:
             nonlocal tried
-            if tried and (answered := _answered(connection, caller, token)) is not None:
-                return json.loads(answered)
-            tried = True
             slots = self._slots(connection, lock=True, joins=joins)
             if slots is None:
                 return None
+            # Not before we hold the lock: the commit whose answer was lost may still be on its way.
+            if tried and (answered := _answered(connection, caller, token)) is not None:
+                return json.loads(answered)
+            tried = True
             answer = json.dumps(work(slots), default=_pair)
             if slots.changed:
                 call = {"caller": caller, "buffer": self._name, "token": token, "answer": answer}

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from trivium.errors import DataError, RunDirError
 from trivium.schedule import Schedule
 from trivium.types import SERVED, Group, Lease
+
+T = TypeVar("T")
 
 TABLES = sa.MetaData()
 BUFFERS = sa.Table(
@@ -87,7 +89,11 @@ _UNKNOWN = {"begin": 0, "oldest": -(2**31)}
 COUNTERS = ("given_up", "refused", "evicted", "called_off", "dropped")
 _s = SLOTS.c
 _MANY = 500
-"""How many values one statement names at most."""
+"""How many values one statement names at most: on a server, a statement may only take so long."""
+_BULKY = 32
+"""How many groups one statement fetches at most."""
+_RANGE = 10_000
+"""How many slots one statement deletes at most."""
 
 
 class SlotState(StrEnum):
@@ -372,7 +378,9 @@ class Slots:
     def wipe(self) -> None:
         """Nothing of an earlier run is left but its place."""
         for table in (SLOTS, GROUPS):
-            self._run(sa.delete(table).where(table.c.buffer == self.head["name"]))
+            for begin in range(0, self.head["next_slot"], _RANGE):
+                part = (table.c.slot >= begin, table.c.slot < begin + _RANGE)
+                self._run(sa.delete(table).where(table.c.buffer == self.head["name"], *part))
         self.head |= dict.fromkeys((*COUNTERS, "next_slot", "arrivals"), 0)
 
     def forget_callers(self) -> None:
@@ -387,7 +395,7 @@ class Slots:
     def payloads(self, attempts: Sequence[Lease]) -> list[bytes]:
         """The stored groups of these attempts, in their order."""
         g, found = GROUPS.c, dict[Lease, bytes]()
-        for part in _parts([attempt.slot for attempt in attempts]):
+        for part in _parts([attempt.slot for attempt in attempts], _BULKY):
             query = sa.select(g.slot, g.attempt, g.payload).where(g.buffer == self.head["name"], g.slot.in_(part))
             found |= {Lease(row.slot, row.attempt): row.payload for row in self._connection.execute(query)}
         return [found[attempt] for attempt in attempts]
@@ -437,14 +445,14 @@ class Slots:
         these = (self._mine, _s.slot == sa.bindparam("this_slot"), _s.attempt == sa.bindparam("this_attempt"))
         keys = [{"this_slot": attempt.slot, "this_attempt": attempt.attempt} for attempt in attempts]
         self.changed = True
-        self._connection.execute(sa.update(SLOTS).where(*these).values(values), keys)
+        for part in _parts(keys):
+            self._connection.execute(sa.update(SLOTS).where(*these).values(values), part)
 
     def _insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        batch = [dict(row) for row in rows]
-        if batch:
-            self._connection.execute(sa.insert(SLOTS), batch)
+        for part in _parts([dict(row) for row in rows]):
+            self._connection.execute(sa.insert(SLOTS), part)
 
 
-def _parts(slots: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(slots), _MANY):
-        yield slots[start : start + _MANY]
+def _parts(values: Sequence[T], size: int = _MANY) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
