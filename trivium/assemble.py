@@ -97,6 +97,15 @@ def open_board(config: RunConfig) -> Board:
     return MemoryBoard()
 
 
+def claim_name(config: RunConfig, run_dir: Path) -> None:
+    """Makes the run's name its own wherever its stages share buffers: before it opens a board of that name. Raises
+    ConfigError where another run has it."""
+    for stage in config.stage_configs():
+        buffer = resolve("buffers", stage.buffer.kind)
+        if hasattr(buffer, "claim"):
+            buffer.claim(stage.buffer, name=run_name(config), run_dir=run_dir)
+
+
 def build_synchronizer(config: RunConfig, board: Board, settings: str = "") -> Synchronizer:
     """One role's view of the board; `settings` is what separate commands must agree on.
 

@@ -20,6 +20,7 @@ from trivium.assemble import (
     build_monitor,
     build_synchronizer,
     build_trainer,
+    claim_name,
     evaluate,
     explorer_name,
     explorer_parts,
@@ -67,6 +68,7 @@ def run(config: RunConfig) -> dict[str, Any]:
 def train(config: RunConfig) -> dict[str, Any]:
     """Trains every stage that is not done yet; explores or serves too, unless others do (`run.mode: train`)."""
     with _open_run_dir(config) as run_dir:
+        claim_name(config, run_dir)
         store = open_store(config, run_dir)
         store.discard_unfinished()
         latest = store.latest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import sys
 import threading
 import uuid
@@ -21,8 +22,9 @@ from sqlalchemy import event
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
 from trivium.buffers.sql_slots import SLOTS
-from trivium.config import plugin
+from trivium.config import RunConfig, plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
+from trivium.launch import train
 from trivium.schedule import Schedule
 from trivium.types import SERVED, Lease, Message, Task
 
@@ -94,11 +96,16 @@ async def test_whoever_worked_for_the_trainer_before_is_told_that_another_has_ta
             await work
 
 
-async def test_another_run_under_the_same_name_finds_an_empty_buffer(url: str, tmp_path: Path) -> None:
+async def test_another_run_under_the_same_name_finds_an_empty_buffer_if_it_may_overwrite(
+    url: str, tmp_path: Path
+) -> None:
     await played(await opened(url, tmp_path / "one"), 2)
+    with pytest.raises(ConfigError, match=r"another run .*\n.*set run\.name or buffer\.url; .* buffer\.overwrite"):
+        await opened(url, tmp_path / "two")
     again = await opened(url, tmp_path / "one")
     assert [group.slot for group in await again.take(2, 0)] == [0, 1]
-    other = await opened(url, tmp_path / "two")
+    other = make_end(url, make_schedule(), tmp_path / "two", overwrite=True)
+    await other.restore(None, 0)
     await other.advance("e", 0)
     assert await leased(other) == Lease(0)
     assert await other.state() == {
@@ -107,6 +114,53 @@ async def test_another_run_under_the_same_name_finds_an_empty_buffer(url: str, t
     }  # fmt: skip
     tables = sa.select(sa.func.count()).select_from(SLOTS)
     assert Database(url).read(lambda connection: connection.execute(tables).scalar_one()) == 1
+
+
+async def test_a_name_is_one_runs_until_another_may_overwrite_it(url: str, tmp_path: Path) -> None:
+    config, may = SqlBuffer.Config(url=url), SqlBuffer.Config(url=url, overwrite=True)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for _ in range(2):  # the run's first life and its second
+        SqlBuffer.claim(config, name="run", run_dir=one)
+    SqlBuffer.claim(config, name="run_2", run_dir=two)
+    ends = [make_end(url, make_schedule(), one, name=f"run/stage-{number}") for number in range(2)]
+    stranger = make_end(url, make_schedule(), two, name="run_2/stage-0")
+    for buffer in (*ends, stranger):
+        await buffer.restore(None, 0)
+        await played(buffer, 2)
+    with pytest.raises(ConfigError) as caught:
+        SqlBuffer.claim(config, name="run", run_dir=two)
+    assert f"another run has this name in this database: {socket.gethostname()}:{one}" in str(caught.value)
+    assert "set run.name or buffer.url" in str(caught.value)
+    assert "buffer.overwrite=true" in str(caught.value)
+    assert [group.slot for group in await ends[0].take(2, 0)] == [0, 1]
+
+    SqlBuffer.claim(may, name="run", run_dir=two)
+    SqlBuffer.claim(config, name="run", run_dir=two)
+    with pytest.raises(ConfigError, match="two"):
+        SqlBuffer.claim(config, name="run", run_dir=one)
+    for buffer in ends:
+        with pytest.raises(RoleFailed, match="another one was started"):
+            await buffer.state()
+    await make_end(url, make_schedule(), two, name="run/stage-1").restore(None, 0)  # nothing is left to overwrite
+    assert [group.slot for group in await stranger.take(2, 0)] == [0, 1]
+
+
+def test_a_run_whose_name_is_taken_ends_before_it_says_anything_on_the_board(url: str, tmp_path: Path) -> None:
+    other = SqlBuffer.Config(url=url)
+    SqlBuffer.claim(other, name="same", run_dir=tmp_path / "other")
+    board = SqlBuffer.open_board(other, name="same")
+    board.write(lambda values: {"incarnation": "other"})
+    config = RunConfig.from_mapping(
+        {
+            "run": {"name": "same", "dir": str(tmp_path / "run"), "mode": "train"}, "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
+            "buffer": {"kind": "sql", "url": url}, "sync": {"method": "checkpoint"},
+        },
+        tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="another run has this name"):
+        train(config)
+    assert board.read() == {"incarnation": "other"}
 
 
 async def test_buffers_of_other_names_in_the_same_database_are_left_alone(url: str, tmp_path: Path) -> None:
@@ -128,7 +182,8 @@ async def test_groups_of_other_tasks_are_refused_unless_agents_brought_them(url:
     with pytest.raises(RunDirError, match="the taskset changed"):
         await changed.restore(None, 0)
 
-    serving = await opened(url, tmp_path / "serving")
+    serving = make_end(url, make_schedule(), tmp_path / "serving", name="serving/stage-0")
+    await serving.restore(None, 0)
     await serving.advance("e", 0)
     group = make_group(await leased(serving))
     served = Task("chat-1", (Message("user", "hello"),), {}, SERVED)
@@ -349,6 +404,20 @@ def test_a_database_that_no_other_process_reaches_is_refused(url: str) -> None:
         SqlBuffer.Config(url=url)
     with pytest.raises(ConfigError):
         Database(url)
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "postgresql://me@host/db?password=secret"])
+def test_a_password_in_the_url_is_refused_without_being_repeated(tmp_path: Path, url: str) -> None:
+    said = {
+        "model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
+        "buffer": {"kind": "sql", "url": url}, "run": {"mode": "train"}, "sync": {"method": "checkpoint"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(said, tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.where == "buffer.url"
+    assert "PGPASSWORD or ~/.pgpass" in problem.do
+    assert "secret" not in str(caught.value)
 
 
 def test_a_missing_driver_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

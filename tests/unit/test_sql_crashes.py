@@ -261,7 +261,8 @@ async def test_a_commit_that_comes_after_its_sender_tries_again_is_found(postgre
         for slot in range(2):
             cut.armed = True
             lease = await far.lease("e")
-            assert lease == Lease(slot)
+            assert lease is not None
+            assert lease.slot == slot
             cut.armed = True
             await far.put("e", make_group(lease))
         cut.armed = True
@@ -336,7 +337,7 @@ async def test_a_peer_that_stands_still_in_mid_transaction_holds_nobody_up(postg
     standing = asyncio.ensure_future(asyncio.to_thread(frozen.transact, stand_still))
     await asyncio.to_thread(entered.wait, 10)
     lease = await buffer.lease("e")
-    assert lease == Lease(0)
+    assert lease is not None
     assert not standing.done()
     thaw.set()
     await standing  # it is told that its transaction was ended, and does it again

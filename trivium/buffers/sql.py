@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,9 +18,9 @@ from pydantic import AfterValidator
 from trivium.board import SharedBoard
 from trivium.buffers.database import Database, SqlTable, located, pause
 from trivium.buffers.journal import decode_group, encode_group
-from trivium.buffers.sql_slots import BUFFERS, CALLS, COUNTERS, TABLES, Slots, SlotState
-from trivium.config import BufferConfig, config_path, free
-from trivium.errors import RoleFailed, SyncError
+from trivium.buffers.sql_slots import BUFFERS, CALLS, COUNTERS, RUNS, TABLES, Slots, SlotState, forget
+from trivium.config import BufferConfig, RunConfig, config_path, free
+from trivium.errors import ConfigError, Problem, RoleFailed, SyncError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.synchronizer import TRAINER
@@ -43,10 +44,24 @@ class SqlBuffer:
         kind: str = "sql"
         url: Annotated[str, AfterValidator(lambda url: located(url, config_path))] = "sqlite:///trivium.db"
         """Where the database is: `sqlite:///file.db` (relative to the config file; all processes on one machine) or
-        `postgresql://user@host/name`, the password best kept in `~/.pgpass` or `PGPASSWORD`. Runs share it by name."""
+        `postgresql://user@host/name`. Never with a password, which would lie in the run directory: that belongs in
+        `~/.pgpass` or `PGPASSWORD`. Several runs share a database, each under its `run.name`."""
         patience_s: float = free(10.0, gt=0)
-        """How long a transaction is tried again, where the connection drops or the server restarts, before the run
-        ends."""
+        """How long a transaction is tried again, where the connection drops, or the server restarts or does not
+        answer, before the run ends. A statement may take half of it."""
+        overwrite: bool = free(False)
+        """Whether a new run may take its name from another one in the same database, whose groups are deleted and
+        which ends if it still runs."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            url = sa.make_url(self.url)
+            if url.password is not None or "password" in url.query:
+                yield Problem(
+                    f"{where}.url", "a database of which no password is written down",
+                    "a password in the URL, which would lie in the run directory",
+                    "write postgresql://user@host/name, and the password into PGPASSWORD or ~/.pgpass of each machine",
+                )  # fmt: skip
 
     def __init__(
         self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
@@ -54,7 +69,7 @@ class SqlBuffer:
     ) -> None:  # fmt: skip
         del renderer  # nothing is tokenised here
         self.schedule, self._deadline_s = schedule, deadline_s
-        self._rollouts, self._name = rollouts, name
+        self._rollouts, self._name, self._overwrite = rollouts, name, config.overwrite
         self._database = Database(config.url, patience_s=config.patience_s)
         self._database.create(TABLES)
         self._session: str | None = None
@@ -66,6 +81,28 @@ class SqlBuffer:
     def open_board(config: Config, *, name: str) -> SharedBoard:
         """The board of the run `name`, in the same database."""
         return SharedBoard(SqlTable(Database(config.url, patience_s=config.patience_s), name))
+
+    @staticmethod
+    def claim(config: Config, *, name: str, run_dir: Path) -> None:
+        """The run in `run_dir` makes `name` its own in the database: a trainer's first word there.
+
+        Raises ConfigError where it is another run's, unless `overwrite` says that that one is to be forgotten.
+        """
+        database = Database(config.url, patience_s=config.patience_s)
+        database.create(TABLES)
+        place = f"{socket.gethostname()}:{run_dir.resolve()}"
+        mine = {"name": name, "run": _run_id(run_dir / "rollouts"), "place": place}
+
+        def work(connection: sa.Connection) -> None:
+            connection.execute(database.insert(RUNS, mine))
+            held = connection.execute(sa.select(RUNS).where(RUNS.c.name == name).with_for_update()).one()
+            if held.run != mine["run"]:
+                if not config.overwrite:
+                    raise _taken(name, f"another run has this name in this database: {held.place}")
+                forget(connection, name)
+            connection.execute(sa.update(RUNS).where(RUNS.c.name == name).values(mine))
+
+        database.transact(work)
 
     # ------------------------------------------------------------------ explorers
 
@@ -169,7 +206,8 @@ class SqlBuffer:
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Continues from a checkpoint of `version` with the groups stored since; None starts the stage.
 
-        Only the trainer calls it. Rows that another run left under the same name are gone afterwards.
+        Only the trainer calls it. Rows that another run left under the same name are gone afterwards, if `overwrite`
+        allows it; otherwise ConfigError.
         """
         run, session = await asyncio.to_thread(_run_id, self._rollouts), uuid.uuid4().hex
         place = {
@@ -185,6 +223,8 @@ class SqlBuffer:
                 return  # done before the connection dropped; explorers may have come since
             slots = Slots(connection, self.schedule, head)
             if slots.head["run"] != run:
+                if not self._overwrite:
+                    raise _taken(self._name, "another run has groups under this name in this database")
                 slots.wipe()
             slots.forget_callers()
             slots.restore(state, version)
@@ -331,6 +371,13 @@ def _answered(connection: sa.Connection, caller: str, token: str) -> str | None:
     """The answer of a call that was committed before its connection dropped."""
     mine = (CALLS.c.caller == caller, CALLS.c.token == token)
     return connection.execute(sa.select(CALLS.c.answer).where(*mine)).scalar_one_or_none()
+
+
+def _taken(name: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"a run with the name {name!r}", found,
+        "set run.name or buffer.url; or, if that run is over for good, buffer.overwrite=true, which deletes its groups",
+    )  # fmt: skip
 
 
 def _refuse_closed(slots: Slots) -> None:

@@ -27,6 +27,13 @@ from trivium.types import SERVED, Group, Lease
 T = TypeVar("T")
 
 TABLES = sa.MetaData()
+RUNS = sa.Table(
+    "trivium_runs", TABLES,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("run", sa.Text, nullable=False),
+    sa.Column("place", sa.Text, nullable=False, comment="machine and run directory, for people"),
+)  # fmt: skip
+"""Whose a name is."""
 BUFFERS = sa.Table(
     "trivium_buffers", TABLES,
     sa.Column("name", sa.Text, primary_key=True),
@@ -377,10 +384,7 @@ class Slots:
 
     def wipe(self) -> None:
         """Nothing of an earlier run is left but its place."""
-        for table in (SLOTS, GROUPS):
-            for begin in range(0, self.head["next_slot"], _RANGE):
-                part = (table.c.slot >= begin, table.c.slot < begin + _RANGE)
-                self._run(sa.delete(table).where(table.c.buffer == self.head["name"], *part))
+        _delete_rows(self._connection, self.head)
         self.head |= dict.fromkeys((*COUNTERS, "next_slot", "arrivals"), 0)
 
     def forget_callers(self) -> None:
@@ -451,6 +455,23 @@ class Slots:
     def _insert(self, rows: Iterable[Mapping[str, Any]]) -> None:
         for part in _parts([dict(row) for row in rows]):
             self._connection.execute(sa.insert(SLOTS), part)
+
+
+def forget(connection: sa.Connection, run: str) -> None:
+    """Nothing is left of the buffers of a run, whose roles are told so when they look next."""
+    stages = BUFFERS.c.name.startswith(f"{run}/stage-", autoescape=True)
+    for head in connection.execute(sa.select(BUFFERS).where(stages).with_for_update()).all():
+        _delete_rows(connection, head._asdict())
+        for table in (EXPLORERS, CALLS):
+            connection.execute(sa.delete(table).where(table.c.buffer == head.name))
+    connection.execute(sa.delete(BUFFERS).where(stages))
+
+
+def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
+    for table in (SLOTS, GROUPS):
+        for begin in range(0, head["next_slot"], _RANGE):
+            part = (table.c.slot >= begin, table.c.slot < begin + _RANGE)
+            connection.execute(sa.delete(table).where(table.c.buffer == head["name"], *part))
 
 
 def _parts(values: Sequence[T], size: int = _MANY) -> Iterator[Sequence[T]]:
