@@ -1,8 +1,8 @@
 # `make demo` and `make test` are all a newcomer needs; both build .venv themselves, once.
 PYTHON ?= python3
 VENV ?= .venv
-# Test processes (pytest-xdist); 0 runs them in one. More arguments: make test PYTEST_ARGS="-k config".
-WORKERS ?= 0
+# Test processes (pytest-xdist), each on one thread; 0 runs them in one. More arguments: make test PYTEST_ARGS="-k config".
+WORKERS ?= 2
 PYTEST_ARGS ?=
 # For example: make demo DEMO_ARGS="--dir runs/other --seed 1".
 DEMO_ARGS ?=
@@ -25,7 +25,7 @@ demo: $(FOR_DEMO)
 	$(BIN)/trivium demo $(DEMO_ARGS)
 
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .
