@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -25,7 +26,9 @@ from trivium.cluster.directory import RayDirectory
 from trivium.cluster.engines import Recipe, ReplicatedEngine
 from trivium.cluster.hub import Hub
 from trivium.cluster.remote import Gone, Proxy, build_in, start_host, start_worker, wait_for
+from trivium.cluster.session import cluster_of
 from trivium.cluster.weights import ObjectStoreChannel, Stored, fetched, store
+from trivium.config import RunConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError, UnknownName
 from trivium.policy import EngineFailure, PromptTooLong
@@ -325,13 +328,14 @@ async def test_roles_are_found_by_name(tmp_path: Path, namespace: str) -> None:
     assert CheckpointMonitor.get_actor(namespace, directory=directory).latest_checkpoint_step == 4
 
 
-def test_trivium_without_ray_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from trivium.cluster.session import cluster_of
-    from trivium.config import RunConfig
-
+def test_trivium_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = RunConfig.load(ROOT / "tests/e2e/ray.yaml", ["cluster.kind=ray"])
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[ray\]'"), cluster_of(config):
+        pass
+
+
+def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
+    config = RunConfig.load(ROOT / "tests/e2e/ray.yaml", ["cluster.kind=ray", "cluster.address=127.0.0.1:9"])
+    with pytest.raises(ConfigError, match=r"a Ray cluster at '127.0.0.1:9'\nfound: .*refused"), cluster_of(config):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ PRIVATE = {
 """What a private instance is started with. Ray reads it while it is imported, and not again."""
 _LAST_WORDS_S = 0.5
 """What roles printed last needs so long to reach the terminal."""
+_REACH_S = 10.0
+"""How long a cluster's head may take to accept a connection."""
 
 PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
 """(stage, checkpoint to continue from, record of the run) -> record: plays one stage to its end."""
@@ -56,20 +59,42 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
         finally:
             crew.dismiss()
 
+    if address is not None:
+        _refuse_unreachable(address, ray.util.get_node_ip_address)
     own: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
     with _leaving_in_order() as take_over:
         try:
             ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **own)
         except ConnectionError as error:
-            raise ConfigError(
-                f"a Ray cluster at {address!r}", str(error), "check cluster.address, or leave it out to start one here"
-            ) from error
+            raise _no_cluster(address, error) from error
         take_over()
         try:
             yield play
             time.sleep(_LAST_WORDS_S)
         finally:
             ray.shutdown()
+
+
+def _refuse_unreachable(address: str, own_address: Callable[[], str]) -> None:
+    """Raises ConfigError where nothing listens at `host:port`: Ray itself would ask again for minutes."""
+    host, separator, port = address.rpartition("://")[2].rpartition(":")
+    if not separator or not port.isdecimal():
+        return
+    # A cluster on this machine may be known by the loopback address and listen on another one; Ray knows that.
+    hosts = dict.fromkeys([host, own_address()] if host in ("127.0.0.1", "localhost") else [host])
+    for number, each in enumerate(hosts, start=1):
+        try:
+            socket.create_connection((each, int(port)), timeout=_REACH_S).close()
+            return
+        except OSError as error:
+            if number == len(hosts):
+                raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"a Ray cluster at {address!r}", str(error), "check cluster.address, or leave it out to start one here"
+    )
 
 
 @contextmanager
