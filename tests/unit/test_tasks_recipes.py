@@ -55,7 +55,7 @@ async def test_rewards_tell_right_from_wrong(config: RunConfig) -> None:
         judge.check_columns(task.columns)
         if config.rewards:
             right = task.columns.get("completion", task.columns["answer"])
-            (high,), (low,) = [await judge.score(task, [said(text)]) for text in (right, "#### -77")]
+            high, low = [await judge.score(task, said(text)) for text in (right, "#### -77")]
             assert isinstance(high, dict)
             assert isinstance(low, dict)
             assert sum(high.values()) == 1.0 > sum(low.values())

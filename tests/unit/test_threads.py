@@ -65,6 +65,13 @@ async def test_what_waits_behind_something_slow_gets_a_thread() -> None:
     await asyncio.wait(slow)
 
 
+@pytest.fixture
+def none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process gave up does not count."""
+    monkeypatch.setattr(threads, "_left_behind", 0)
+
+
+@pytest.mark.usefixtures("none_left_behind")
 async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> None:
     pool, go_on = Threads(1, "test"), threading.Event()
     stuck = asyncio.create_task(pool.run(go_on.wait))
@@ -81,6 +88,7 @@ async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> Non
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.usefixtures("none_left_behind")
 async def test_there_are_only_so_many_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "MAX_LEFT_BEHIND", 2)
     pool, go_on = Threads(8, "a test"), threading.Event()
