@@ -142,7 +142,10 @@ async def follow_weights(
     while True:
         version = await synchronizer.next_version(explorer.name, loaded, newest=not schedule.ordered)
         if schedule.ordered and loaded is not None:
-            await buffer.drained(loaded)
+            try:
+                await buffer.drained(loaded)
+            except StopAsyncIteration:  # the stage is over
+                return
         try:
             await explorer.adopt(version, channel)
         except VersionGone:

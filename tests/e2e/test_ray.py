@@ -152,7 +152,7 @@ def test_a_command_with_a_ray_of_its_own_that_is_interrupted_leaves_nothing_behi
         seen.extend(below(run.pid))
         os.kill(run.pid, number)
 
-    run = launcher.run(tmp_path / "run", PLAIN, "cluster.kind=ray", "schedule.steps=500", meanwhile=interrupt)
+    run = launcher.run(tmp_path / "run", PLAIN, "cluster.kind=ray", "schedule.steps=100", meanwhile=interrupt)
     assert run.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], run.said
     assert len(seen) > 5
     end = time.monotonic() + 10

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: P
 
 async def release(url: str, rollouts: Path, owner: str) -> None:
     end = make_end(url, make_schedule(), rollouts)
-    await end.counts()  # from now on it belongs to the session of the trainer that is there
-    await end.release(owner)
+    with suppress(RoleFailed):  # another trainer took over in this moment: its `restore` takes all leases back
+        await end.counts()  # from now on it belongs to the session of the trainer that is there
+        await end.release(owner)
 
 
 async def test_dropped_connections_and_a_server_that_restarts_change_nothing(postgres: Server, tmp_path: Path) -> None:
