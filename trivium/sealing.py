@@ -36,11 +36,11 @@ def seal(directory: Path, name: str, step: int) -> bool:
     entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     write_aside(aside / MANIFEST, json.dumps({"step": step, "files": entries}, indent=1, sort_keys=True))
     for path in (*files, aside):
-        _to_disk(path)
+        to_disk(path)
     if final.exists():
         shutil.rmtree(final)  # the same step saved again after a resume from an earlier one
     aside.rename(final)
-    _to_disk(directory)
+    to_disk(directory)
     return True
 
 
@@ -85,7 +85,7 @@ def write_aside(path: Path, text: str) -> None:
     """Replaces a file in one move: readers see the old text or the new, never half of it."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text, encoding="utf-8")
-    _to_disk(aside)
+    to_disk(aside)
     aside.replace(path)
 
 
@@ -98,7 +98,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Returns once a file, or what a directory lists, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

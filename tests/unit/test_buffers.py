@@ -7,18 +7,26 @@ import dataclasses
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
+from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.journal import Journal, decode_group, encode_group
 from trivium.buffers.memory import MemoryBuffer
+from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import DataError, RunDirError, SyncError
+from trivium.explorer import Explorer
+from trivium.loops import follow_weights
 from trivium.schedule import Schedule
+from trivium.sync.memory import MemoryChannel
+from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, Lease, Media, Message, Sampling, StopReason, Task, Trajectory, Turn
 
 TASKS = [Task(f"t{i}", (Message("user", f"{i}="),), {"completion": str(i), "answer": i}) for i in range(4)]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789="))
@@ -336,6 +344,24 @@ async def test_refused_groups_of_a_step_are_replaced_by_slots_of_its_own_version
             await buf.put("quick", group(lease.slot, version=1))
         assert {g.version for g in await buf.take(2, 1)} == {1}
     assert await buf.lease("late", wait=False) is None
+
+
+async def test_a_stage_that_ends_while_an_explorer_waits_for_its_slots_is_no_failure(tmp_path: Path) -> None:
+    """Its trainer closes the buffer a moment before it says that it is done."""
+    buf, nobody = await buffer(tmp_path, max_staleness=1, deterministic=True), cast("Any", None)
+    engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
+    explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1, name="e")
+    synchronizer, channel = Synchronizer(MemoryBoard(), deadline_s=5.0), MemoryChannel(keep=2)
+    synchronizer.open()
+    await synchronizer.join("e")
+    for version in (0, 1):
+        channel.offer(version, [("weight", torch.full((2,), float(version)))])
+        synchronizer.publish(version)
+    following = await blocked(follow_weights(explorer, buf, buf.schedule, synchronizer, channel))
+    assert engine.version == 0  # nobody has played its slots
+    await buf.close()
+    await asyncio.wait_for(following, 1)
+    assert engine.version == 0
 
 
 async def test_a_version_is_drained_by_whoever_plays_it(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import time
 import uuid
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 
 from trivium.errors import SyncError, VersionGone
 from trivium.protocols import Weights
-from trivium.sealing import begun
+from trivium.sealing import begun, to_disk
 from trivium.sync.tensors import Named, digests, parts, raw, type_name, type_named, verify
 from trivium.synchronizer import TRAINER, Synchronizer
 
@@ -90,10 +89,10 @@ class CheckpointChannel:
         folder = self._folder(version)
         yield (aside := begun(self._directory, folder.name))
         for path in (*aside.iterdir(), aside):
-            _to_disk(path)
+            to_disk(path)
         self._remove(version)
         aside.rename(folder)
-        _to_disk(self._directory)
+        to_disk(self._directory)
         own = sorted({*own, version})
         self._own = own[-self._keep :]
         for old in own[: -self._keep]:
@@ -243,11 +242,3 @@ def _versions_in(directory: Path) -> list[int]:
     """The versions that lie in a directory, oldest first."""
     numbers = [path.name.removeprefix(_PREFIX) for path in directory.glob(f"{_PREFIX}*")]
     return sorted(int(number) for number in numbers if number.isdecimal())
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
