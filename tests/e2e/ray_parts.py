@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,15 @@ class Launcher:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         run.pid = int(self._process.stdout.readline())
-        meanwhile(run)
-        run.code = int(self._process.stdout.readline())
-        run.ended = time.monotonic()
+        try:
+            meanwhile(run)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGTERM)  # so that the next test's launch is the next one here
+            raise
+        finally:
+            run.code = int(self._process.stdout.readline())
+            run.ended = time.monotonic()
         return run
 
     def close(self) -> None:

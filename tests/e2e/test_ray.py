@@ -87,7 +87,7 @@ def test_an_asynchronous_deterministic_run_ends_with_the_weights_of_one_process(
 def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
     launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    steps_without = 0
+    steps_without, hurry = 0, tmp_path / "hurry"
 
     def kill_both(run: Run) -> None:
         nonlocal steps_without
@@ -97,11 +97,12 @@ def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
         run.until(lambda: "engine-0~1-0" in run.pids())  # the next one exists, and cannot play yet
         steps_without = run.steps - at
         kill(run, "engine-1-0", at_step=run.steps + 1)
+        hurry.touch()
 
-    arguments = [PLAIN, *SYNCHRONOUS, "schedule.steps=16"]
-    run = launcher.run(
-        tmp_path / "run", *arguments, *on_ray(ray_address, explorers=2, pause_s=0.4), meanwhile=kill_both
-    )
+    # However long this machine takes to start the next explorer, the run lasts longer.
+    arguments = [PLAIN, *SYNCHRONOUS, "schedule.steps=60"]
+    slowly = [*on_ray(ray_address, explorers=2, pause_s=1.0), f"workflow.hurry={hurry}"]
+    run = launcher.run(tmp_path / "run", *arguments, *slowly, meanwhile=kill_both)
     assert run.code == 0, run.said
     assert "explorer-0 died" in run.said
     assert "engine-1-0 died" in run.said

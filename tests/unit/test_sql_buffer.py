@@ -67,6 +67,31 @@ async def test_explorers_that_come_before_the_trainer_wait_for_it(url: str, tmp_
     hearing.cancel()
 
 
+async def test_a_look_that_began_before_the_trainer_opened_the_buffer_finds_no_other_trainer(
+    url: str, tmp_path: Path
+) -> None:
+    """In one process both sides share the object: the row may be read before `restore`, and judged after it."""
+    await opened(url, tmp_path)
+    shared, has_read, go_on = make_end(url, make_schedule(), tmp_path), threading.Event(), threading.Event()
+    read_head = shared._head
+
+    def slowly(connection: sa.Connection, *, lock: bool) -> Any:
+        head = read_head(connection, lock=lock)
+        if not lock and not go_on.is_set():
+            has_read.set()
+            assert go_on.wait(10)
+        return head
+
+    shared._head = slowly  # type: ignore[method-assign]
+    hearing = asyncio.ensure_future(shared.called_off("e"))
+    assert await asyncio.to_thread(has_read.wait, 10)
+    await shared.restore(None, 0)
+    go_on.set()
+    await asyncio.sleep(0.1)
+    assert not hearing.done()
+    hearing.cancel()
+
+
 async def test_what_a_dead_trainer_closed_or_admitted_is_not_for_explorers_of_the_next_one(
     url: str, tmp_path: Path
 ) -> None:

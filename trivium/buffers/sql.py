@@ -347,12 +347,13 @@ class SqlBuffer:
     def _slots(self, connection: sa.Connection, *, lock: bool = False, joins: bool = False) -> Slots | None:
         """The buffer's rows; None where it is not open for us yet. `joins`: whoever asks comes after the trainer's
         `restore` by what it asks, so the session it finds is its own."""
+        mine = self._session  # before the row is read: `restore` may commit, and set it, in between
         head = self._head(connection, lock=lock)
-        if self._session is None and joins and head is not None:
-            self._session = head["session"]
-        if self._session is None:
+        if mine is None and joins and head is not None:
+            mine = self._session = head["session"]
+        if mine is None:
             return None
-        if head is None or head["session"] != self._session:
+        if head is None or head["session"] != mine:
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         return Slots(connection, self.schedule, head)
 
