@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from trivium.assemble import evaluate
-from trivium.launch import run
 from trivium.config import RunConfig
+from trivium.launch import run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.yaml"

@@ -1,4 +1,4 @@
-"""A user's workflow that takes its time (less of it once a file is there), one that cannot be built, and a reward that tells replies apart."""
+"""A user's workflow that takes its time, one that cannot be built, and a reward that tells replies apart."""
 
 from __future__ import annotations
 
