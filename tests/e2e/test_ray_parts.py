@@ -195,6 +195,9 @@ class Buffers:
     async def on(self, number: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return await getattr(self._buffers[number], method)(*args, **named)
 
+    async def undo(self, on: str, answer: Any, number: int, method: str, *args: Any) -> None:
+        await self._buffers[number].undo(method, answer)
+
 
 class OneOfThem:
     """One of the buffers, over a proxy."""

@@ -124,6 +124,16 @@ class MemoryBuffer:
             self._changed.notify_all()
             return len(slots)
 
+    async def undo(self, method: str, answer: Any, *args: Any) -> None:
+        """Takes back an answer that came when nobody waited for it any more: the slot of a `lease`."""
+        del args
+        async with self._changed:
+            held = self._leases.get(answer.slot) if method == "lease" else None
+            if held is not None and held.lease == answer:
+                del self._leases[answer.slot]
+                heapq.heappush(self._freed, answer.slot)
+                self._changed.notify_all()
+
     async def called_off(self, owner: str) -> Sequence[Lease]:
         async with self._changed:
             while not self._off.get(owner):

@@ -27,6 +27,8 @@ _log = logging.getLogger("trivium")
 _AT_ONCE = 100_000
 """Calls that a host takes at once; more wait. Most of them sleep: a request per rollout in flight, and long polls."""
 
+_UNDO_S = 10.0
+"""How long a call that was cancelled may take to say what became of it."""
 _NUMBERS = itertools.count()
 """Numbers of the calls that this process makes."""
 
@@ -193,10 +195,23 @@ class Proxy:
             answer = await calling
         except asyncio.CancelledError:
             self._actor.cancel.remote(self._caller, number)
+            await self._undo(calling, attribute, *args)
             raise
         except RayError as error:
             raise Gone(self._name, reason(error)) from error
         return answer.unwrap()
+
+    async def _undo(self, calling: Any, attribute: str, *args: Any) -> None:
+        """The call may have been over there when its cancellation came: what it did is taken back, by a thing that
+        has an `undo(method, answer, *args)`."""
+        if (self._known or {}).get("undo") != "coroutine":
+            return
+        try:
+            answer = await asyncio.wait_for(asyncio.wrap_future(calling.future()), _UNDO_S)
+        except (RayError, TimeoutError):
+            return  # dead, or stuck: what it holds returns when its owner is released
+        if answer.value is not None:
+            await self._actor.call.remote(self._caller, next(_NUMBERS), "undo", (attribute, answer.value, *args), {})
 
     def _ask(self, attribute: str, *args: Any, **named: Any) -> Any:
         return ask(self._actor, self._name, self._caller, attribute, *args, **named)
