@@ -18,7 +18,7 @@ from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
 from trivium.checkpoint import Checkpoint, CheckpointMonitor, CheckpointStore
-from trivium.config import RunConfig, build, usable_cores
+from trivium.config import RunConfig, build, is_sampled, usable_cores
 from trivium.errors import ConfigError
 from trivium.evaluate import AskedEvaluator, Evaluator
 from trivium.explorer import Explorer
@@ -171,7 +171,7 @@ def build_trainer(
         tasks=partial(_build_tasks, config), algorithm=algorithm,
     )  # fmt: skip
     return Trainer(
-        engine=_build_train_engine(stage, algorithm, meeting.channel, explored=buffer.explored),
+        engine=_build_train_engine(stage, algorithm, meeting.channel, sampled=is_sampled(buffer)),
         buffer=buffer, strategy=strategy,
         channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=schedule, monitor=monitor,
         checkpoints=store, cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
@@ -273,14 +273,14 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     )  # fmt: skip
 
 
-def _build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: Any, *, explored: bool) -> Any:
+def _build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: Any, *, sampled: bool) -> Any:
     config = stage.config
     if algorithm.teacher is not None:
         _check_vocabulary(algorithm.teacher.path, stage.model_dir)
     engine = build(
         "train", config.train, model_dir=stage.model_dir, algorithm=algorithm,
         # Expert data was not sampled at any temperature.
-        temperature=config.engine.sampling.temperature if explored else 1.0,
+        temperature=config.engine.sampling.temperature if sampled else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
         first_version=stage.first_version, seed=config.run.seed, threads=stage.threads,
     )  # fmt: skip
@@ -298,8 +298,8 @@ def lone_train_engine(config: RunConfig) -> TrainEngine:
     first = config.stage_configs()[0]
     stage = Stage(first, 0, 0, len(config.stages) < 2, run_dir, model_dir)
     channel = build_channel(stage, build_synchronizer(first, open_board(first)), TRAINER)
-    explored = resolve("buffers", first.buffer.kind).explored
-    return _build_train_engine(stage, algorithm_of(first), channel, explored=explored)
+    sampled = is_sampled(resolve("buffers", first.buffer.kind))
+    return _build_train_engine(stage, algorithm_of(first), channel, sampled=sampled)
 
 
 def _check_vocabulary(teacher: Path, policy: Path) -> None:

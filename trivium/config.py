@@ -353,6 +353,12 @@ class SyncSection(Config):
     """A role in another process that gave no sign of life for so long counts as dead."""
 
 
+def is_sampled(buffer: Any) -> bool:
+    """Whether a policy sampled the groups of a buffer (or of its class), with log-probabilities and rewards: explorers
+    fill it, or it says that others did."""
+    return getattr(buffer, "sampled", getattr(buffer, "explored", True))
+
+
 class BufferConfig(Plugin):
     """Base of buffer sections."""
 

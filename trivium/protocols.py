@@ -340,7 +340,8 @@ class Buffer(Protocol):
     """
 
     explored: bool
-    """Whether explorers fill it; a buffer over files issues no slots."""
+    """Whether explorers fill it; a buffer over files issues no slots. One whose groups a policy sampled all the same
+    (recorded rollouts) says `sampled = True`."""
 
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
         """The right to play a slot with the version that `owner` has loaded. Waits for one, or, without `wait`, returns
@@ -442,7 +443,12 @@ class WeightChannel(Protocol):
     """Carries weights from the trainer to the explorers."""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        """The trainer's side: keeps or sends version `version`. False where it reached nobody. Blocks."""
+        """The trainer's side: keeps or sends version `version`. False where it reached nobody. Blocks.
+
+        Reads `weights` once, in order, one tensor at a time, and holds no more of them than a bounded part: with
+        sharded training each one is gathered when it is asked for, by all ranks. It may not ask for all of them, where
+        nobody wants them or an error ends it; other ranks that gather are then to be told by whoever called.
+        """
         ...
 
     def collect(self, version: int) -> Weights:

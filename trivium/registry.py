@@ -239,6 +239,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "buffers": {
         "memory": "trivium.buffers.memory:MemoryBuffer",
         "files": "trivium.buffers.files:FileBuffer",
+        "recorded": "trivium.buffers.recorded:RecordedBuffer",
         "sql": "trivium.buffers.sql:SqlBuffer",
     },
     "sample_strategies": {

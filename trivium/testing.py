@@ -207,6 +207,33 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
         await _check_company(make, shared)
 
 
+async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 60.0) -> None:
+    """A buffer over data that exists already gives it in one order, whoever asks, and needs no explorer.
+
+    `make()` builds an end of it before version 0 of a stage, over data for at least three steps of two groups.
+    """
+    async with asyncio.timeout(patience_s):
+        buffer, again = make(), make()
+        await buffer.restore(None, 0)
+        await again.restore(None, 0)
+        _promise(not buffer.explored, "a buffer that nobody fills says explored = False")
+        first, second = await buffer.take(2, 0), await buffer.take(2, 1)
+        state = json.loads(json.dumps(await buffer.state()))
+        third = await buffer.take(2, 2)
+        slots = _slots([*first, *second, *third])
+        _promise(len(set(slots)) == 6, "no group is given twice")
+        _promise(repr(await again.take(2, 0)) == repr(first), "the data and its order are the same for everybody")
+        _promise(repr(await again.past(slots[1::-1])) == repr(first[::-1]), "past returns groups that were taken")
+        resumed = make()
+        await resumed.restore(state, 2)
+        _promise(repr(await resumed.take(2, 2)) == repr(third), "what was taken after the checkpoint is taken again")
+        await _refused(buffer.lease("e", wait=False), "there are no slots to explore")
+        await _refused(buffer.put("e", first[0]), "nothing is put")
+        _promise(await buffer.release("e") == 0, "there are no leases to release")
+        await buffer.drained(0)
+        await buffer.close()
+
+
 async def _check_order(make: MakeBuffer) -> None:
     buffer = await _opened(make, "order", _schedule())
     held = [await _lease(buffer) for _ in range(2)]
@@ -473,7 +500,7 @@ async def _until(buffer: Buffer, **counts: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def _refused(putting: Awaitable[None], promise: str) -> None:
+async def _refused(putting: Awaitable[object], promise: str) -> None:
     try:
         await putting
     except DataError:

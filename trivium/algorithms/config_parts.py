@@ -21,7 +21,7 @@ from trivium.algorithms.registered import (
     law_of,
     options_of,
 )
-from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
+from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, is_sampled, plugin, plugin_path
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
 
@@ -221,8 +221,8 @@ def ratio_problems(
 
 
 def is_explored(run: RunConfig) -> bool:
-    """Whether the policy itself plays what it is trained on."""
-    return resolve("buffers", run.buffer.kind).explored
+    """Whether a policy played what is trained on, and it was judged: for this run, or for the one that recorded it."""
+    return is_sampled(resolve("buffers", run.buffer.kind))
 
 
 def is_mixed(run: RunConfig) -> bool:

@@ -8,24 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from trivium.buffers.reading import ReadOnlyBuffer
 from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
-from trivium.types import EXPERT_VERSION, Group, Lease, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, Group, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 """Group size -> the options that name its columns."""
 
 
-class FileBuffer:
+class FileBuffer(ReadOnlyBuffer):
     """Gives the trainer replies that are in the rows already, in schedule order. Nothing is leased or put.
 
     With `schedule.group_size` 1 a row holds an expert's reply. With 2 it holds a pair: the preferred reply is the
     group's member 0 (reward 1), the other one its member 1 (reward 0).
     """
-
-    explored = False
 
     class Config(BufferConfig):
         kind: str = "files"
@@ -93,18 +92,6 @@ class FileBuffer:
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None: ...
 
-    async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        raise DataError("a slot to explore", "this buffer is filled from files", "use buffer.kind: memory to explore")
-
-    async def put(self, owner: str, group: Group) -> None:
-        raise DataError("put a group", "this buffer is filled from files", "use buffer.kind: memory to explore")
-
-    async def release(self, owner: str) -> int:
-        return 0
-
-    async def called_off(self, owner: str) -> Sequence[Lease]:
-        raise DataError("slots to call off", "this buffer issues none", "use buffer.kind: memory to explore")
-
     async def refuse(self, count: int) -> None:
         raise DataError(
             f"{count} refused group(s) replaced", "this buffer is filled from files", "set algorithm.refill to 0"
@@ -112,15 +99,6 @@ class FileBuffer:
 
     async def past(self, slots: Sequence[int]) -> list[Group]:
         return [self._group(self.schedule.at(slot)) for slot in slots]
-
-    async def counts(self) -> Mapping[str, int]:
-        return {}
-
-    async def drained(self, version: int) -> None: ...
-
-    async def advance(self, owner: str, version: int) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def _reply(task: Task, value: Any) -> str | None:

@@ -6,10 +6,11 @@ died while writing) is recognised, cut off and played again.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from trivium.errors import DataError
 from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
+_log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
 
 
@@ -61,20 +63,83 @@ class Journal:
         return [path for path in paths if int(path.stem.removeprefix("step-")) > after_step]
 
     def _read_file(self, path: Path) -> Iterator[Group]:
-        data = path.read_bytes()
-        offset = 0
-        while offset < len(data):
-            start = offset + _HEADER.size
-            size, crc = _HEADER.unpack(data[offset:start]) if start <= len(data) else (len(data), 0)
-            payload = data[start : start + size]
-            if len(payload) < size or zlib.crc32(payload) != crc:
-                os.truncate(path, offset)
-                return
+        data, end = path.read_bytes(), 0
+        for offset, payload in whole_records(data):
             yield decode_group(payload)
-            offset = start + size
+            end = offset + _HEADER.size + len(payload)
+        if end < len(data):
+            os.truncate(path, end)
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}.msgpack"
+
+
+def write_groups(path: Path, groups: Iterable[Group]) -> None:
+    """A file of these groups, as a run journals them: what `buffer.kind: recorded` trains on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.writing")
+    with open(aside, "wb") as file:
+        file.writelines(map(_record, groups))
+    aside.replace(path)
+
+
+def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
+    """(offset, group) of each record in somebody else's file, which stays as it is; a torn tail is left out.
+
+    Raises DataError for a file that is no journal, or has been damaged.
+    """
+    data, end = path.read_bytes(), 0
+    for offset, payload in whole_records(data):
+        yield offset, _decoded(path, offset, payload)
+        end = offset + _HEADER.size + len(payload)
+    if end < len(data) and _header(data, end)[0] <= len(data) - end - _HEADER.size:
+        raise _damaged(path, end, "its bytes are not the ones that were written")
+    if end < len(data):
+        _log.warning("%s ends with half a record: %d bytes left out", path, len(data) - end)
+
+
+def read_record(path: Path, offset: int) -> Group:
+    """The group at an offset that `read_recorded` gave. Raises DataError where it is no longer there."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        header = file.read(_HEADER.size)
+        record = header + file.read(_header(header, 0)[0])
+    for _, payload in whole_records(record):
+        return _decoded(path, offset, payload)
+    raise _damaged(path, offset, "the file has changed since it was opened")
+
+
+def whole_records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(offset, payload) of every record up to the first that is torn or damaged."""
+    offset = 0
+    while offset < len(data):
+        size, crc = _header(data, offset)
+        start = offset + _HEADER.size
+        payload = data[start : start + size]
+        if len(payload) < size or zlib.crc32(payload) != crc:
+            return
+        yield offset, payload
+        offset = start + size
+
+
+def _header(data: bytes, offset: int) -> tuple[int, int]:
+    """(size, CRC) of the record there; a size that no file has where the header itself is torn."""
+    header = data[offset : offset + _HEADER.size]
+    return _HEADER.unpack(header) if len(header) == _HEADER.size else (len(data) + 1, 0)
+
+
+def _decoded(path: Path, offset: int, payload: bytes) -> Group:
+    try:
+        return decode_group(payload)
+    except (KeyError, TypeError, ValueError) as error:  # msgpack's own errors are ValueErrors
+        raise _damaged(path, offset, f"it holds no group ({type(error).__name__}: {error})") from error
+
+
+def _damaged(path: Path, offset: int, found: str) -> DataError:
+    return DataError(
+        f"the recorded group at byte {offset} of {path}", found,
+        "name a file (step-000001.msgpack) that a run wrote under rollouts/, or trivium.buffers.journal.write_groups",
+    )  # fmt: skip
 
 
 def _record(group: Group) -> bytes:
