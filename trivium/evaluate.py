@@ -52,6 +52,18 @@ def maj_at_k(answers: Sequence[str], right: str, k: int) -> float:
     return won / comb(len(answers), k)
 
 
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """The expected highest of k of the n rewards, drawn without replacement: exact, by which of them is the highest."""
+    ranked = sorted(rewards)
+    won = sum(reward * comb(below, k - 1) for below, reward in enumerate(ranked))
+    return won / comb(len(ranked), k)
+
+
+def worst_at_k(rewards: Sequence[float], k: int) -> float:
+    """The expected lowest of k of the n rewards, drawn without replacement."""
+    return -best_at_k([-reward for reward in rewards], k)
+
+
 @dataclass
 class Evaluator:
     """Plays every task of a taskset `samples` times with one version of the policy."""

@@ -2,7 +2,6 @@
 
 LATER = {
     "rewards": "reward functions: the issue on distributed training and rewards",
-    "balance": "balanced partitions, pass@k over subsets: the issue on distributed training and rewards",
 }
 """Families (fixture files) that another issue builds -> what they are."""
 

@@ -57,6 +57,10 @@ class Case:
             assert set(found) == set(expected), key
             for name, value in expected.items():
                 self._compare(f"{key}.{name}", found[name], value)
+        elif isinstance(expected, list) and len({len(row) for row in expected if isinstance(row, list)}) > 1:
+            assert len(found) == len(expected), key
+            for number, row in enumerate(expected):  # rows of unequal length are no array
+                self._compare(f"{key}[{number}]", found[number], row)
         elif expected is None or (isinstance(expected, bool | str) and expected not in _SPECIAL):
             assert found == expected, key
         else:
@@ -80,8 +84,7 @@ def read(file: Path) -> list[Case]:
 
 
 def _result(found: Any) -> torch.Tensor:
-    tensor = found.detach() if isinstance(found, torch.Tensor) else torch.tensor(found)
-    return tensor.double()
+    return found.detach().double() if isinstance(found, torch.Tensor) else torch.tensor(found, dtype=torch.float64)
 
 
 def _numbers(value: Any) -> Any:
@@ -93,4 +96,8 @@ def _numbers(value: Any) -> Any:
 
 
 def _tensor(value: Any, dtype: str) -> Any:
-    return value if dtype == "str" else torch.tensor(_numbers(value), dtype=_DTYPES[dtype])
+    return (
+        value
+        if dtype == "str" or (isinstance(value, str) and value not in _SPECIAL)
+        else torch.tensor(_numbers(value), dtype=_DTYPES[dtype])
+    )

@@ -1,0 +1,75 @@
+"""Shares of equal work: which sequences go to which rank, so that no rank waits long for another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+
+from trivium.errors import DataError
+
+LINEAR_PER_WIDTH = 6
+"""Linear work per token over attention work per token and position, in widths of the model: a transformer block of
+width d whose feed-forward layer is 4 d wide multiplies 12 d^2 weights per token, and 2 d per position attended to."""
+WIDTH = 4096
+"""The width assumed where nobody says one."""
+
+Part = tuple[float, int, tuple[int, ...]]
+"""Its workload, the number of its items, and the items."""
+
+
+def workload(length: int, width: int = WIDTH) -> int:
+    """What a sequence of `length` tokens costs in a model of hidden size `width`, in units of one attention score:
+    6 * width * L + L^2."""
+    return LINEAR_PER_WIDTH * width * length + length * length
+
+
+def partition(workloads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """The indices of `workloads` in `parts` lists whose sums lie close together; the heaviest part first.
+
+    Largest differencing (Karmarkar and Karp, 1982): of all partial solutions, the two most uneven ones are joined, the
+    heavy parts of one with the light parts of the other, until one is left. Deterministic; never heavier than the
+    greedy rule of giving each item, heaviest first, to the lightest part. With fewer items than parts some are empty.
+
+    `equal_size` makes the numbers of items equal, or differ by one where they do not divide; the greedy bound does not
+    hold then. Raises DataError for less than one part.
+    """
+    if parts < 1:
+        raise DataError(f"{len(workloads)} sequences in {parts} parts", "less than one part", "ask for at least one")
+    if equal_size:
+        found = _differenced(workloads, parts, parts)
+    else:
+        found = min(_differenced(workloads, parts, 1), _greedy(workloads, parts), key=lambda solution: solution[0][0])
+    return [sorted(items) for _, _, items in found]
+
+
+def _differenced(workloads: Sequence[float], parts: int, together: int) -> list[Part]:
+    """The heaviest part first. `together` items, neighbours by weight, start as one solution with a part each."""
+    order = sorted(range(len(workloads)), key=lambda item: (workloads[item], item))
+    first = -len(order) % together  # the lightest solution is short of items where they do not divide
+    chunks = [order[max(start, 0) : start + together] for start in range(-first, len(order), together)]
+    heap = [_solution([(workloads[item], 1, (item,)) for item in chunk], parts) for chunk in chunks]
+    if not heap:
+        return [(0, 0, ())] * parts
+    heapify(heap)
+    while len(heap) > 1:
+        one = heappop(heap)[-1]
+        other = heap[0][-1]
+        joined = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in zip(one, reversed(other), strict=True)]
+        heapreplace(heap, _solution(joined, parts))
+    return heap[0][-1]
+
+
+def _solution(found: list[Part], parts: int) -> tuple[float, float, int, tuple[int, ...], list[Part]]:
+    """The parts, heaviest first, behind the key by which the most uneven solution is joined first."""
+    filled = sorted([*found, *[(0, 0, ())] * (parts - len(found))], reverse=True)
+    total, number, items = filled[0]
+    return filled[-1][0] - total, -total, -number, tuple(-item for item in items), filled
+
+
+def _greedy(workloads: Sequence[float], parts: int) -> list[Part]:
+    """The heaviest part first; each item, heaviest first, goes to the lightest part."""
+    heap: list[Part] = [(0, 0, ())] * parts
+    for item in sorted(range(len(workloads)), key=lambda item: (-workloads[item], item)):
+        total, number, items = heap[0]
+        heapreplace(heap, (total + workloads[item], number + 1, (*items, item)))
+    return sorted(heap, reverse=True)
