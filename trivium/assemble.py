@@ -6,10 +6,10 @@ import asyncio
 import math
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,6 +32,7 @@ from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
+from trivium.training.ranks import Ranks, join_ranks, launched_ranks
 from trivium.types import SERVED, Metrics
 
 disable_progress_bar()  # transformers' own bars would break into the console's table
@@ -159,13 +160,18 @@ def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
     )  # fmt: skip
 
 
+BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
+
+
 def build_trainer(
     stage: Stage, meeting: Meeting, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor,
-    record: dict[str, Any],
+    record: dict[str, Any], make_engine: BuildTrainEngine | None = None,
 ) -> Trainer:  # fmt: skip
-    """The trainer of a stage, nothing loaded yet."""
+    """The trainer of a stage, nothing loaded yet. `make_engine` makes its engine where that is not of this process
+    alone."""
     config, buffer = stage.config, meeting.buffer
-    algorithm, schedule = algorithm_of(config), build_schedule(stage)
+    algorithm = replace(algorithm_of(config), first_version=stage.first_version)
+    schedule = build_schedule(stage)
     strategy = build(
         "sample_strategies", config.buffer.strategy, buffer=buffer, schedule=schedule, renderer=stage.renderer,
         tasks=partial(_build_tasks, config), algorithm=algorithm,
@@ -177,7 +183,8 @@ def build_trainer(
         checkpoints=store, cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
         evaluator=AskedEvaluator(meeting.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
         resume=resume, max_failed_fraction=config.workflow.max_failed_fraction,
-        enable_preview=config.run.enable_preview, record=record, name=TRAINER,
+        saves_asynchronously=config.checkpoint.asynchronous, enable_preview=config.run.enable_preview, record=record,
+        name=TRAINER,
     )  # fmt: skip
 
 
@@ -273,22 +280,63 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     )  # fmt: skip
 
 
-def _build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: Any, *, sampled: bool) -> Any:
+def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
+    """The train engine that the trainer drives: of this process, or of all ranks that torchrun started."""
+    if launched_ranks() == 1:
+        return build_rank_engine(stage, algorithm, channel)
+    from trivium.training.split import SplitTrainEngine
+    from trivium.training.torchrun import TorchrunRanks
+
+    def make() -> tuple[Ranks, TrainEngine]:
+        engine = build_rank_engine(stage, algorithm, channel)
+        return cast(Any, engine).ranks, engine
+
+    group = TorchrunRanks(train_device(stage.config), replace(stage, config=None), make)  # type: ignore[arg-type]
+    return attached(SplitTrainEngine(
+        group, algorithm, max_response_length=stage.config.engine.sampling.max_new_tokens,
+        first_version=stage.first_version,
+    ), stage, channel)  # fmt: skip
+
+
+def build_rank_engine(
+    stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel | None, **further: Any
+) -> TrainEngine:
+    """The train engine of one process, which meets the other ranks where there are any. Only the first rank needs a
+    channel. `further`: see `TorchTrainEngine`."""
     config = stage.config
     if algorithm.teacher is not None:
         _check_vocabulary(algorithm.teacher.path, stage.model_dir)
+    if launched_ranks() > 1:
+        further["ranks"] = join_ranks(
+            sequence=config.train.sequence_parallel, shard=config.train.shard, device=train_device(config)
+        )
+    explored = resolve("buffers", config.buffer.kind).explored
     engine = build(
         "train", config.train, model_dir=stage.model_dir, algorithm=algorithm,
         # Expert data was not sampled at any temperature.
-        temperature=config.engine.sampling.temperature if sampled else 1.0,
+        temperature=config.engine.sampling.temperature if explored else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
-        first_version=stage.first_version, seed=config.run.seed, threads=stage.threads,
+        first_version=stage.first_version, seed=config.run.seed, threads=stage.threads, **further,
     )  # fmt: skip
-    engine.channel = channel
+    return attached(engine, stage, channel)
+
+
+def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
+    """The engine with the places where it offers and saves weights."""
+    if channel is not None:
+        engine.channel = channel
+    checkpoint = stage.config.checkpoint
     engine.saves = CheckpointMonitor(
-        config.checkpoint.save_strategy, str(stage.run_dir / "weights"), deadline_s=config.sync.deadline_s
+        checkpoint.save_strategy, str(stage.run_dir / "weights"), deadline_s=stage.config.sync.deadline_s
     )
     return engine
+
+
+def train_device(config: RunConfig) -> str:
+    """`cpu` or `cuda`: where this config trains on this machine."""
+    from trivium.training.torch import device_of
+
+    return device_of(getattr(config.train, "device", "cpu")).type
 
 
 def lone_train_engine(config: RunConfig) -> TrainEngine:

@@ -417,6 +417,9 @@ class CheckpointSection(Config):
     """Newest checkpoints to keep."""
     keep_best: str | None = free(None)
     """A metric of the evaluation whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
+    asynchronous: bool = free(False)
+    """Whether training goes on while a checkpoint is being written, from a copy in host memory: as much again as
+    weights and optimizer take. The next save waits for it, and so does the end of a stage."""
     save_strategy: SaveStrategy = free(SaveStrategy.UNRESTRICTED)
     """Who may write at the same time: `single_thread`, `single_process`, `single_node`, `unrestricted`."""
     remote: str | None = free(None)

@@ -42,7 +42,7 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
         updated(engine, mini_batch, objective, epoch)
         for epoch in range(algorithm.epochs)
         for mini_batch in mini_batches(batch, algorithm.mini_batches)
-        for objective in algorithm.objectives
+        for objective in algorithm.objectives_at(engine.version)
     ]
     engine.version += 1
     # Engine and trainer are compared before the first update, not after it; best over the whole step, where `learned`
@@ -178,13 +178,16 @@ async def train_loop(trainer: Trainer) -> None:
 
     Consumes: groups. Waits for: the buffer, and for an explorer where an evaluation is due. Unblocked by: `put`.
     """
-    await trainer.begin()
-    while trainer.train_continue:
-        await trainer.train_step()
-        if trainer.need_sync():
-            await asyncio.to_thread(trainer.sync_weight)
-        await trainer.conclude_step()
-    await trainer.finish()
+    try:
+        await trainer.begin()
+        while trainer.train_continue:
+            await trainer.train_step()
+            if trainer.need_sync():
+                await asyncio.to_thread(trainer.sync_weight)
+            await trainer.conclude_step()
+        await trainer.finish()
+    finally:
+        await trainer.saved()  # whatever ends the run, the checkpoint that is being written is worth waiting for
 
 
 Explore = Callable[["Explorer", "Buffer", "Schedule", "Synchronizer"], Coroutine[Any, Any, None]]

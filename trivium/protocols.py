@@ -215,6 +215,10 @@ class Algorithm(Protocol):
         """In the order they are minimised."""
         ...
 
+    def objectives_at(self, version: int) -> Sequence[Objective]:
+        """Those of them that the train step from `version` minimises: all, unless some have to wait."""
+        ...
+
     @property
     def teacher(self) -> Teacher | None:
         """The frozen model behind the scores `teacher` and `teacher_top`; None where neither is needed."""
@@ -294,6 +298,11 @@ class TrainEngine(ABC):
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
         """Writes the policy alone as a plain Hugging Face directory."""
+
+    def snapshot(self) -> Callable[[Path], None] | None:
+        """A copy of what `save` would write now, so that training goes on while the result, called once from another
+        thread, writes it. None: this engine takes none, and training waits while it saves."""
+        return None
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
         """Frees what `prepare` took."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trivium.errors import RunDirError, TriviumError
 from trivium.explorer import refuse_failing
 from trivium.loops import train_loop
 from trivium.metrics import aggregate, declared
@@ -73,6 +74,8 @@ class Trainer:
     resume: Checkpoint | None = None
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
+    saves_asynchronously: bool = False
+    """Whether it trains on while a checkpoint is being written, where the engine can take snapshots."""
     enable_preview: bool = False
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -91,6 +94,9 @@ class Trainer:
         self._counts: Mapping[str, int] = {}
         self._examples: list[dict[str, Any]] = []
         self._saved_step: int | None = None
+        """The step whose save was the last to begin."""
+        self._writing: asyncio.Task[Path] | None = None
+        """The save of that step, while it is being written."""
         self._evaluated_step: int | None = None
         self._data_ended = False
         self._started = time.monotonic()
@@ -192,10 +198,12 @@ class Trainer:
                 # Woken at once by what the board says; a need_sync of somebody else's is asked every second.
                 patience_s = 1.0 if self._starved else _GRACE_S
                 asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, patience_s))
+                writing = set[asyncio.Future[Any]]() if self._writing is None else {self._writing}
                 try:
-                    await asyncio.wait({waited_for, asked}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({waited_for, asked, *writing}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     ended = not asked.cancel()
+                self._look_at_save()
                 if ended:
                     asked.result()  # a board that fails is no board without news
                 if not waited_for.done() and self.need_sync():
@@ -247,7 +255,8 @@ class Trainer:
             self._examples = []
 
     async def conclude_step(self) -> None:
-        """Evaluates and saves, where this step is one for it."""
+        """Evaluates and saves, where this step is one for it. Raises what went wrong with the save before."""
+        self._look_at_save()
         if self.evaluation_due and self.evaluator is not None:
             self.record["accuracy_after"] = await self._evaluate(self.evaluator)
         if self._due(self.cadence.save_every) and self._saved_step != self.train_step_num:
@@ -258,27 +267,67 @@ class Trainer:
         self._show_examples()
         if self._saved_step != self.train_step_num:
             await self.save_checkpoint()
+        await self.saved()
 
     async def save_checkpoint(self) -> None:
-        """Writes the whole state of the run at this step; complete when this returns."""
+        """Saves the whole state of the run at this step. It is complete when this returns or, with
+        `saves_asynchronously`, when `saved` does: then this returns as soon as training may move what is saved.
+
+        Waits for the save before. Raises what either save raises.
+        """
         version = self.train_step_num
         oldest = self.schedule.resume_version(version) if self.buffer.explored else version
-        needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are still to be played
-        # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
-        state = {
-            **self.record, "seconds": self.seconds, "version": version, "score": self.score,
-            "evaluated": self._evaluated_step,
-            "counts": dict(self._counts), "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
-            "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
-        }  # fmt: skip
-
-        def write(directory: Path) -> None:
-            self.engine.save(directory)
-            self.channel.save(directory / "versions", needed)
-
         with self._timed("checkpoint"):
-            await self.checkpoints.save(version, write, state)
-        self._saved_step = version
+            await self.saved()
+            needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are still to be played
+            # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
+            state = {
+                **self.record, "seconds": self.seconds, "version": version, "score": self.score,
+                "evaluated": self._evaluated_step,
+                "counts": dict(self._counts), "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
+                "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
+            }  # fmt: skip
+            loop, held = asyncio.get_running_loop(), asyncio.Event()
+
+            def write(directory: Path) -> None:
+                self.channel.save(directory / "versions", needed)
+                snapshot = self.engine.snapshot() if self.saves_asynchronously else None
+                if snapshot is None:
+                    self.engine.save(directory)
+                else:
+                    loop.call_soon_threadsafe(held.set)
+                    snapshot(directory)
+
+            self._writing = asyncio.create_task(self.checkpoints.save(version, write, state), name=f"save-{version}")
+            self._saved_step = version
+            holding = asyncio.create_task(held.wait())
+            try:
+                await asyncio.wait({self._writing, holding}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                holding.cancel()
+            self._look_at_save()
+
+    async def saved(self) -> None:
+        """Waits until the save that is being written is complete; raises what went wrong with it."""
+        if self._writing is not None:
+            writing = self._writing
+            await asyncio.wait({writing})  # a cancelled trainer does not cancel its save
+            self._look_at_save()
+
+    def _look_at_save(self) -> None:
+        """Raises what went wrong with the save that was being written, once it is over."""
+        if self._writing is not None and self._writing.done():
+            writing, self._writing = self._writing, None
+            try:
+                writing.result()
+            except TriviumError:
+                raise  # it says which save
+            except Exception as error:
+                raise RunDirError(
+                    f"save the checkpoint of step {self._saved_step}",
+                    f"{type(error).__name__}: {error}",
+                    "mend the cause and run the same command again: it continues from the checkpoint before",
+                ) from error
 
     async def shutdown(self) -> None:
         """Closes the monitor and frees the engine."""

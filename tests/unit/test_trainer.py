@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -99,6 +100,7 @@ class Run:
     evaluated: bool = False
     interval: int = 1
     preview: bool = False
+    asynchronous: bool = False
     make: Callable[..., Trainer] = Trainer
     engine_of: Callable[..., Counting] = Counting
     monitor: Kept = field(default_factory=Kept)
@@ -116,6 +118,7 @@ class Run:
         return self.make(
             engine, buffer, Limited(buffer, self.data), engine.channel, synchronizer, schedule, self.monitor,
             self.store, self.cadence, enable_preview=self.preview, resume=self.store.latest(),
+            saves_asynchronously=self.asynchronous,
             evaluator=AskedEvaluator(synchronizer, "test") if self.evaluated else None,
         )  # fmt: skip
 
@@ -322,6 +325,131 @@ async def test_a_need_sync_of_ones_own_is_asked_while_data_is_awaited(tmp_path: 
     loop = asyncio.get_running_loop()
     trainer = await Run(tmp_path, steps=2, make=Knowing).play()
     assert trainer.train_step_num == 2
+
+
+# --------------------------------------------------------------------------- saves that training does not wait for
+
+
+class Slow(Counting):
+    """Writes a snapshot once it is allowed to; `write` says what becomes of it."""
+
+    def __init__(self, *said: Any) -> None:
+        super().__init__(*said)
+        self.allowed, self.writing = threading.Event(), 0
+
+    def snapshot(self) -> Callable[[Path], None]:
+        version = self.version
+
+        def write(directory: Path) -> None:
+            self.writing += 1
+            assert self.writing == 1, "one save at a time"
+            assert self.allowed.wait(20)
+            self.write(directory, version)
+            self.writing -= 1
+
+        return write
+
+    def write(self, directory: Path, version: int) -> None:
+        (directory / "version").write_text(str(version), encoding="utf-8")
+
+
+class SlowTrainer(Trainer):
+    """Lets its engine write when training can do nothing more without: in the wait for the save before."""
+
+    async def saved(self) -> None:
+        engine = cast(Slow, self.engine)
+        if self._writing is not None:
+            assert not self._writing.done()
+            assert self.train_step_num not in self.checkpoints.steps()
+            steps.append((self._saved_step, self.train_step_num))
+        engine.allowed.set()
+        await super().saved()
+        engine.allowed.clear()
+
+
+steps: list[tuple[int | None, int]] = []
+"""(the step being saved, the step at which training waited for that)."""
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(tmp_path: Path) -> None:
+    steps.clear()
+    played = Run(tmp_path, asynchronous=True, engine_of=Slow, make=SlowTrainer)
+    await played.play()
+    assert steps == [(2, 4), (4, 5), (5, 5)]  # the end of the stage waits as well
+    assert played.store.saves == played.store.steps() == [2, 4, 5]
+    for step in (2, 4, 5):  # of the moment the save was asked for, whatever was trained meanwhile
+        saved = played.store.open(step)
+        assert (saved.path / "version").read_text() == str(saved.state["version"]) == str(step)
+        assert saved.state["buffer"]["consumed_below"] == 2 * step
+        assert saved.state["monitor"]["rows"] == step
+    more = Run(tmp_path, steps=6, asynchronous=True, engine_of=Slow, make=SlowTrainer)
+    assert (await more.play()).train_step_num == 6
+    assert more.store.saves == [6]
+
+
+async def test_an_engine_without_snapshots_is_waited_for(tmp_path: Path) -> None:
+    class Waiting(Trainer):
+        async def save_checkpoint(self) -> None:
+            await super().save_checkpoint()
+            assert self.checkpoints.steps()[-1] == self.train_step_num
+            assert self._writing is None
+
+    played = Run(tmp_path, asynchronous=True, make=Waiting)
+    await played.play()
+    assert played.store.steps() == [2, 4, 5]
+
+
+class Failing(Slow):
+    def write(self, directory: Path, version: int) -> None:
+        if version == 4:
+            raise OSError("disk full")
+        super().write(directory, version)
+
+
+async def test_a_background_save_that_fails_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """While it waits for groups that nobody brings any more, while it trains, or at the end of the stage."""
+
+    class Hungry(Limited):
+        async def sample(self, count: int, version: int) -> Sample:
+            if version == 5:
+                cast(Slow, self.trainer.engine).allowed.set()
+                await asyncio.sleep(20)
+            return await super().sample(count, version)
+
+        trainer: Trainer
+
+    class Starving(Trainer):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.strategy = Hungry(self.buffer, 100)
+            self.strategy.trainer = self
+
+        async def saved(self) -> None:
+            cast(Slow, self.engine).allowed.set()
+            await super().saved()
+            cast(Slow, self.engine).allowed.clear()
+
+    for name, how in (("waiting", {"steps": 9, "make": Starving}), ("at the end", {"steps": 5, "make": SlowTrainer})):
+        broken = Run(tmp_path / name, asynchronous=True, engine_of=Failing, **how)
+        with pytest.raises(ExceptionGroup) as caught:
+            await broken.play()
+        assert caught.group_contains(RunDirError, match=r"checkpoint of step 4\n.*OSError: disk full")
+        assert broken.store.steps() == [2]
+
+
+async def test_a_run_that_fails_still_completes_the_save_that_is_being_written(tmp_path: Path) -> None:
+    class Broken(Slow):
+        def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
+            if self.version == 3:
+                raise ValueError("cosmic ray")
+            return super().train_step(experiences)
+
+    broken = Run(tmp_path, asynchronous=True, engine_of=Broken, make=SlowTrainer)
+    with pytest.raises(ExceptionGroup) as caught:
+        await broken.play()
+    assert caught.group_contains(ValueError, match="cosmic ray")
+    assert broken.store.steps() == [2]
+    assert broken.store.open(2).state["version"] == 2
 
 
 # --------------------------------------------------------------------------- the seeds' names
