@@ -5,6 +5,8 @@ lengths, padded on the right: under causal attention no token sees what comes af
 cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
 through the same seam as one padded grid.
 
+Ranks that share a sequence (trivium.models.sequence) each run a slice of the row through the layers.
+
 Legend: T tokens of all sequences, B sequences, L tokens of the longest, H heads, D head width, S cells of the grids.
 """
 
@@ -22,9 +24,10 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from trivium.errors import TriviumError
+from trivium.errors import ConfigError, TriviumError
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
+from trivium.models.sequence import Asked, SequenceGroup, Slices, ask, check_heads, heads_apart, heads_together
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -118,9 +121,12 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     trivium_pack: Pack | None = None,
+    trivium_sequence: SequenceGroup | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack: (1, H, T, D) -> (1, T, H, D).
+
+    With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the pack speaks of all slices.
 
     Never applies dropout: the ratio of two policies is only meaningful without it.
     """
@@ -133,9 +139,12 @@ def packed_attention(
     extras = [name for name in _EXTRAS if arguments.get(name) is not None]
     if extras or attention_mask is not None:
         raise CannotPack(f"{type(module).__name__} passes {', '.join(extras) or 'a mask of its own'} to attention")
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if trivium_sequence is not None:
+        tokens = heads_apart(tokens, trivium_sequence)
     outputs: list[torch.Tensor] = []
     offset = 0
-    dense = [x[0].transpose(0, 1).index_select(0, trivium_pack.spread) for x in (query, key, value)]
+    dense = [x.index_select(0, trivium_pack.spread) for x in tokens]
     for rows, length in trivium_pack.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
         window = _window(length, sliding_window, q.device)
@@ -144,7 +153,8 @@ def packed_attention(
         )
         outputs.append(grid.transpose(1, 2).flatten(0, 1))
         offset += rows * length
-    return torch.cat(outputs).index_select(0, trivium_pack.collect)[None], None
+    output = torch.cat(outputs).index_select(0, trivium_pack.collect)
+    return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
 
 
 def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -162,21 +172,46 @@ AttentionInterface.register(PACKED, packed_attention)
 class Backbone:
     """A decoder as a function from packs to hidden states: packed where the model allows it, else padded."""
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
+        """Raises ConfigError where `module` cannot be run by the ranks of `sequence` together."""
         self.module = module
         self.packs = _declares_packing(module) and self._probe()
+        self.sequence = sequence if sequence is not None and sequence.size > 1 else None
+        if self.sequence is not None:
+            self._check_sequence(self.sequence.size)
 
     def __call__(self, batch: Pack) -> torch.Tensor:
-        """(T, width): the last hidden state of every token."""
+        """(T, width): the last hidden state of every token, by this process alone."""
         return self._packed(batch) if self.packs else self._padded(batch)
+
+    def states(self, batch: Pack, rows: torch.Tensor) -> Asked:
+        """The last hidden states of the tokens `rows` (N,) of the pack, as far as they lie on this rank.
+
+        Every rank of the sequence group calls it with the same pack and rows. What is computed of the states is put
+        together by `Asked.whole`.
+        """
+        if self.sequence is None:
+            return Asked(self(batch).index_select(0, rows), slice(None))
+        slices = Slices(len(batch.tokens), self.sequence.rank, self.sequence.size, ROWS)
+        cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
+        places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
+        spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
+        hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence)
+        return ask(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
         fill = (0, -len(batch.tokens) % ROWS)  # rows that nobody reads: see ROWS
+        filled = replace(batch, collect=pad(batch.collect, fill))
+        return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
+
+    def _run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: Pack, sequence: SequenceGroup | None = None
+    ) -> torch.Tensor:
         output = self.module(
-            input_ids=pad(batch.tokens, fill)[None], position_ids=pad(batch.positions, fill)[None], use_cache=False,
-            trivium_pack=replace(batch, collect=pad(batch.collect, fill)),
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+            trivium_pack=batch, trivium_sequence=sequence,
         )  # fmt: skip
-        return output.last_hidden_state[0, : len(batch.tokens)]
+        return output.last_hidden_state[0]
 
     def _padded(self, batch: Pack) -> torch.Tensor:
         grid = batch.tokens.new_zeros(batch.shape)
@@ -184,6 +219,16 @@ class Backbone:
         grid.view(-1)[batch.cell], mask.view(-1)[batch.cell] = batch.tokens, 1
         output = self.module(input_ids=grid, attention_mask=mask, use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, batch.cell)
+
+    def _check_sequence(self, size: int) -> None:
+        name = type(self.module).__name__
+        if not self.packs:
+            raise ConfigError(
+                f"train.sequence_parallel {size} for {name}",
+                "its attention is more than packed attention computes, so no other rank can take a share of it",
+                "leave it at 1 for this model, or train one that packs (Llama, Qwen, Mistral, GPT-2, ...)",
+            )
+        check_heads(name, self.module.config.get_text_config().num_attention_heads, size)
 
     @torch.no_grad()
     def _probe(self) -> bool:
