@@ -110,6 +110,7 @@ def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
     [
         ({"kind": "grpo", "policy_loss": {"kind": "reinforce", "clip_low": 0.1}}, "algorithm.policy_loss.clip_low"),
         ({"kind": "grpo", "critic": {"clip": 0.1}}, "algorithm.critic.clip"),
+        ({"kind": "grpo", "critic_warmup": 1}, "algorithm.critic_warmup"),
         ({"kind": "grpo", "kl": {"estimator": "k1"}}, "algorithm.kl.estimator"),
         ({"kind": "grpo", "kl": {"coef": 0.1, "controller": "adaptive"}}, "algorithm.kl.controller"),
         ({"kind": "grpo", "kl": {"coef": 0.1, "place": "reward", "target": 1.0}}, "algorithm.kl.target"),

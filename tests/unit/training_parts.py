@@ -113,6 +113,9 @@ class Parts:
     name: str = "parts"
     teacher: Teacher | None = None
 
+    def objectives_at(self, version: int) -> tuple[Any, ...]:
+        return self.objectives
+
 
 def make_engine(
     model_dir: Path,
@@ -123,12 +126,14 @@ def make_engine(
     threads=1,
     temperature=0.8,
     max_response_length=32,
+    first_version=0,
     **config,
 ):
     config = {"device": "cpu", "optimizer": {"lr": 1e-2}, **config}
     engine = TorchTrainEngine(
         TorchTrainEngine.Config(**config), model_dir=model_dir, algorithm=algorithm or Parts(), temperature=temperature,
-        max_response_length=max_response_length, total_steps=total_steps, seed=seed, threads=threads,
+        max_response_length=max_response_length, total_steps=total_steps, first_version=first_version, seed=seed,
+        threads=threads,
     )  # fmt: skip
     engine.prepare()
     return engine

@@ -111,6 +111,17 @@ class GroupAlgorithm:
     """The longest reply that sampling allows, which shapings measure lengths by; 0 where nobody said."""
     teacher: Teacher | None = None
     """Whom the policy learns from, where one of the functions asks for a teacher."""
+    critic_warmup: int = 0
+    """Train steps, from the first one, that update the critic alone."""
+    first_version: int = 0
+    """The version that the first one starts from."""
+
+    def objectives_at(
+        self, version: int
+    ) -> tuple[PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective, ...]:
+        """The objectives of the train step from `version`: while the critic warms up, its own alone."""
+        warming_up = version < self.first_version + self.critic_warmup
+        return tuple(each for each in self.objectives if not warming_up or each.role == "critic")
 
     @property
     def needs(self) -> frozenset[str]:

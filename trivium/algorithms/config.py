@@ -89,6 +89,9 @@ class PolicyGradientConfig(UpdateConfig):
     """What else decides how much of a token's policy loss counts: names, or functions of yours."""
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()
+    critic_warmup: int = Field(default=0, ge=0)
+    """Train steps at the start of the stage that update the critic alone: the policy stays as it is, and its version
+    counts on."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
     """Where the ratio's denominator comes from: the engine that sampled the token, or a pass of the trainer before the
     step. The first costs nothing and stays exact for stale groups; `auto` takes it unless the correction compares the
@@ -332,6 +335,12 @@ class PolicyGradientConfig(UpdateConfig):
                 f"the estimator {self.advantage.kind!r} reads no values, so there is no critic",
                 "leave the key out, or use advantage.kind gae",
             )  # fmt: skip
+        if self.critic_warmup and "values" not in estimator.needs:
+            yield Problem(
+                f"{where}.critic_warmup", f"{self.critic_warmup} step(s) that update the critic alone",
+                f"the estimator {self.advantage.kind!r} reads no values, so there is no critic",
+                "leave the key out, or use advantage.kind gae",
+            )  # fmt: skip
 
 
 def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
@@ -374,6 +383,7 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         epochs=config.epochs,
         mini_batches=config.mini_batches,
         teacher=config.teacher.teacher() if config.teacher is not None else None,
+        critic_warmup=config.critic_warmup,
     )
 
 

@@ -149,6 +149,8 @@ def _updates(algorithm: GroupAlgorithm) -> Iterator[Line]:
     updates = algorithm.epochs * algorithm.mini_batches
     passes = f"{algorithm.epochs} pass(es) over {algorithm.mini_batches} mini-batch(es)"
     yield Line("updates", f"{updates} per train step: {passes}")
+    if algorithm.critic_warmup:
+        yield Line("warm-up", f"the first {algorithm.critic_warmup} train step(s) update the critic alone")
     where_old = "recomputed before the step" if algorithm.recompute_old else "the engine's"
     names = {"old_log_prob": f"old_log_prob ({where_old})", "ref_log_prob": "ref_log_prob (the policy as it began)"}
     yield Line("reads", ", ".join(names.get(name, name) for name in sorted(algorithm.columns)) or "nothing else")

@@ -1,0 +1,80 @@
+"""The first steps of a critic: the policy waits, byte for byte, and a resumed run knows how long."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_parts import make_engine, write_model
+
+from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.algorithms.explain import explain
+from trivium.algorithms.presets import PPO
+from trivium.training.torch import TorchTrainEngine
+from trivium.types import Group, StopReason, Task, Trajectory, Turn
+
+
+def played(slot: int) -> Group:
+    def turn(index: int) -> Turn:
+        tokens = np.arange(5 + index, 9 + slot, dtype=np.int32)
+        log_prob, version = np.full(len(tokens), -2.0, np.float32), np.zeros(len(tokens), np.int32)
+        return Turn(np.array([1, 2], np.int32), tokens, log_prob, version, StopReason.EOS, "")
+
+    members = tuple(Trajectory(index, (turn(index),), {"exact": float(index)}) for index in (0, 1))
+    return Group(slot, Task(f"task-{slot}", ()), members)
+
+
+GROUPS = [played(slot) for slot in range(3)]
+
+
+def ppo(steps: int) -> GroupAlgorithm:
+    return build_algorithm(PPO.configure({"kind": "ppo", "critic_warmup": steps, "epochs": 2, "mini_batches": 2}))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+def both(engine: TorchTrainEngine, directory: Path) -> tuple[bytes, bytes]:
+    """The files of policy and critic."""
+    engine.save(directory)
+    return tuple((directory / role / "model.safetensors").read_bytes() for role in ("policy", "critic"))  # pyright: ignore[reportReturnType]
+
+
+def test_the_policy_waits_for_the_critic_and_a_resumed_run_knows_it(model_dir: Path, tmp_path: Path) -> None:
+    engine = make_engine(model_dir, ppo(2))
+    files = [both(engine, tmp_path / "0")]
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 5):
+        rows.append(engine.train_step(GROUPS)[1])
+        files.append(both(engine, tmp_path / str(step)))
+    policies, critics = zip(*files, strict=True)
+    assert policies[0] == policies[1] == policies[2]
+    assert len(set(policies[2:])) == 3
+    assert len(set(critics)) == 5
+    assert [row["train/version"] for row in rows] == [1, 2, 3, 4]
+    assert ["train/loss/policy" in row for row in rows] == [False, False, True, True]
+
+    resumed = make_engine(model_dir, ppo(2))
+    resumed.load(tmp_path / "1")
+    for _ in range(3):
+        resumed.train_step(GROUPS)
+    assert both(resumed, tmp_path / "resumed") == files[-1]
+
+
+def test_a_stage_counts_its_own_steps(model_dir: Path) -> None:
+    algorithm = replace(ppo(2), first_version=7)
+    assert [len(algorithm.objectives_at(version)) for version in (7, 8, 9)] == [1, 1, 2]
+    assert algorithm.objectives_at(8)[0].role == "critic"
+    engine = make_engine(model_dir, algorithm, first_version=7)
+    before = [tensor.clone() for _, tensor in engine.export_weights()]
+    engine.train_step(GROUPS)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, engine.export_weights(), strict=True))
+
+
+def test_the_warm_up_is_explained() -> None:
+    assert "the first 2 train step(s) update the critic alone" in explain(ppo(2), "")
+    assert "warm-up" not in explain(ppo(0), "")
