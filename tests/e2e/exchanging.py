@@ -64,14 +64,15 @@ def arm(owner: Any, name: str, nth: int, deed: str) -> None:
 
 def flip() -> None:
     """One bit of the second bucket changes on its way into this process."""
-    original, calls = collective._unpacked, iter(range(1, 1_000_000))
+    original, calls = collective._carried, iter(range(1, 1_000_000))
 
-    def replacement(entries: Any, flat: torch.Tensor) -> Any:
+    def replacement(wire: Any, size: int) -> torch.Tensor:
+        flat = original(wire, size)
         if next(calls) == 2:
-            flat[entries[0]["at"] + 1] ^= 4
-        return original(entries, flat)
+            flat[1] ^= 4
+        return flat
 
-    collective._unpacked = replacement
+    collective._carried = replacement
 
 
 # --------------------------------------------------------------------------- the trainer

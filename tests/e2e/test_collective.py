@@ -124,7 +124,7 @@ def test_two_explorers_hold_what_the_trainer_had(
     assert not any(torch.equal(before[name], after[name]) for name in names), "every tensor and buffer changed"
 
 
-@pytest.mark.parametrize(("at", "nth", "deed"), [("carry", 40, "kill"), ("answer", 2, "kill"), ("carry", 40, "stop")])
+@pytest.mark.parametrize(("at", "nth", "deed"), [("carry", 40, "kill"), ("done", 2, "kill"), ("carry", 40, "stop")])
 def test_an_explorer_that_dies_in_an_exchange_keeps_nobody_else_from_the_version(
     at: str, nth: int, deed: str, start: Callable[..., Role], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sync_parts import Reading
 
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
@@ -75,6 +76,14 @@ def test_a_version_lies_in_several_files_where_it_is_large(ends: Ends, monkeypat
     folder = ends.directory / "version-000001"
     assert folders(folder) == ["manifest.json", "weights-00000.safetensors", "weights-00001.safetensors"]
     assert ends.holds(1)
+
+
+def test_weights_are_read_a_tensor_at_a_time(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 600)
+    reading = Reading(9)
+    ends.trainer.offer(1, reading)
+    assert reading.most <= 2, "the one that is copied, and the one that is being made"
+    assert {name: float(tensor[0]) for name, tensor in ends.explorer.collect(1)} == {f"layer.{i}": i for i in range(9)}
 
 
 def test_tensors_that_share_memory_are_written_each(ends: Ends) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sync_parts import Reading
 
 from trivium.board import MemoryBoard
 from trivium.errors import RoleFailed, SyncError, VersionGone
@@ -69,13 +72,14 @@ async def test_an_explorer_that_comes_late_gets_the_version_by_itself() -> None:
 async def test_damage_is_refused_as_often_as_it_happens_and_the_trainer_gives_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = collective._unpacked
+    original = collective._carried
 
-    def damaged(entries: Any, flat: torch.Tensor) -> Any:
+    def damaged(wire: Any, size: int) -> torch.Tensor:
+        flat = original(wire, size)
         flat[1] ^= 1
-        return original(entries, flat)
+        return flat
 
-    monkeypatch.setattr(collective, "_unpacked", damaged)
+    monkeypatch.setattr(collective, "_carried", damaged)
     run = Run()
     synchronizer, channel = await run.explorer("ann")
     offering = run.offer(0)
@@ -183,3 +187,88 @@ def test_it_keeps_nothing(tmp_path: Path) -> None:
     channel.restore(tmp_path)
     assert channel.versions == ()
     assert os.listdir(tmp_path) == []
+
+
+async def test_weights_are_read_a_tensor_at_a_time_and_buckets_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)  # two tensors of 256 bytes
+    buckets: list[weakref.ref[torch.Tensor]] = []
+    original = wire.Wire.start
+
+    def start(self: Any, tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().nbytes() == 600 and self._rank == 0:
+            buckets.append(weakref.ref(tensor))
+            assert sum(ref() is not None for ref in buckets) == 1, "the bucket before it is gone"
+        return original(self, tensor)
+
+    monkeypatch.setattr(wire.Wire, "start", start)
+    run, reading = Run(), Reading(21)
+    synchronizer, channel = await run.explorer("ann")
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, reading))
+    await synchronizer.next_version("ann", None, newest=True)
+    found = await collected(channel, 0)
+    assert await offering is True
+    assert [float(found[f"layer.{number}"].mean()) for number in range(21)] == list(range(21))
+    assert len(buckets) == 11
+    assert reading.most <= 2, "the one that is packed, and the one that is being made"
+
+
+async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are read once; who was there before gets the rest, who came meanwhile gets them anew."""
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
+    sent: list[int] = []
+    original = wire.Wire.tell
+
+    def tell(self: Any, said: Any) -> None:
+        if isinstance(said, dict):
+            sent.append(said["number"])
+        original(self, said)
+
+    monkeypatch.setattr(wire.Wire, "tell", tell)
+    run, made = Run(), iter(Reading(9))
+    (ann, channel), (bob, other) = await run.explorer("ann"), await run.explorer("bob")
+    dying = wire.Wire.answer
+
+    def answer(self: Any, part: int | str, trouble: str = "") -> None:
+        if self._synchronizer is bob and part == 2:
+            run.synchronizer.report_death("bob", "killed")
+            raise wire.BrokenOff("killed")
+        dying(self, part, trouble)
+
+    monkeypatch.setattr(wire.Wire, "answer", answer)
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, made))
+    await ann.next_version("ann", None, newest=True)
+    entering = [asyncio.create_task(collected(each, 0)) for each in (channel, other)]
+    for each in entering:
+        with pytest.raises(VersionGone):
+            await each
+    late, late_channel = await run.explorer("cy")
+    await ann.next_version("ann", None, newest=True)
+    first = asyncio.create_task(collected(channel, 0))
+    with pytest.raises(VersionGone, match="it goes on with bucket 2, and of those before it some never came here"):
+        await collected(late_channel, 0)
+    assert {key: float(tensor[0]) for key, tensor in (await first).items()} == {f"layer.{i}": i for i in range(9)}
+    assert await offering is True
+    assert sent == [0, 1, 2, 2, 3, 4]
+    ann.adopted("ann", 0)
+    again = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
+    await late.next_version("cy", None, newest=True)
+    assert len(await collected(late_channel, 0)) == 9
+    assert await again is True
+
+
+async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from Reading(5)
+        raise FloatingPointError("a rank died")
+
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, broken()))
+    await synchronizer.next_version("ann", None, newest=True)
+    async with asyncio.timeout(10):
+        with pytest.raises(VersionGone, match="it broke off"):
+            await collected(channel, 0)
+    with pytest.raises(FloatingPointError, match="a rank died"):
+        await offering

@@ -157,21 +157,29 @@ class CheckpointChannel:
 
 
 def _write(folder: Path, version: int, weights: Weights) -> None:
-    """The files of a version, the manifest last."""
+    """The files of a version, the manifest last. A tensor is copied and let go of before the next one is read, and what
+    a file holds before the next file is begun."""
     entries: list[dict[str, Any]] = []
-    for number, part in enumerate(parts(weights, FILE_BYTES)):
-        file = folder / f"weights-{number:05d}.safetensors"
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in part}
-        save_file(copies, file)
-        starts = _starts(file)
-        for (name, tensor), digest in zip(copies.items(), digests([*copies.values()]), strict=True):
-            entries.append({
-                "name": name, "dtype": type_name(tensor), "shape": list(tensor.shape), "bytes": tensor.nbytes,
-                "file": file.name, "at": starts[name], "hash": digest,
-            })  # fmt: skip
+    copied = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights)
+    for number, part in enumerate(parts(copied, FILE_BYTES)):
+        entries += _write_file(folder / f"weights-{number:05d}.safetensors", part)
+        part.clear()
     said = {"version": version, "tensors": entries}
     sealed = {**said, "hash": _hash_of(said)}
     (folder / _MANIFEST).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+
+
+def _write_file(file: Path, part: Sequence[Named]) -> list[dict[str, Any]]:
+    """What the manifest says of the file's tensors."""
+    save_file(dict(part), file)
+    starts = _starts(file)
+    return [
+        {
+            "name": name, "dtype": type_name(tensor), "shape": list(tensor.shape), "bytes": tensor.nbytes,
+            "file": file.name, "at": starts[name], "hash": digest,
+        }
+        for (name, tensor), digest in zip(part, digests([tensor for _, tensor in part]), strict=True)
+    ]  # fmt: skip
 
 
 def _starts(file: Path) -> dict[str, int]:

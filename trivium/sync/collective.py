@@ -1,15 +1,19 @@
 """The channel of processes that take part in a broadcast: nccl where everybody has a GPU of its own, else gloo.
 
 The trainer offers, every explorer that lacks the version enters the exchange (`Synchronizer.ready_to_nccl_sync`), and
-the tensors go out in buckets: what is in it, its bytes, its hashes. An explorer answers once it has verified them all;
-only then is the version delivered. Nothing is kept, so a version can be had only while it is offered.
+the tensors go out in buckets: what is in it, its bytes, its hashes. An explorer answers once it has verified a bucket;
+only then is the next one filled, and only when all have everything is the version delivered. The weights are read once,
+one tensor at a time, and nothing is kept but the bucket in hand: an exchange that breaks off is taken up again with it,
+by those who have what went before it. A version can be had only while it is offered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +22,17 @@ from torch._C._distributed_c10d import TCPStore
 
 from trivium.errors import RoleFailed, SyncError, VersionGone
 from trivium.protocols import Weights
-from trivium.sync.tensors import Named, digests, parts, raw, type_name, type_named, unique, verify
-from trivium.sync.wire import BrokenOff, Wire, join_store, open_store, own_address, refuses
+from trivium.sync.tensors import Named, digests, raw, type_name, type_named, unique, verify
+from trivium.sync.wire import WHOLE, BrokenOff, Forsaken, Wire, join_store, open_store, own_address, refuses
 from trivium.synchronizer import TRAINER, Exchange, Synchronizer, dead
 
 _log = logging.getLogger("trivium")
 
 BUCKET_BYTES = 2**28
-"""A bucket holds so many bytes of tensors, or one larger tensor: what the trainer needs beside its model."""
+"""A bucket holds so many bytes of tensors, or one larger tensor: what the trainer needs beside its model, and beside
+the tensor that it reads."""
 TRIES = 5
-"""An exchange that breaks off is begun again with those who are left, so often."""
+"""An exchange that breaks off is taken up again with those who are left, so often."""
 _ALIGNED = 16
 """Tensors begin in a bucket at multiples of this, so that any type can be read where it lies."""
 
@@ -46,9 +51,10 @@ class CollectiveChannel:
         """The exchange this explorer took part in last: none is entered twice."""
         self._last: Wire | None = None
         """Of the exchange before: what this end sends on to others may still be on its way when all is done here."""
+        self._arrived = _Arrived("")
 
     def offer(self, version: int, weights: Weights) -> bool:
-        listed = list(unique(weights))  # references, not copies: an exchange that broke off is begun again
+        stream = _Stream(weights)
         if self._store is None:
             self._store = open_store()
         address = f"{own_address()}:{self._store.port}"
@@ -59,12 +65,19 @@ class CollectiveChannel:
             if exchange is None:  # every explorer alive has it by now, be it from an exchange that broke off for others
                 return any(wire.delivered() for wire in wires)
             try:
-                wire = self._last = Wire(exchange, 0, self._store, self._synchronizer, _device(listed))
+                wire = self._last = Wire(
+                    exchange, 0, self._store, self._synchronizer, stream.device, stream=stream.name, has=stream.number
+                )
                 wires.append(wire)
-                troubles = _send(wire, version, listed)
+                troubles = _send(wire, version, stream)
+            except Forsaken:  # those who came late, for whom it is offered anew
+                return any(wire.delivered() for wire in wires)
             except (BrokenOff, RuntimeError) as error:
                 troubles = {"the exchange": str(error)}
                 self._let_go()
+            except BaseException:  # the weights could not be read to their end; nobody is to wait for it
+                self._let_go()
+                raise
             if not troubles:
                 return True
             _log.warning("version %d, exchange %d: %s", version, exchange.number, _listed(troubles))
@@ -78,8 +91,16 @@ class CollectiveChannel:
         try:
             rank = exchange.members.index(self._role) + 1
             store = join_store(exchange.address)
-            wire = self._last = Wire(exchange, rank, store, self._synchronizer, _own_device())
-            return iter(_receive(wire, version))
+            arrived = self._arrived
+            wire = self._last = Wire(
+                exchange, rank, store, self._synchronizer, _own_device(),
+                stream=arrived.stream, has=len(arrived.buckets),
+            )  # fmt: skip
+            if wire.stream != arrived.stream:
+                arrived = self._arrived = _Arrived(wire.stream)
+            _receive(wire, version, arrived.buckets)
+            self._arrived = _Arrived("")
+            return (named for bucket in arrived.buckets for named in bucket)
         except (BrokenOff, RuntimeError) as error:
             self._let_go()
             if refuses(exchange.address):
@@ -122,52 +143,102 @@ class CollectiveChannel:
             self._last = None
 
 
-def _send(wire: Wire, version: int, weights: Sequence[Named]) -> dict[str, str]:
-    """Everything, bucket by bucket; returns what members have against it."""
-    for part in parts(weights, BUCKET_BYTES):
-        entries, flat = _packed(part, wire.device)
-        wire.tell({"version": version, "bytes": flat.nbytes, "tensors": entries})
-        carried = wire.start(flat)
-        hashes = digests([tensor for _, tensor in part])  # of what is sent, while it is sent
-        carried()
-        wire.tell(hashes)
+@dataclass(frozen=True)
+class _Arrived:
+    """What an explorer has of an offer."""
+
+    stream: str
+    buckets: list[list[Named]] = field(default_factory=list[list[Named]])
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Tensors end to end, and what is where."""
+
+    entries: list[dict[str, Any]]
+    flat: torch.Tensor
+
+
+class _Stream:
+    """What is offered, a bucket at a time. The one in hand can be sent again; those before it are gone."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.name, self.number = uuid.uuid4().hex, 0
+        self._buckets = _buckets(weights)
+        self.bucket = next(self._buckets, None)
+        self.device = self.bucket.flat.device if self.bucket is not None else torch.device("cpu")
+
+    def advance(self) -> None:
+        """Everybody has the bucket in hand: lets go of it, and fills the next."""
+        self.bucket, self.number = None, self.number + 1
+        self.bucket = next(self._buckets, None)
+
+
+def _buckets(weights: Weights) -> Iterator[_Bucket]:
+    """The weights, each read when there is a place for it."""
+    entries, flat, at = list[dict[str, Any]](), torch.empty(0), 0
+    for name, tensor in unique(weights):
+        size = tensor.nbytes
+        if entries and at + size > len(flat):
+            yield _Bucket(entries, flat[:at])
+            entries = []
+        if not entries:
+            del flat  # before there is another
+            # Memory that is never written to costs nothing on a CPU, however small the model.
+            flat, at = torch.empty(max(BUCKET_BYTES, size), dtype=torch.uint8, device=tensor.device), 0
+        entries.append({
+            "name": name, "dtype": type_name(tensor), "shape": list(tensor.shape), "at": at, "bytes": size
+        })  # fmt: skip
+        flat[at : at + size] = raw(tensor)
+        at += -(-size // _ALIGNED) * _ALIGNED
+    if entries:
+        yield _Bucket(entries, flat[:at])
+
+
+def _send(wire: Wire, version: int, stream: _Stream) -> dict[str, str]:
+    """Everything from the bucket in hand; returns what members have against one."""
+    while stream.bucket is not None:
+        _send_bucket(wire, version, stream.number, stream.bucket)
+        if troubles := wire.troubles(stream.number):
+            return troubles
+        stream.advance()
     wire.tell(None)
-    return wire.troubles()
+    return wire.troubles(WHOLE)
 
 
-def _receive(wire: Wire, version: int) -> list[Named]:
-    """The same on the other side; on the CPU, where the hashes are taken, whatever carried it."""
-    named, hashes = list[Named](), list[str]()
+def _send_bucket(wire: Wire, version: int, number: int, bucket: _Bucket) -> None:
+    wire.tell({"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries})
+    carried = wire.start(bucket.flat.to(wire.device))
+    hashes = digests([tensor for _, tensor in _unpacked(bucket.entries, bucket.flat)])  # while it is sent
+    carried()
+    wire.tell(hashes)
+
+
+def _receive(wire: Wire, version: int, buckets: list[list[Named]]) -> None:
+    """The same on the other side; adds to the buckets that have arrived."""
     while (told := wire.hear()) is not None:
         if told["version"] != version:
             raise BrokenOff(f"the trainer sends version {told['version']}")
-        flat = torch.empty(told["bytes"], dtype=torch.uint8, device=wire.device)
-        wire.carry(flat)
-        named += _unpacked(told["tensors"], flat.cpu())
-        hashes += wire.hear()
-    try:
-        verify(
-            named, hashes, version, "its bytes changed between the trainer and here",
-            "look at the network and the memory of both machines",
-        )  # fmt: skip
-    except SyncError as error:
-        wire.answer(error.found)
-        raise
-    wire.answer("")
-    return named
+        named = _unpacked(told["tensors"], _carried(wire, told["bytes"]))
+        try:
+            verify(
+                named, wire.hear(), version, "its bytes changed between the trainer and here",
+                "look at the network and the memory of both machines",
+            )  # fmt: skip
+        except SyncError as error:
+            wire.answer(told["number"], error.found)
+            raise
+        if told["number"] == len(buckets):  # else it is here from the exchange before
+            buckets.append(named)
+        wire.answer(told["number"])
+    wire.done()
 
 
-def _packed(part: Sequence[Named], device: torch.device) -> tuple[list[dict[str, Any]], torch.Tensor]:
-    """What is where in a bucket, and the bucket."""
-    entries, at = list[dict[str, Any]](), 0
-    for name, tensor in part:
-        shape, size = list(tensor.shape), tensor.nbytes
-        entries.append({"name": name, "dtype": type_name(tensor), "shape": shape, "at": at, "bytes": size})
-        at += -(-size // _ALIGNED) * _ALIGNED
-    flat = torch.zeros(max(at, _ALIGNED), dtype=torch.uint8, device=device)
-    for entry, (_, tensor) in zip(entries, part, strict=True):
-        flat[entry["at"] : entry["at"] + entry["bytes"]] = raw(tensor)
-    return entries, flat
+def _carried(wire: Wire, size: int) -> torch.Tensor:
+    """The bytes of a bucket; on the CPU, where the hashes are taken, whatever carried them."""
+    flat = torch.empty(size, dtype=torch.uint8, device=wire.device)
+    wire.carry(flat)
+    return flat.cpu()
 
 
 def _unpacked(entries: Sequence[Mapping[str, Any]], flat: torch.Tensor) -> list[Named]:
@@ -179,10 +250,6 @@ def _unpacked(entries: Sequence[Mapping[str, Any]], flat: torch.Tensor) -> list[
         )
         for entry in entries
     ]
-
-
-def _device(weights: Sequence[Named]) -> torch.device:
-    return weights[0][1].device if weights else torch.device("cpu")
 
 
 def _own_device() -> torch.device:

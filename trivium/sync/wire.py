@@ -35,26 +35,53 @@ _LOOK_S = 0.25
 _POLL_S = 0.001
 _LOOPBACK = "127.0.0.1"
 _WELL = "well"
+WHOLE = "whole"
+"""What a member has at the end, after every bucket."""
 
 
 class BrokenOff(Exception):
     """An exchange that will not be finished, and why."""
 
 
+class Forsaken(BrokenOff):
+    """Of those who came, nobody has what went before."""
+
+
 class Wire:
     """This process's end of an exchange, as rank `rank`: the trainer is 0, member i is i + 1."""
 
     def __init__(
-        self, exchange: Exchange, rank: int, store: Store, synchronizer: Synchronizer, device: torch.device
+        self,
+        exchange: Exchange,
+        rank: int,
+        store: Store,
+        synchronizer: Synchronizer,
+        device: torch.device,
+        *,
+        stream: str = "",
+        has: int = 0,
     ) -> None:
         """Meets the other members and connects with them; `device` is where this process has its model.
+
+        `has` is how many buckets of `stream` the trainer will not send again, or a member need not get. A member that
+        lacks one of the former takes no part.
 
         Raises BrokenOff, or RuntimeError from torch, where that fails.
         """
         self._exchange, self._rank, self._synchronizer = exchange, rank, synchronizer
         self._deadline = timedelta(seconds=synchronizer.deadline_s)
         self._store = PrefixStore(f"exchange-{exchange.number}", store)
-        everyone = self._meet({"host": own_address(), "gpu": _gpu_name(device)})
+        came = self._meet({"host": own_address(), "gpu": _gpu_name(device), "stream": stream, "has": has})
+        self.stream: str = came[0]["stream"]
+        """Which of the trainer's offers this is."""
+        taking_part = [number for number, each in enumerate(came) if _follows(each, came[0])]
+        if rank not in taking_part or taking_part == [0]:
+            raise (Forsaken if rank == 0 else BrokenOff)(
+                f"it goes on with bucket {came[0]['has']}, and of those before it some never came here"
+            )
+        self._members = {number: exchange.members[number - 1] for number in taking_part[1:]}
+        everyone = [came[number] for number in taking_part]
+        self._place, self._size = taking_part.index(rank), len(taking_part)
         gpus = [each["gpu"] for each in everyone]
         # nccl wants a GPU for each; whoever shares one, or has none, is served by the CPU.
         by_gpu = all(gpus) and len({*gpus}) == len(gpus) and dist.is_nccl_available()
@@ -94,36 +121,40 @@ class Wire:
         self.carry(data)
         return json.loads(data.cpu().numpy().tobytes())
 
-    def answer(self, trouble: str) -> None:
-        """A member tells the trainer that it has everything, or what it has against it."""
-        self._store.set(f"answer-{self._rank}", trouble or _WELL)
+    def answer(self, part: int | str, trouble: str = "") -> None:
+        """A member tells the trainer that it has a bucket, or the `WHOLE`; or what it has against it."""
+        self._store.set(f"answer-{self._rank}-{part}", trouble or _WELL)
 
-    def troubles(self) -> dict[str, str]:
-        """The members that do not have everything, and why, once all who live have answered."""
+    def done(self) -> None:
+        """A member tells the trainer that it has everything."""
+        self.answer(WHOLE)
+
+    def troubles(self, part: int | str) -> dict[str, str]:
+        """The members that do not have it, and why, once all who live have answered."""
         troubles: dict[str, str] = {}
-        for rank, name in enumerate(self._exchange.members, 1):
+        for rank, name in self._members.items():
             try:
-                self._until(lambda rank=rank: self._answer(rank) != "", [name])
-                troubles[name] = self._answer(rank)
+                self._until(lambda rank=rank: self._answer(rank, part) != "", [name])
+                troubles[name] = self._answer(rank, part)
             except BrokenOff as error:
                 troubles[name] = str(error)
         return {name: trouble for name, trouble in troubles.items() if trouble != _WELL}
 
     def delivered(self) -> bool:
         """Whether a member has said by now that it has everything."""
-        return any(self._answer(rank) == _WELL for rank in range(1, len(self._exchange.members) + 1))
+        return any(self._answer(rank, WHOLE) == _WELL for rank in self._members)
 
     def close(self) -> None:
         """Lets go of the connections: whoever waits on the other end of one hears of it at once."""
         self._backend = None
 
-    def _answer(self, rank: int) -> str:
-        key = f"answer-{rank}"
+    def _answer(self, rank: int, part: int | str) -> str:
+        key = f"answer-{rank}-{part}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     # ------------------------------------------------------------------ coming together
 
-    def _meet(self, about: dict[str, str]) -> list[dict[str, str]]:
+    def _meet(self, about: dict[str, Any]) -> list[dict[str, Any]]:
         """What every member says about itself, once all have come: from here on connecting takes no time."""
         ranks = range(len(self._exchange.members) + 1)
         self._store.set(f"here-{self._rank}", json.dumps(about))
@@ -138,18 +169,18 @@ class Wire:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=CONNECT_S)
-        return dist.ProcessGroupGloo(store, self._rank, len(self._exchange.members) + 1, options)
+        return dist.ProcessGroupGloo(store, self._place, self._size, options)
 
     def _nccl(self, store: Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
-        return dist.ProcessGroupNCCL(store, self._rank, len(self._exchange.members) + 1, options)
+        return dist.ProcessGroupNCCL(store, self._place, self._size, options)
 
     # ------------------------------------------------------------------ waiting
 
     def _finish(self, work: Any) -> None:
         try:
-            self._until(work.is_completed, self._exchange.members)
+            self._until(work.is_completed, [*self._members.values()])
         except BaseException:
             self._abandon(work)
             raise
@@ -177,6 +208,11 @@ class Wire:
         holds on to both, and this one goes on."""
         self._backend.abort()
         threading.Thread(target=_hold, args=(work, self._backend), name="abandoned-exchange", daemon=True).start()
+
+
+def _follows(member: dict[str, Any], trainer: dict[str, Any]) -> bool:
+    """Whether it has everything that the trainer will not send again."""
+    return (member["has"] if member["stream"] == trainer["stream"] else 0) >= trainer["has"]
 
 
 def _hold(work: Any, backend: Any) -> None:
