@@ -6,10 +6,11 @@ import asyncio
 import math
 import os
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,6 +35,9 @@ from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks
 from trivium.types import SERVED, Metrics
+
+if TYPE_CHECKING:
+    from trivium.training.split import RankGroup
 
 disable_progress_bar()  # transformers' own bars would break into the console's table
 
@@ -177,7 +181,7 @@ def build_trainer(
         tasks=partial(_build_tasks, config), algorithm=algorithm,
     )  # fmt: skip
     return Trainer(
-        engine=_build_train_engine(stage, algorithm, meeting.channel, sampled=is_sampled(buffer)),
+        engine=(make_engine or build_train_engine)(stage, algorithm, meeting.channel),
         buffer=buffer, strategy=strategy,
         channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=schedule, monitor=monitor,
         checkpoints=store, cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
@@ -284,18 +288,38 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
     """The train engine that the trainer drives: of this process, or of all ranks that torchrun started."""
     if launched_ranks() == 1:
         return build_rank_engine(stage, algorithm, channel)
-    from trivium.training.split import SplitTrainEngine
     from trivium.training.torchrun import TorchrunRanks
 
     def make() -> tuple[Ranks, TrainEngine]:
         engine = build_rank_engine(stage, algorithm, channel)
         return cast(Any, engine).ranks, engine
 
-    group = TorchrunRanks(train_device(stage.config), replace(stage, config=None), make)  # type: ignore[arg-type]
-    return attached(SplitTrainEngine(
+    said = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
+    group = TorchrunRanks(train_device(stage.config), said, make)
+    return split_engine(group, stage, algorithm, channel)
+
+
+def split_engine(group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
+    """The driver's engine over ranks that each hold what `build_rank_engine` makes."""
+    from trivium.training.split import SplitTrainEngine
+
+    engine = SplitTrainEngine(
         group, algorithm, max_response_length=stage.config.engine.sampling.max_new_tokens,
         first_version=stage.first_version,
-    ), stage, channel)  # fmt: skip
+    )  # fmt: skip
+    return attached(engine, stage, channel)
+
+
+def follow_train_engine(config: RunConfig) -> None:
+    """What a rank does that torchrun started and that is not the first: builds its engine of each stage, and does what
+    the first one says, to the end of the run."""
+    from trivium.training.torchrun import follow
+
+    def make(said: dict[str, Any]) -> TrainEngine:
+        stage = Stage(config=config.stage_configs()[int(said["number"])], **said)
+        return build_rank_engine(stage, algorithm_of(stage.config), None)
+
+    follow(train_device(config), make)
 
 
 def build_rank_engine(
@@ -307,14 +331,21 @@ def build_rank_engine(
     if algorithm.teacher is not None:
         _check_vocabulary(algorithm.teacher.path, stage.model_dir)
     if launched_ranks() > 1:
+        if not hasattr(config.train, "sequence_parallel"):
+            raise ConfigError(
+                f"train.kind {config.train.kind!r} on {launched_ranks()} ranks", "it trains in one process",
+                "use train.kind torch, or start one process",
+            )  # fmt: skip
         further["ranks"] = join_ranks(
-            sequence=config.train.sequence_parallel, shard=config.train.shard, device=train_device(config)
+            sequence=cast(Any, config.train).sequence_parallel,
+            shard=cast(Any, config.train).shard,
+            device=train_device(config),
         )
-    explored = resolve("buffers", config.buffer.kind).explored
+    sampled = is_sampled(resolve("buffers", config.buffer.kind))
     engine = build(
         "train", config.train, model_dir=stage.model_dir, algorithm=algorithm,
         # Expert data was not sampled at any temperature.
-        temperature=config.engine.sampling.temperature if explored else 1.0,
+        temperature=config.engine.sampling.temperature if sampled else 1.0,
         max_response_length=config.engine.sampling.max_new_tokens, total_steps=config.schedule.steps,
         first_version=stage.first_version, seed=config.run.seed, threads=stage.threads, **further,
     )  # fmt: skip
@@ -346,8 +377,7 @@ def lone_train_engine(config: RunConfig) -> TrainEngine:
     first = config.stage_configs()[0]
     stage = Stage(first, 0, 0, len(config.stages) < 2, run_dir, model_dir)
     channel = build_channel(stage, build_synchronizer(first, open_board(first)), TRAINER)
-    sampled = is_sampled(resolve("buffers", first.buffer.kind))
-    return _build_train_engine(stage, algorithm_of(first), channel, sampled=sampled)
+    return build_train_engine(stage, algorithm_of(first), channel)
 
 
 def _check_vocabulary(teacher: Path, policy: Path) -> None:

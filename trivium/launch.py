@@ -24,11 +24,13 @@ from trivium.assemble import (
     evaluate,
     explorer_name,
     explorer_parts,
+    follow_train_engine,
     meet_here,
     open_board,
     open_store,
     run_name,
     shares_buffer,
+    train_device,
     trainer_parts,
 )  # fmt: skip
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
@@ -40,6 +42,7 @@ from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Monitor
 from trivium.synchronizer import TRAINER, Synchronizer
+from trivium.training.ranks import launched_ranks, this_rank
 
 _log = logging.getLogger("trivium")
 _CARRIED = ("accuracy_before", "accuracy_after", "seconds")
@@ -52,6 +55,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of whatever stopped the run.
     """
+    if this_rank() > 0:
+        return follow(config)
     match config.run.mode:
         case "bench":
             return bench(config)
@@ -76,9 +81,21 @@ def train(config: RunConfig) -> dict[str, Any]:
             _log.info("continuing from %s", latest.path.name)
         with _stage(config, run_dir, store, latest) as play_stage:
             summary = _train_stages(config, run_dir, store, latest, play_stage)
+        if launched_ranks() > 1:
+            from trivium.training.torchrun import dismiss
+
+            dismiss(train_device(config))
         asyncio.run(store.copied())  # what could not be copied on the way has to be now
         write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
+
+
+def follow(config: RunConfig) -> dict[str, Any]:
+    """Trains as one of the ranks that torchrun started, led by the first."""
+    run_dir, rank = Path(config.run.dir), this_rank()
+    with logging_to(run_dir, f"log-rank-{rank}.txt"):
+        follow_train_engine(config)
+    return {"rank": rank, "run_dir": str(run_dir)}
 
 
 PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]

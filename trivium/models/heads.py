@@ -8,7 +8,7 @@ else. A reward model judges what is there, token t included.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -30,17 +30,22 @@ def _before(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return hidden.index_select(0, rows - 1)
 
 
-class LanguageModel:
-    """A causal language model from a Hugging Face directory, always in eval mode: log-probabilities without logits."""
+class LanguageModel(nn.Module):
+    """A causal language model from a Hugging Face directory, always in eval mode: log-probabilities without logits.
+
+    All that is computed with its weights is computed in `forward`: parameters that are sharded over ranks are whole
+    nowhere else.
+    """
 
     def __init__(
         self, path: Path, *, dtype: torch.dtype, device: torch.device, temperature: float, autocast: bool = False
     ) -> None:
+        super().__init__()
         self.module: PreTrainedModel = load_lm(path, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise _refusal(self.module, f"its output layer is {type(output).__name__}")
-        self.weight, self.bias = output.weight, output.bias
+        self.device, self.dtype, self.vocabulary = device, dtype, output.out_features
         self.temperature = temperature / _logit_scale(self.module)
         self.autocast = False
         if not autocast:
@@ -49,47 +54,54 @@ class LanguageModel:
         self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model))
         self._check_head(expected)
         self.autocast = autocast
+        self.names = tensor_names(self.module)
+        self.eval()
 
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens it tells apart."""
-        return len(self.weight)
-
-    def __call__(
-        self, batch: Pack, rows: torch.Tensor, *, entropy_grad: bool = False, candidates: torch.Tensor | None = None
+    def forward(
+        self,
+        batch: Pack,
+        rows: torch.Tensor,
+        what: str = "log_prob",
+        *,
+        entropy_grad: bool = False,
+        candidates: torch.Tensor | None = None,
+        top_k: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log_prob, entropy), each (N,), of the tokens at `rows` of the pack; never the first of a sequence.
+        """Two numbers about each of the N tokens at `rows` of the pack, never the first of a sequence:
 
-        With `candidates`, (N, K) further token ids for each, `log_prob` is (N, 1 + K).
+        `log_prob`: (log_prob, entropy), each (N,), with gradient. With `candidates`, (N, K) further token ids for each,
+        `log_prob` is (N, 1 + K). Without gradient, the other number being the same one again: `sum_pi_squared`, the sum
+        over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
+        token is drawn from. `top`: (ids, log_prob), each (N, top_k), what the model would rather have said.
         """
-        targets = batch.tokens[rows]
-        if candidates is not None:
-            targets = torch.cat([targets[:, None], candidates], 1)
-        return log_prob_and_entropy(
-            self._states(batch, rows), self.weight, self.bias, targets,
-            temperature=self.temperature, entropy_grad=entropy_grad,
-        )  # fmt: skip
-
-    def sum_pi_squared(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
-        """(N,) without gradient: the sum over the vocabulary of p^2, of the distribution each token is drawn from."""
-        return sum_pi_squared(self._states(batch, rows), self.weight, self.bias, temperature=self.temperature)
-
-    def mean_discriminant(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
-        """(N,) without gradient: the expectation of p (H + log p) under the distribution each token is drawn from."""
-        return mean_discriminant(self._states(batch, rows), self.weight, self.bias, temperature=self.temperature)
-
-    def likeliest(self, batch: Pack, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, log_prob), each (N, k), without gradient: what the model would rather have said at `rows`."""
-        return likeliest(self._states(batch, rows), self.weight, self.bias, k, temperature=self.temperature)
+        output = cast(nn.Linear, self.module.get_output_embeddings())
+        head: dict[str, Any] = {"weight": output.weight, "bias": output.bias, "temperature": self.temperature}
+        states = self._states(batch, rows)
+        match what:
+            case "log_prob":
+                targets = batch.tokens[rows]
+                if candidates is not None:
+                    targets = torch.cat([targets[:, None], candidates], 1)
+                return log_prob_and_entropy(states, targets=targets, entropy_grad=entropy_grad, **head)
+            case "top":
+                return likeliest(states, k=top_k, **head)
+            case "sum_pi_squared":
+                number = sum_pi_squared(states, **head)
+            case "mean_discriminant":
+                number = mean_discriminant(states, **head)
+            case _:
+                raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
+        return number, number
 
     def _states(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(self.weight.device.type, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self.backbone(batch)
         return _before(hidden, rows)
 
-    def save(self, directory: Path) -> None:
-        """A plain Hugging Face model directory, in the precision the weights are held in."""
-        self.module.save_pretrained(directory)
+    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+        """A plain Hugging Face model directory, in the precision the weights are held in. `state` holds the tensors by
+        name where this process holds parts of them only."""
+        self.module.save_pretrained(directory, state_dict=state)
 
     @torch.no_grad()
     def _by_logits(self, batch: Pack, temperature: float) -> torch.Tensor:
@@ -108,6 +120,19 @@ class LanguageModel:
         difference = float((found - expected).abs().max())
         if difference > 1e-3:
             raise _refusal(self.module, f"its own log-probabilities differ by {difference:.3g} from the chunked head's")
+
+
+def tensor_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of its parameters and persistent buffers, in the module's order; tied ones once."""
+    seen: set[tuple[object, ...]] = set()
+    names: list[str] = []
+    for name, tensor in module.state_dict().items():
+        # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if not tensor.numel() or place not in seen:
+            seen.add(place)
+            names.append(name)
+    return tuple(names)
 
 
 def _logit_scale(module: PreTrainedModel) -> float:
@@ -141,7 +166,7 @@ class ValueModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module: PreTrainedModel = load_backbone(path, dtype=dtype, device=device)
-        self.autocast = autocast
+        self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(self.module)
         self.backbone = Backbone(self.module)
@@ -156,21 +181,29 @@ class ValueModel(nn.Module):
             nn.init.normal_(self.value_head.weight, std=0.01 / width**0.5, generator=generator)
             nn.init.zeros_(self.value_head.bias)
         self.value_head.to(device)
+        self.names = tensor_names(self)
         self.eval()
 
     def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         """(N,) values of the states before the tokens at `rows` of the pack."""
-        with torch.autocast(self.value_head.weight.device.type, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self.backbone(batch)
-        return self.value_head(self._judged(hidden, rows).to(self.value_head.weight.dtype)).squeeze(1)
+        values = self.value_head(self._judged(hidden, rows).to(self.dtype))
+        return values.squeeze(1).clone()  # what FSDP hangs its hooks on must not be a view
 
     def _judged(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return _before(hidden, rows)
 
-    def save(self, directory: Path) -> None:
-        """A plain Hugging Face directory of the backbone, with the head in a file beside it."""
-        self.module.save_pretrained(directory)
-        safetensors.torch.save_file(self.value_head.state_dict(), directory / _VALUE_HEAD_FILE)
+    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+        """A plain Hugging Face directory of the backbone, with the head in a file beside it. `state` holds all tensors
+        of this model by name where this process holds parts of them only."""
+        whole = self.state_dict() if state is None else state
+        body, head = (
+            {name.removeprefix(part): tensor for name, tensor in whole.items() if name.startswith(part)}
+            for part in ("module.", "value_head.")
+        )
+        self.module.save_pretrained(directory, state_dict=body)
+        safetensors.torch.save_file(head, directory / _VALUE_HEAD_FILE)
 
 
 class ScoreModel(ValueModel):

@@ -44,7 +44,7 @@ def log_prob_and_entropy(
         tuple[torch.Tensor, torch.Tensor],
         _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad),
     )
-    return log_prob.view(targets.shape), entropy
+    return log_prob.view(targets.shape).clone(), entropy  # what FSDP hangs its hooks on must not be a view
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,13 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trivium.errors import TriviumError
+from trivium.errors import DataError, TriviumError
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.models.packed import pack
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
+from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
+from trivium.training.ranks import ALONE, Ranks
 from trivium.types import AnyArray, Batch, Metrics
 
 
@@ -33,6 +36,9 @@ class Learner:
 
     The model stays in eval mode throughout: dropout would make two passes over the same tokens disagree, and with it
     every ratio of two policies.
+
+    Where several ranks train together, each is given its share of a batch, and all are given one: a pass through a
+    sharded model is a meeting of all ranks, so whoever has fewer micro-batches than another makes empty passes.
     """
 
     def __init__(
@@ -44,9 +50,10 @@ class Learner:
         max_response_length: int,
         optimizer: Optimizer | None = None,
         top_k: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`top_k` is how many tokens the score `top` names."""
-        self.model, self.name, self.optimizer, self.top_k = model, name, optimizer, top_k
+        self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
@@ -56,49 +63,57 @@ class Learner:
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the K likeliest token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
         """
-        check_lengths(batch, max_positions(self.model.module))
+        self._check_lengths(batch)
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad():
-            for rows in self._cut(batch, "sequence"):
+            for rows in self._passes(batch, "sequence"):
                 micro = self._collate(batch, rows, ())
                 numbers = self._numbers(micro, what)
                 for row, scored in zip(rows, micro.grid(numbers).cpu().numpy(), strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
+        reshard(self.model)
         return scores
 
     def _numbers(self, micro: MicroBatch, what: str) -> torch.Tensor:
         """(N, ...): one score of the trained tokens."""
         if isinstance(self.model, ValueModel):
             return self.model(micro.pack, micro.rows)
-        if what == "sum_pi_squared":
-            return self.model.sum_pi_squared(micro.pack, micro.rows)
-        if what == "mean_discriminant":
-            return self.model.mean_discriminant(micro.pack, micro.rows)
-        if what == "top":
-            ids, top = self.model.likeliest(micro.pack, micro.rows, self.top_k)
-            return torch.stack([ids.to(top.dtype), top], -1)
-        log_prob, entropy = self.model(micro.pack, micro.rows)
-        return entropy if what == "entropy" else log_prob
+        if what == "entropy":
+            return self.model(micro.pack, micro.rows)[1]
+        numbers = self.model(micro.pack, micro.rows, what, top_k=self.top_k)
+        return torch.stack([numbers[0].to(numbers[1].dtype), numbers[1]], -1) if what == "top" else numbers[0]
 
     def update(
-        self, batch: Batch, objective: TrainableObjective, lr: float, max_grad_norm: float, *, step: int, who: str
+        self,
+        batch: Batch,
+        objective: TrainableObjective,
+        lr: float,
+        max_grad_norm: float,
+        *,
+        step: int,
+        who: str,
+        totals: Totals | None = None,
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
+        `batch` is this rank's share of it, and `totals` the counts of the whole; None where the share is the whole.
         A mini-batch without a trained token takes no step and reports no loss. A critic does not report
         `train/tokens`: the policy counts the same ones. `step` counts the stage's train steps so far. `who` is named
         when the gradient is not finite. Raises DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
-        check_lengths(batch, max_positions(self.model.module))
-        totals = count(batch, self.max_response_length)
+        self._check_lengths(batch)
+        totals = totals or count(batch, self.max_response_length)
         tokens = {"train/tokens": float(totals.tokens)} if self.name != "value" else {}
         if totals.tokens == 0:
             return tokens
-        tally = _Tally(totals)
+        tally = _Tally()
         self.optimizer.zero_grad()
-        for rows in self._cut(batch, objective.unit):
+        for rows in self._passes(batch, objective.unit):
+            if not rows:
+                self._empty_pass()
+                continue
             micro = self._collate(batch, rows, sorted(objective.needs - {"entropy"}))
             inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
             outputs = objective.loss(inputs, totals)
@@ -107,19 +122,42 @@ class Learner:
         norm = self.optimizer.step(lr, max_grad_norm, who)
         self.optimizer.zero_grad()
         return {
-            **objective.derived(tally.metrics(self.name)),
+            **objective.derived(tally.metrics(self.name, totals, self.ranks)),
             f"train/grad_norm/{self.name}": norm,
             f"train/lr/{self.name}": lr,
             **tokens,
         }
 
-    def _cut(self, batch: Batch, unit: str) -> list[list[int]]:
+    def _check_lengths(self, batch: Batch) -> None:
+        """Raises on every rank what it raises on one: none is left waiting in a pass that another never makes."""
+        limit = max_positions(self.model.module)
+        longest = self.ranks.most(max(map(len, batch.experiences), default=0))
+        check_lengths(batch, limit)
+        if limit is not None and longest > limit:
+            raise DataError("sequences that fit the model", f"one of {longest} tokens on another rank", "see its error")
+
+    def _passes(self, batch: Batch, unit: str) -> Iterator[list[int]]:
+        """The rows of each micro-batch. A rank that has fewer than another makes up for it: without gradient here,
+        with gradient by whoever is given no rows."""
         lengths = [len(e) for e in batch.experiences]
-        return cut(units(batch, unit), lengths, self.max_tokens, padded=not self.model.backbone.packs)
+        mine = cut(units(batch, unit), lengths, self.max_tokens, padded=not self.model.backbone.packs)
+        missing = self.ranks.most(len(mine)) - len(mine)  # agreed on before the first of them
+        yield from mine
+        for _ in range(missing):
+            if torch.is_grad_enabled():
+                yield []
+            else:
+                self._empty_pass()
+
+    def _empty_pass(self) -> None:
+        """Takes part in a pass with two tokens that count for nothing."""
+        two = pack([np.zeros(2, np.int32)], self.model.device)
+        numbers = self.model(two, torch.ones(1, dtype=torch.int64, device=self.model.device))
+        if torch.is_grad_enabled():
+            (numbers if isinstance(numbers, torch.Tensor) else numbers[0]).sum().mul(0.0).backward()
 
     def _collate(self, batch: Batch, rows: Sequence[int], columns: Iterable[str]) -> MicroBatch:
-        parameter = next(self.model.module.parameters())
-        return collate(batch, rows, columns, device=parameter.device, dtype=parameter.dtype)
+        return collate(batch, rows, columns, device=self.model.device, dtype=self.model.dtype)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
         """What the model says about the trained tokens, on the loss's grid."""
@@ -139,8 +177,7 @@ class Learner:
 class _Tally:
     """Adds up what the micro-batches report; nothing leaves the device before the last of them."""
 
-    def __init__(self, totals: Totals) -> None:
-        self._totals = totals
+    def __init__(self) -> None:
         self._loss: list[torch.Tensor] = []
         self._sums: dict[str, list[torch.Tensor]] = {}
         self._maxima: dict[str, list[torch.Tensor]] = {}
@@ -153,12 +190,23 @@ class _Tally:
             for key, value in theirs.items():
                 mine.setdefault(key, []).append(value.detach())
 
-    def metrics(self, name: str) -> Metrics:
+    def metrics(self, name: str, totals: Totals, ranks: Ranks) -> Metrics:
+        """Sums and maxima over all micro-batches of all ranks; a rank may have had none."""
+        loss = {f"train/loss/{name}": float(torch.stack(self._loss).sum())} if self._loss else {}
+        sums = {key: float(torch.stack(values).sum()) for key, values in self._sums.items()}
+        maxima = {key: float(torch.stack(values).max()) for key, values in self._maxima.items()}
+        losses, all_sums, all_maxima = (ranks.gathered(mine) for mine in (loss, sums, maxima))
         return {
-            f"train/loss/{name}": float(torch.stack(self._loss).sum()),
-            **{key: float(torch.stack(values).sum()) / self._totals.tokens for key, values in self._sums.items()},
-            **{key: float(torch.stack(values).max()) for key, values in self._maxima.items()},
+            **_merged(losses, sum),
+            **{key: value / totals.tokens for key, value in _merged(all_sums, sum).items()},
+            **_merged(all_maxima, max),
         }
+
+
+def _merged(said: Sequence[Mapping[str, float]], merge: Callable[[Iterable[float]], float]) -> Metrics:
+    """One number per key of those that any rank names."""
+    keys = dict.fromkeys(key for each in said for key in each)
+    return {key: merge([each[key] for each in said if key in each]) for key in keys}
 
 
 def checkpoint_gradients(module: PreTrainedModel) -> None:

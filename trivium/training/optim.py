@@ -15,6 +15,7 @@ from torch import nn
 
 from trivium.config import Config
 from trivium.errors import RunDirError, TriviumError
+from trivium.training.fsdp import number, part_of
 
 
 class OptimizerConfig(Config):
@@ -68,7 +69,7 @@ class Optimizer:
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = number(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             raise TriviumError(
                 f"an optimizer step of {who}",
@@ -86,7 +87,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`<parameter>/<moment or step>` -> tensor; empty before the first step."""
+        """`<parameter>/<moment or step>` -> tensor, sharded as the parameter is; empty before the first step."""
         return {
             f"{name}/{key}": value
             for name, parameter in self.parameters.items()
@@ -94,11 +95,11 @@ class Optimizer:
         }
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`, from whole tensors."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if name not in self.parameters:
                 raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
             parameter = self.parameters[name]
-            device = "cpu" if moment == "step" and parameter.device.type == "cpu" else parameter.device
-            self._adamw.state[parameter][moment] = value.to(device)
+            whole = value.to(parameter.device) if moment == "step" else part_of(value, parameter)
+            self._adamw.state[parameter][moment] = whole

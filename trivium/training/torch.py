@@ -1,4 +1,7 @@
-"""The train engine for one process: CPU or one GPU, weights in float32, micro-batches packed.
+"""The train engine of one process: CPU or one GPU, weights in float32, micro-batches packed.
+
+The process may be one of several ranks: parameters are sharded over them, each is given its share of every batch, and
+every verb is a meeting of all.
 
 Precision: weights, gradients, optimizer state and the head are float32 (float64 for tests); `bfloat16` runs the
 backbone's matrix products and attention under autocast, which casts from the float32 master weights.
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,12 +22,15 @@ from pydantic import Field
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.loss import Totals
 from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.training.fsdp import shard, whole
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
+from trivium.training.ranks import ALONE, Ranks
 from trivium.types import AnyArray, Batch, Metrics
 
-_SCORES = {
+SCORED_BY = {
     "old": ("policy", "log_prob"),
     "log_prob": ("policy", "log_prob"),
     "entropy": ("policy", "entropy"),
@@ -35,6 +41,7 @@ _SCORES = {
     "teacher_top": ("teacher", "top"),
     "values": ("critic", "values"),
 }
+"""Each score: the role whose model says it, and what it is to that model."""
 _METRIC_NAME = {
     "policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "value", "reward": "reward",
 }  # fmt: skip
@@ -61,6 +68,12 @@ class TorchTrainEngine(TrainEngine):
         and speed, never the gradient."""
         gradient_checkpointing: bool = False
         """Trades a second forward pass for memory: activations of one layer at a time."""
+        sequence_parallel: int = Field(default=1, ge=1)
+        """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
+        shard: int = Field(default=0, ge=0)
+        """Ranks that parameters are sharded over, and replicated across the rest (HSDP); 0 takes all."""
+        cpu_offload: bool = False
+        """Keeps parameters, gradients and optimizer state of sharded models in host memory between their uses."""
         max_grad_norm: float = Field(default=1.0, gt=0)
         """The gradient of a whole mini-batch is scaled down to this norm."""
         optimizer: OptimizerConfig = OptimizerConfig()
@@ -87,19 +100,24 @@ class TorchTrainEngine(TrainEngine):
         first_version: int = 0,
         seed: int,
         threads: int,
+        ranks: Ranks = ALONE,
+        roles: Collection[str] | None = None,
     ) -> None:
         """`temperature` is the sampling temperature and `max_response_length` the limit of one reply, in tokens: what
         `seq-mean-token-sum-norm` divides by. The schedule of the learning rate begins at `first_version`
         (where earlier stages left off) and has `total_steps` train steps.
 
         `seed` draws the head of a critic or reward model; `threads` is set by every verb for the thread that calls it.
+        `ranks` are the processes that train together; `roles` are the models that this one holds: all that the
+        algorithm has a use for, unless other processes hold some.
         """
         self.config, self.algorithm = config, algorithm
         self._model_dir, self._temperature = model_dir, temperature
         self._max_response_length = max_response_length
         self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
         self._threads, self.version = threads, first_version
-        self._device = _device(config.device)
+        self.ranks, self._roles = ranks, roles
+        self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._learners: dict[str, Learner] = {}
 
@@ -113,13 +131,14 @@ class TorchTrainEngine(TrainEngine):
         Raises DataError for a sequence that is longer than the model's context.
         """
         torch.set_num_threads(self._threads)
-        if what not in _SCORES:
-            raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(_SCORES)}")
-        role, kind = _SCORES[what]
+        if what not in SCORED_BY:
+            raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(SCORED_BY)}")
+        role, kind = SCORED_BY[what]
         return self._learner(role).score(batch, kind)
 
-    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step of one role, at the learning rate that belongs to the current train step.
+    def update(self, role: str, batch: Batch, objective: Objective, totals: Totals | None = None) -> Metrics:
+        """One optimizer step of one role, at the learning rate that belongs to the current train step. `batch` is this
+        rank's share of the mini-batch, and `totals` the counts of the whole; None where the share is the whole.
 
         Raises, weights untouched, TriviumError when the gradient is not finite, and DataError for a sequence that is
         longer than the model's context.
@@ -130,33 +149,49 @@ class TorchTrainEngine(TrainEngine):
         lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
         return learner.update(
             batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm, step=taken,
-            who=f"the {role} in train step {self.version + 1}",
+            who=f"the {role} in train step {self.version + 1}", totals=totals,
         )  # fmt: skip
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once."""
-        seen: set[tuple[object, ...]] = set()
-        for name, tensor in self._policy.module.state_dict().items():
-            # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
-            place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            if not tensor.numel() or place not in seen:
-                seen.add(place)
-                yield name, tensor.detach()
+        """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once.
+
+        Each is whole, and is gathered when it is asked for: every rank must ask for every one.
+        """
+        state = self._policy.module.state_dict()
+        for name in self._policy.names:
+            yield name, whole(state[name])
+
+    def sync_weight(self) -> bool:
+        """Offers the current weights to the explorers: the first rank does, the others bring their parts. Whether they
+        were delivered; the first rank knows."""
+        weights = self.export_weights()
+        delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
+        for _ in weights:  # nobody leaves before all were gathered, though the channel may have refused them
+            pass
+        return delivered
 
     def save(self, directory: Path) -> None:
-        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`."""
+        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`.
+
+        The files are the same on any number of ranks, and are written by the first.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        self.save_weights(directory / "policy")
+        if "policy" in self._learners:
+            self.save_weights(directory / "policy")
         for role, learner in self._learners.items():
             if isinstance(learner.model, ValueModel):
-                learner.model.save(directory / role)
+                self._write_model(learner.model, directory / role)
             if learner.optimizer is not None:
-                state = {key: value.contiguous() for key, value in learner.optimizer.state().items()}
-                safetensors.torch.save_file(state, directory / f"{role}-optimizer.safetensors")
-        (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
+                state = {key: whole(value).cpu().contiguous() for key, value in learner.optimizer.state().items()}
+                if self.ranks.rank == 0:
+                    safetensors.torch.save_file(state, directory / f"{role}-optimizer.safetensors")
+        if self.ranks.rank == 0:
+            (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
+        self.ranks.wait_for_all()
 
     def load(self, directory: Path) -> None:
-        """Opens what `save` wrote; the reference still comes from the initial model directory."""
+        """Opens what `save` wrote, on whatever number of ranks; the reference still comes from the initial model
+        directory."""
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
@@ -168,12 +203,28 @@ class TorchTrainEngine(TrainEngine):
 
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._policy.save(directory)
+        self._write_model(self._policy, directory)
         skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS) for p in self._model_dir.glob(pattern)}
-        for file in self._model_dir.iterdir():
+        for file in self._model_dir.iterdir() if self.ranks.rank == 0 else ():
             if file.is_file() and file not in skip:
                 shutil.copyfile(file, directory / file.name)
+        self.ranks.wait_for_all()
+
+    def _write_model(self, model: LanguageModel | ValueModel, directory: Path) -> None:
+        """What the model's `save` writes, from the parts of all ranks."""
+        if self.ranks.size == 1:
+            directory.mkdir(parents=True, exist_ok=True)
+            model.save(directory)
+            return
+        network = model if isinstance(model, ValueModel) else model.module
+        parts, state = network.state_dict(), dict[str, torch.Tensor]()
+        for name in model.names:
+            tensor = whole(parts[name])
+            if self.ranks.rank == 0:
+                state[name] = tensor.cpu()
+        if self.ranks.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            model.save(directory, state)
 
     def close(self) -> None:
         """Lets go of the models."""
@@ -201,11 +252,15 @@ class TorchTrainEngine(TrainEngine):
         how: dict[str, Any] = {
             "dtype": self._dtype, "device": self._device, "autocast": self.config.dtype == "bfloat16",
         }  # fmt: skip
-        roles = {objective.role for objective in self.algorithm.objectives}
-        roles |= {_SCORES[what][0] for what in self.algorithm.needs}
+        trained = {objective.role for objective in self.algorithm.objectives}
+        roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
+        if self._roles is not None:
+            roles &= set(self._roles)
         torch.set_num_threads(self._threads)
         self._learners = {}
-        self._add("policy", LanguageModel(policy, temperature=self._temperature, **how), trained="policy" in roles)
+        if "policy" in roles:
+            model = LanguageModel(policy, temperature=self._temperature, **how)
+            self._add("policy", model, trained="policy" in trained)
         if "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
         if "reward" in roles:
@@ -240,20 +295,25 @@ class TorchTrainEngine(TrainEngine):
 
     def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> None:
         optimizer = None
+        if not trained:
+            model.requires_grad_(False)
+        elif self.config.gradient_checkpointing:
+            checkpoint_gradients(model.module)
+        shard(
+            model, self.ranks, trained=trained, bfloat16=self.config.dtype == "bfloat16",
+            cpu_offload=self.config.cpu_offload,
+        )  # fmt: skip
         if trained:
             network = model if isinstance(model, ValueModel) else model.module
             optimizer = Optimizer(network, self._optimizer_config(role))
-            if self.config.gradient_checkpointing:
-                checkpoint_gradients(model.module)
-        else:
-            model.module.requires_grad_(False)
         self._learners[role] = Learner(
             model, _METRIC_NAME[role], max_tokens=self.config.max_tokens_per_micro_batch,
-            max_response_length=self._max_response_length, optimizer=optimizer, top_k=top_k,
+            max_response_length=self._max_response_length, optimizer=optimizer, top_k=top_k, ranks=self.ranks,
         )  # fmt: skip
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that `train.device` means here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

@@ -1,0 +1,75 @@
+"""FSDP2 around a model: every parameter sharded over the ranks, gathered while its layer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trivium.training.ranks import Ranks
+
+
+def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_offload: bool) -> None:
+    """Shards a model whose `forward` is all that is ever called of it; nothing to do for a process that is alone.
+
+    Each layer is a unit of its own; embeddings, last norm and head are one, so that tied weights stay one tensor. With
+    `bfloat16` the layers are gathered in bfloat16 and their gradients reduced in float32; the head stays float32.
+    Gradients are summed over the ranks: losses are normalised by counts of the whole mini-batch.
+    """
+    if ranks.mesh is None:
+        return
+    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
+    halved = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=ranks.mesh, mp_policy=halved if bfloat16 else whole, offload_policy=offload)
+    fully_shard(
+        model, mesh=ranks.mesh, mp_policy=whole, offload_policy=offload, reshard_after_forward=None if trained else True
+    )
+    for unit in units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def units(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that are gathered by themselves; none in a process that is alone."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets go of what a forward pass without a backward pass left gathered."""
+    for unit in units(model):
+        unit.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with all its parts, on every rank. All ranks must ask for it."""
+    return cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, sharded as `like` is; each rank brings the same whole one."""
+    if not isinstance(like, DTensor):
+        return value.to(like.device)
+    local = like.to_local()
+    sharded = distribute_tensor(
+        value.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
+    )
+    return sharded if sharded.to_local().device == local.device else sharded.to(local.device)
+
+
+def number(value: torch.Tensor) -> torch.Tensor:
+    """A scalar that was computed from sharded tensors, with every rank's part in it."""
+    return cast(DTensor, value).full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,131 @@
+"""The processes that train together, and this one's place among them.
+
+FSDP spreads every parameter over all of them. A batch is cut into one share per data rank; where sequence parallelism
+splits the tokens of a share, its `sequence_size` ranks are given the same one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trivium.errors import ConfigError
+
+CPU = torch.device("cpu")
+COLLECTIVE_S = 600.0
+"""How long a rank waits for another in a collective call: as long as the slowest of them may take for its share."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. Ranks with consecutive numbers share a sequence group:
+    rank = data_rank * sequence_size + sequence_rank."""
+
+    rank: int = 0
+    size: int = 1
+    sequence_size: int = 1
+    device: torch.device = CPU
+    mesh: DeviceMesh | None = None
+    """What FSDP shards over: ("shard",), or ("replicate", "shard"). None in a process that trains alone."""
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that hold parts of the same sequences; None where each holds whole ones."""
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a batch is cut into."""
+        return self.size // self.sequence_size
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.rank % self.sequence_size
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def gathered(self, value: Mapping[str, float]) -> list[Mapping[str, float]]:
+        """One value per data rank: what the first rank of each sequence group says."""
+        if self.size == 1:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value)
+        return said[:: self.sequence_size]
+
+    def wait_for_all(self) -> None:
+        """Returns once every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+ALONE = Ranks()
+
+
+def launched_ranks() -> int:
+    """How many processes the launcher (torchrun, or a worker group) started to train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def this_rank() -> int:
+    """Which of them this one is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def join_ranks(*, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu") -> Ranks:
+    """Meets the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
+
+    `sequence` ranks share each sequence; parameters are sharded over groups of `shard` ranks (0: all) and replicated
+    across the groups. Without a launcher this process is alone. Raises ConfigError for sizes that do not divide.
+    """
+    size, kind = launched_ranks(), torch.device(device).type
+    for name, number in (("sequence_parallel", sequence), ("shard", shard)):
+        if number and size % number:
+            raise ConfigError(
+                f"train.{name} {number} on {size} ranks", "the one does not divide the other",
+                f"choose a divisor of {size}, or another number of ranks",
+            )  # fmt: skip
+    if size == 1:
+        return Ranks(device=torch.device(device))
+    rank, local = this_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(here)
+    open_process_group(kind)
+    shard = shard or size
+    if shard == size:
+        mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(kind, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    group = None
+    if sequence > 1:
+        group = init_device_mesh(kind, (size // sequence, sequence), mesh_dim_names=("data", "sequence")).get_group(
+            "sequence"
+        )
+    return Ranks(rank, size, sequence, here, mesh, group)
+
+
+def open_process_group(kind: str) -> None:
+    """Opens the group of all ranks, once, for tensors on a `cpu` or on `cuda` devices too."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_S))
+
+
+def leave_ranks() -> None:
+    """Closes the process group, where one is open."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
