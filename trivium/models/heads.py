@@ -20,14 +20,16 @@ from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
 from trivium.models.packed import Backbone, Pack, probe_pack
+from trivium.models.sequence import Asked, SequenceGroup
 from trivium.randomness import stream
 
-_VALUE_HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD = "value_head"
+"""The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
 
 
-def _before(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(N, H): the state from which each of the tokens `rows` is predicted. The one shift there is."""
-    return hidden.index_select(0, rows - 1)
+def _before(rows: torch.Tensor) -> torch.Tensor:
+    """(N,): the token in whose state each of the tokens `rows` is predicted. The one shift there is."""
+    return rows - 1
 
 
 class LanguageModel(nn.Module):
@@ -38,8 +40,16 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, temperature: float, autocast: bool = False
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        temperature: float,
+        autocast: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
+        """`sequence` are the ranks that share every pack: all open the model, and call it with the same arguments."""
         super().__init__()
         self.module: PreTrainedModel = load_lm(path, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
@@ -51,7 +61,7 @@ class LanguageModel(nn.Module):
         if not autocast:
             use_onednn(self.module)
         expected = self._by_logits(probe_pack(self.module), temperature)
-        self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model))
+        self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model), sequence)
         self._check_head(expected)
         self.autocast = autocast
         self.names = tensor_names(self.module)
@@ -76,32 +86,27 @@ class LanguageModel(nn.Module):
         """
         output = cast(nn.Linear, self.module.get_output_embeddings())
         head: dict[str, Any] = {"weight": output.weight, "bias": output.bias, "temperature": self.temperature}
-        states = self._states(batch, rows)
+        asked = self._asked(batch, rows)
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
                 if candidates is not None:
                     targets = torch.cat([targets[:, None], candidates], 1)
-                return log_prob_and_entropy(states, targets=targets, entropy_grad=entropy_grad, **head)
+                targets = targets[asked.mine]
+                first, second = log_prob_and_entropy(asked.states, targets=targets, entropy_grad=entropy_grad, **head)
             case "top":
-                return likeliest(states, k=top_k, **head)
+                first, second = likeliest(asked.states, k=top_k, **head)
             case "sum_pi_squared":
-                number = sum_pi_squared(states, **head)
+                first = second = sum_pi_squared(asked.states, **head)
             case "mean_discriminant":
-                number = mean_discriminant(states, **head)
+                first = second = mean_discriminant(asked.states, **head)
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
-        return number, number
+        return asked.whole(first), asked.whole(second)
 
-    def _states(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+    def _asked(self, batch: Pack, rows: torch.Tensor) -> Asked:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self.backbone(batch)
-        return _before(hidden, rows)
-
-    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """A plain Hugging Face model directory, in the precision the weights are held in. `state` holds the tensors by
-        name where this process holds parts of them only."""
-        self.module.save_pretrained(directory, state_dict=state)
+            return self.backbone.states(batch, _before(rows))
 
     @torch.no_grad()
     def _by_logits(self, batch: Pack, temperature: float) -> torch.Tensor:
@@ -162,18 +167,26 @@ class ValueModel(nn.Module):
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, seed: int, autocast: bool = False
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        autocast: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
+        """`sequence` are the ranks that share every pack."""
         super().__init__()
         self.module: PreTrainedModel = load_backbone(path, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(self.module)
-        self.backbone = Backbone(self.module)
+        self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
         self.value_head = nn.Linear(width, 1, dtype=dtype)
-        saved = path / _VALUE_HEAD_FILE
+        saved = path / f"{VALUE_HEAD}.safetensors"
         if saved.is_file():
             self.value_head.load_state_dict(safetensors.torch.load_file(saved))
         else:
@@ -187,23 +200,12 @@ class ValueModel(nn.Module):
     def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         """(N,) values of the states before the tokens at `rows` of the pack."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self.backbone(batch)
-        values = self.value_head(self._judged(hidden, rows).to(self.dtype))
-        return values.squeeze(1).clone()  # what FSDP hangs its hooks on must not be a view
+            asked = self.backbone.states(batch, self._judged(rows))
+        values = self.value_head(asked.states.to(self.dtype)).squeeze(1)
+        return asked.whole(values.clone())  # what FSDP hangs its hooks on must not be a view
 
-    def _judged(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return _before(hidden, rows)
-
-    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """A plain Hugging Face directory of the backbone, with the head in a file beside it. `state` holds all tensors
-        of this model by name where this process holds parts of them only."""
-        whole = self.state_dict() if state is None else state
-        body, head = (
-            {name.removeprefix(part): tensor for name, tensor in whole.items() if name.startswith(part)}
-            for part in ("module.", "value_head.")
-        )
-        self.module.save_pretrained(directory, state_dict=body)
-        safetensors.torch.save_file(head, directory / _VALUE_HEAD_FILE)
+    def _judged(self, rows: torch.Tensor) -> torch.Tensor:
+        return _before(rows)
 
 
 class ScoreModel(ValueModel):
@@ -212,5 +214,5 @@ class ScoreModel(ValueModel):
     Saved as a value model is, so that a critic can start from it.
     """
 
-    def _judged(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return hidden.index_select(0, rows)
+    def _judged(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows

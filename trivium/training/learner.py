@@ -140,7 +140,8 @@ class Learner:
         """The rows of each micro-batch. A rank that has fewer than another makes up for it: without gradient here,
         with gradient by whoever is given no rows."""
         lengths = [len(e) for e in batch.experiences]
-        mine = cut(units(batch, unit), lengths, self.max_tokens, padded=not self.model.backbone.packs)
+        limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
+        mine = cut(units(batch, unit), lengths, limit, padded=not self.model.backbone.packs)
         missing = self.ranks.most(len(mine)) - len(mine)  # agreed on before the first of them
         yield from mine
         for _ in range(missing):

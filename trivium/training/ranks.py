@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trivium.errors import ConfigError
+from trivium.models.sequence import SequenceGroup
 
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
@@ -49,6 +50,13 @@ class Ranks:
     @property
     def sequence_rank(self) -> int:
         return self.rank % self.sequence_size
+
+    @property
+    def sequence(self) -> SequenceGroup | None:
+        """This process among those that share its sequences."""
+        if self.sequence_group is None:
+            return None
+        return SequenceGroup(self.sequence_rank, self.sequence_size, self.sequence_group)
 
     def most(self, number: int) -> int:
         """The largest of the ranks' numbers."""

@@ -64,8 +64,8 @@ class TorchTrainEngine(TrainEngine):
         device: str = "auto"
         """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
         max_tokens_per_micro_batch: int = free(16384, ge=1)
-        """Tokens of one forward and backward pass, context included; a longer sequence goes alone. Decides memory
-        and speed, never the gradient."""
+        """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
+        that share sequences (`sequence_parallel`) take so many each. Decides memory and speed, never the gradient."""
         gradient_checkpointing: bool = False
         """Trades a second forward pass for memory: activations of one layer at a time."""
         sequence_parallel: int = Field(default=1, ge=1)
@@ -251,6 +251,7 @@ class TorchTrainEngine(TrainEngine):
         """Only the roles that the algorithm has a use for."""
         how: dict[str, Any] = {
             "dtype": self._dtype, "device": self._device, "autocast": self.config.dtype == "bfloat16",
+            "sequence": self.ranks.sequence,
         }  # fmt: skip
         trained = {objective.role for objective in self.algorithm.objectives}
         roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
