@@ -96,6 +96,8 @@ class RolloutEngine(Protocol):
         With `update`, between two tokens of the replies in flight, which go on with the new weights and the keys and
         values they have; each token says which version sampled it. Only an engine whose class says
         `updates_in_flight = True` is asked for that.
+
+        Only an engine whose class says `adopts_adapters = True` is given a LoRA adapter instead of all weights.
         """
         ...
 
@@ -299,9 +301,9 @@ class TrainEngine(ABC):
     def save_weights(self, directory: Path) -> None:
         """Writes the policy alone as a plain Hugging Face directory."""
 
-    def snapshot(self) -> Callable[[Path], None] | None:
-        """A copy of what `save` would write now, so that training goes on while the result, called once from another
-        thread, writes it. None: this engine takes none, and training waits while it saves."""
+    def begin_saving(self, directory: Path) -> Callable[[], None] | None:
+        """`save` without the wait: copies what is to be written, so that training may go on. The result, called once
+        from another thread, returns when it is on disk. None: this engine cannot, and training waits while it saves."""
         return None
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)

@@ -75,7 +75,7 @@ class Trainer:
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
     saves_asynchronously: bool = False
-    """Whether it trains on while a checkpoint is being written, where the engine can take snapshots."""
+    """Whether it trains on while a checkpoint is being written, where the engine can do that."""
     enable_preview: bool = False
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -291,12 +291,12 @@ class Trainer:
 
             def write(directory: Path) -> None:
                 self.channel.save(directory / "versions", needed)
-                snapshot = self.engine.snapshot() if self.saves_asynchronously else None
-                if snapshot is None:
+                end = self.engine.begin_saving(directory) if self.saves_asynchronously else None
+                if end is None:
                     self.engine.save(directory)
                 else:
                     loop.call_soon_threadsafe(held.set)
-                    snapshot(directory)
+                    end()
 
             self._writing = asyncio.create_task(self.checkpoints.save(version, write, state), name=f"save-{version}")
             self._saved_step = version

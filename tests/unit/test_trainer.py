@@ -331,16 +331,16 @@ async def test_a_need_sync_of_ones_own_is_asked_while_data_is_awaited(tmp_path: 
 
 
 class Slow(Counting):
-    """Writes a snapshot once it is allowed to; `write` says what becomes of it."""
+    """Writes what it has copied once it is allowed to; `write` says what becomes of it."""
 
     def __init__(self, *said: Any) -> None:
         super().__init__(*said)
         self.allowed, self.writing = threading.Event(), 0
 
-    def snapshot(self) -> Callable[[Path], None]:
+    def begin_saving(self, directory: Path) -> Callable[[], None]:
         version = self.version
 
-        def write(directory: Path) -> None:
+        def write() -> None:
             self.writing += 1
             assert self.writing == 1, "one save at a time"
             assert self.allowed.wait(20)
@@ -387,7 +387,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_
     assert more.store.saves == [6]
 
 
-async def test_an_engine_without_snapshots_is_waited_for(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_save_beside_training_is_waited_for(tmp_path: Path) -> None:
     class Waiting(Trainer):
         async def save_checkpoint(self) -> None:
             await super().save_checkpoint()

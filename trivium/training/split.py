@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from trivium.models.loss import Totals
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, units
+from trivium.training.saving import wait_for
 from trivium.types import AnyArray, Batch, Metrics
 
 
@@ -70,6 +73,10 @@ class RankVerbs:
         self.engine.version = version
         self.engine.save(directory)
 
+    def begin_saving(self, version: int, directory: Path, report: str) -> None:
+        self.engine.version = version
+        self.engine.begin_saving_apart(directory, report)
+
     def load(self, directory: Path) -> int:
         self.engine.load(directory)
         return self.engine.version
@@ -119,6 +126,11 @@ class SplitTrainEngine(TrainEngine):
 
     def save(self, directory: Path) -> None:
         self.group.everywhere("save", self.version, directory)
+
+    def begin_saving(self, directory: Path) -> Callable[[], None]:
+        report = f".{uuid.uuid4().hex}.json"
+        self.group.everywhere("begin_saving", self.version, directory, report)
+        return partial(wait_for, directory / report)
 
     def load(self, directory: Path) -> None:
         self.version = self.group.everywhere("load", directory)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import safetensors.torch
 import torch
 from pydantic import Field
 
@@ -24,10 +24,12 @@ from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.loss import Totals
 from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.save_monitor import SaveStrategy
 from trivium.training.fsdp import shard, whole
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
 from trivium.training.ranks import ALONE, Ranks
+from trivium.training.saving import Held, Saved, begin_writing, hold, read, weights_of
 from trivium.types import AnyArray, Batch, Metrics
 
 SCORED_BY = {
@@ -171,23 +173,21 @@ class TorchTrainEngine(TrainEngine):
         return delivered
 
     def save(self, directory: Path) -> None:
-        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`.
+        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
+        what is large in several numbered files.
 
-        The files are the same on any number of ranks, and are written by the first.
+        The files are the same on any number of ranks; each rank writes some of them, when `checkpoint.save_strategy`
+        lets it.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        if "policy" in self._learners:
-            self.save_weights(directory / "policy")
-        for role, learner in self._learners.items():
-            if isinstance(learner.model, ValueModel):
-                self._write_model(learner.model, directory / role)
-            if learner.optimizer is not None:
-                state = {key: whole(value).cpu().contiguous() for key, value in learner.optimizer.state().items()}
-                if self.ranks.rank == 0:
-                    safetensors.torch.save_file(state, directory / f"{role}-optimizer.safetensors")
-        if self.ranks.rank == 0:
-            (directory / "engine.json").write_text(json.dumps({"version": self.version}) + "\n", encoding="utf-8")
-        self.ranks.wait_for_all()
+        self._held(copy=False).write(directory)
+
+    def begin_saving(self, directory: Path) -> Callable[[], None]:
+        return partial(self._held(copy=True).write, directory)
+
+    def begin_saving_apart(self, directory: Path, report: str) -> None:
+        """The same for a rank that is told what to do next before the files are written: how that fares is in the file
+        `report` (`saving.wait_for`)."""
+        begin_writing(self._held(copy=True), directory, report)
 
     def load(self, directory: Path) -> None:
         """Opens what `save` wrote, on whatever number of ranks; the reference still comes from the initial model
@@ -198,33 +198,43 @@ class TorchTrainEngine(TrainEngine):
         self._open(directory / "policy", directory / "critic", directory / "reward")
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
-                learner.optimizer.restore(safetensors.torch.load_file(directory / f"{role}-optimizer.safetensors"))
+                for state in read(directory, f"{role}-optimizer"):
+                    learner.optimizer.restore(state)
         self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
 
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
-        self._write_model(self._policy, directory)
+        saved = weights_of(self._policy, "")
+        hold(saved, self.ranks, self._save_strategy, self._add_companions, copy=False).write(directory)
+
+    def _held(self, *, copy: bool) -> Held:
+        """What a checkpoint of this moment consists of."""
+        saved: list[Saved] = []
+        for role, learner in self._learners.items():
+            if role == "policy" or learner.optimizer is not None:
+                saved += weights_of(learner.model, f"{role}/")
+            if learner.optimizer is not None:
+                saved.append(Saved(f"{role}-optimizer", learner.optimizer.state()))
+        version = self.version
+
+        def finish(directory: Path) -> None:
+            if "policy" in self._learners:
+                self._add_companions(directory / "policy")
+            (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+
+        return hold(saved, self.ranks, self._save_strategy, finish, copy=copy)
+
+    @property
+    def _save_strategy(self) -> SaveStrategy:
+        """That of the config, where the assembly has said it."""
+        return self.saves.save_strategy if hasattr(self, "saves") else SaveStrategy.UNRESTRICTED
+
+    def _add_companions(self, directory: Path) -> None:
+        """The files of the initial model that training does not change: tokenizer, template, licence."""
         skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS) for p in self._model_dir.glob(pattern)}
-        for file in self._model_dir.iterdir() if self.ranks.rank == 0 else ():
+        for file in self._model_dir.iterdir():
             if file.is_file() and file not in skip:
                 shutil.copyfile(file, directory / file.name)
-        self.ranks.wait_for_all()
-
-    def _write_model(self, model: LanguageModel | ValueModel, directory: Path) -> None:
-        """What the model's `save` writes, from the parts of all ranks."""
-        if self.ranks.size == 1:
-            directory.mkdir(parents=True, exist_ok=True)
-            model.save(directory)
-            return
-        network = model if isinstance(model, ValueModel) else model.module
-        parts, state = network.state_dict(), dict[str, torch.Tensor]()
-        for name in model.names:
-            tensor = whole(parts[name])
-            if self.ranks.rank == 0:
-                state[name] = tensor.cpu()
-        if self.ranks.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            model.save(directory, state)
 
     def close(self) -> None:
         """Lets go of the models."""
