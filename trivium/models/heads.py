@@ -23,7 +23,8 @@ from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence import Asked, SequenceGroup
 from trivium.randomness import stream
 
-_VALUE_HEAD_FILE = "value_head.safetensors"
+VALUE_HEAD = "value_head"
+"""The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
 
 
 def _before(rows: torch.Tensor) -> torch.Tensor:
@@ -107,11 +108,6 @@ class LanguageModel(nn.Module):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             return self.backbone.states(batch, _before(rows))
 
-    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """A plain Hugging Face model directory, in the precision the weights are held in. `state` holds the tensors by
-        name where this process holds parts of them only."""
-        self.module.save_pretrained(directory, state_dict=state)
-
     @torch.no_grad()
     def _by_logits(self, batch: Pack, temperature: float) -> torch.Tensor:
         """(N,) log-probabilities of all but first tokens, by the model's own forward pass."""
@@ -190,7 +186,7 @@ class ValueModel(nn.Module):
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
         self.value_head = nn.Linear(width, 1, dtype=dtype)
-        saved = path / _VALUE_HEAD_FILE
+        saved = path / f"{VALUE_HEAD}.safetensors"
         if saved.is_file():
             self.value_head.load_state_dict(safetensors.torch.load_file(saved))
         else:
@@ -210,17 +206,6 @@ class ValueModel(nn.Module):
 
     def _judged(self, rows: torch.Tensor) -> torch.Tensor:
         return _before(rows)
-
-    def save(self, directory: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """A plain Hugging Face directory of the backbone, with the head in a file beside it. `state` holds all tensors
-        of this model by name where this process holds parts of them only."""
-        whole = self.state_dict() if state is None else state
-        body, head = (
-            {name.removeprefix(part): tensor for name, tensor in whole.items() if name.startswith(part)}
-            for part in ("module.", "value_head.")
-        )
-        self.module.save_pretrained(directory, state_dict=body)
-        safetensors.torch.save_file(head, directory / _VALUE_HEAD_FILE)
 
 
 class ScoreModel(ValueModel):
