@@ -28,6 +28,7 @@ CORE_PACKAGES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 MAY_CATCH_EVERYTHING = {
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calling": (2, "a reward that raised fails its own trajectory, and no other in the call"),
+    "trivium.rewards.scoring": (1, "a scorer that raised: its sample is named, in an error or in what is counted"),
     "trivium.rewards.child": (1, "a child process answers with the error, which its parent raises"),
     "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.cluster.crew": (1, "the errors of all roles are gathered; the likeliest first cause among them is raised"),

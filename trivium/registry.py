@@ -44,6 +44,12 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "gsm8k": "trivium.rewards.functions:Gsm8k",
         "math_verify": "trivium.rewards.functions:MathVerify",
         "reasoning_gym": "trivium.rewards.functions:ReasoningGym",
+        "by_source": "trivium.rewards.by_source:BySource",
+    },
+    "reward_managers": {
+        "naive": "trivium.rewards.managers:NaiveRewardManager",
+        "dapo": "trivium.rewards.managers:DAPORewardManager",
+        "batch": "trivium.rewards.managers:BatchRewardManager",
     },
     "engines": {
         "torch": "trivium.engines.torch:TorchEngine",
@@ -226,6 +232,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "shapings": {
         "overlong_penalty": "trivium.algorithms.shaping:overlong_penalty",
+        "truncation_penalty": "trivium.algorithms.shaping:truncation_penalty",
         "length_penalty": "trivium.algorithms.shaping:length_penalty",
         "relative_length": "trivium.algorithms.shaping:relative_length",
         "clip": "trivium.algorithms.shaping:clip",

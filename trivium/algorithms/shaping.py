@@ -128,6 +128,21 @@ def overlong_penalty(
 
 
 @reward_shaping(
+    formula="coef * R if coef >= 0 else coef, where a length limit cut the reply",
+    source="OpenRLHF, Hu et al. 2024, option stop_properly_penalty_coef",
+)
+def truncation_penalty(
+    x: ShapingInputs,
+    *,
+    coef: Annotated[
+        float, Field(le=1, description="what is left of the reward, as a factor; below 0, the reward itself")
+    ] = 0.0,
+) -> Tensor:
+    """Replies that a length limit cut earn less than those that came to an end."""
+    return torch.where(x.truncated, coef * x.reward if coef >= 0 else torch.full_like(x.reward, coef), x.reward)
+
+
+@reward_shaping(
     formula="R - coef * length / L_max{limit:, L_max = limit}",
     source="LCPO, Aggarwal and Welleck 2025, with a target length of 0",
 )

@@ -95,6 +95,16 @@ def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") ->
     return _plain_number(found[-1]) if found else None
 
 
+def gsm8k_score(
+    text: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+) -> float:
+    """1 for the answer's final number (`####` before it or not), `format_score` for another one, 0 for none."""
+    found = gsm8k_answer(text, method)
+    if found is None:
+        return 0.0
+    return 1.0 if found == _plain_number(answer.rpartition("####")[2].strip()) else format_score
+
+
 class Gsm8k:
     """1 where the final number is that of the column `answer` (a number, or a whole solution ending in `#### n`)."""
 
@@ -109,10 +119,7 @@ class Gsm8k:
         self.config = config
 
     def __call__(self, prompt: str, completion: str, answer: Any) -> float:
-        found = gsm8k_answer(completion, self.config.method)
-        if found is None:
-            return 0.0
-        return 1.0 if found == _plain_number(str(answer).rpartition("####")[2].strip()) else self.config.format_score
+        return gsm8k_score(completion, str(answer), self.config.method, self.config.format_score)
 
 
 def _plain_number(text: str) -> str:

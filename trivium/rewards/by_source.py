@@ -1,0 +1,198 @@
+"""The scorer of a task by its `data_source`: which grader belongs to which data, under the names that tables use."""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from trivium.config import RewardConfig
+from trivium.errors import DataError
+from trivium.rewards.functions import gsm8k_score, last_tag
+from trivium.rewards.isolated import Isolated, require
+from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo, same_math
+from trivium.rewards.programs import program_score
+from trivium.rewards.sandbox import Limits, Sandbox
+
+Score = float | dict[str, Any]
+"""A number, or a dict whose `score` is the number and whose other entries are worth knowing."""
+
+_CPU_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the graders that run something may use."""
+
+    cpu_s: int = _CPU_S
+    memory_mb: int = 1024
+    without: tuple[str, ...] = ()
+
+    def sandbox(self) -> Sandbox:
+        return _sandbox(self)
+
+
+@functools.lru_cache(maxsize=8)
+def _sandbox(means: Means) -> Sandbox:
+    return Sandbox(Limits(means.cpu_s, 3.0 * means.cpu_s, means.memory_mb << 20), means.without)
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    memory_limit_mb: int | None = None,
+    means: Means | None = None,
+) -> Score:
+    """What the completion of a task is worth, by the grader of its `data_source` (docs/extend-rewards.md lists them).
+
+    A number or `{"score": number, ...}`. Raises DataError for a data source that has no grader, and for a ground truth
+    that its grader cannot read; MissingPackage where it needs math-verify; RewardError where grading took too long.
+    `memory_limit_mb` and `means` limit what runs a program.
+    """
+    del extra_info
+    means = means or Means()
+    if memory_limit_mb is not None:
+        means = Means(means.cpu_s, memory_limit_mb, means.without)
+    return grader_of(data_source)(solution_str, ground_truth, means)
+
+
+def grader_of(data_source: str) -> Callable[[str, Any, Means], Score]:
+    """The grader of a data source; raises DataError, listing those there are."""
+    for name, grader in GRADERS.items():
+        if data_source == name or (name.endswith("*") and data_source.startswith(name[:-1])):
+            return grader
+    raise DataError(
+        f"a scorer for the data source {data_source!r}",
+        f"there are scorers for {', '.join(GRADERS)}",
+        "name the column `data_source` so, or give your own function (`custom_reward_function`, or a reward by path)",
+    )
+
+
+# --------------------------------------------------------------------------- graders
+
+
+def _gsm8k(text: str, truth: Any, means: Means) -> float:
+    return gsm8k_score(text, str(truth))
+
+
+def _math(text: str, truth: Any, means: Means) -> float:
+    return float(math_boxed(text, str(truth)))
+
+
+def _math_dapo(text: str, truth: Any, means: Means) -> Score:
+    return math_dapo(text, str(truth))
+
+
+def _boxed_or_verified(text: str, truth: Any, means: Means) -> float:
+    """Right as it is written, or else by computing."""
+    return 1.0 if math_boxed(text, str(truth)) else _math_verify(text, truth, means)
+
+
+def _math_verify(text: str, truth: Any, means: Means) -> float:
+    require("math_verify", "math-verify", "math", "score mathematics that is written in another way")
+    return _verifier(means.cpu_s)(completion=text, answer=str(truth))
+
+
+@functools.cache
+def _verifier(cpu_s: int) -> Isolated:
+    return Isolated("trivium.rewards.scorers:math_verify", cpu_s)
+
+
+_ACCURACY, _FORMAT = 0.9, 0.1
+
+
+def _geometry(text: str, truth: Any, means: Means) -> float:
+    """0.9 for the boxed answer, 0.1 for thinking in its tags before it."""
+    boxed = last_boxed(text)
+    right = boxed is not None and (
+        same_math(boxed, str(truth)) or _math_verify(f"\\boxed{{{boxed}}}", truth, means) == 1
+    )
+    return _ACCURACY * right + _FORMAT * _thought(text)
+
+
+def _thought(text: str) -> bool:
+    """`<think>...</think>...\\boxed{...}...`, from the first character on."""
+    _, closing, rest = text.partition("</think>")
+    _, box, rest = rest.partition("\\boxed{")
+    return text.startswith("<think>") and bool(closing and box) and "}" in rest
+
+
+def _program(text: str, truth: Any, means: Means) -> float:
+    return program_score(text, truth, means.sandbox())
+
+
+def _exact_answer(text: str, truth: Any, means: Means) -> float:
+    """What stands in the last `<answer>`, against every accepted answer."""
+    accepted = truth.get("target") if isinstance(truth, Mapping) else truth
+    accepted = accepted.tolist() if hasattr(accepted, "tolist") else accepted  # pyright: ignore[reportOptionalMemberAccess]
+    accepted = [accepted] if isinstance(accepted, str) else accepted
+    if not isinstance(accepted, list | tuple) or not accepted:
+        raise DataError("a ground truth with accepted answers", repr(truth)[:80], "give {target: [text, ...]}")
+    found = last_tag(text, "answer")
+    return float(found is not None and _words(found) in [_words(str(answer)) for answer in accepted])
+
+
+def _words(text: str) -> list[str]:
+    """The words without case, punctuation and articles: SQuAD, Rajpurkar et al. 2016."""
+    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+GRADERS: Mapping[str, Callable[[str, Any, Means], Score]] = {
+    "openai/gsm8k": _gsm8k,
+    "lighteval/MATH": _math,
+    "DigitalLearningGmbH/MATH-lighteval": _math,
+    "HuggingFaceH4/MATH-500": _math,
+    "math_dapo": _math_dapo,
+    "math": _math_dapo,
+    "math_dapo_reasoning": _math_dapo,
+    "aime*": _math_dapo,
+    "math_verify": _math_verify,
+    "numina_*": _boxed_or_verified,
+    "hiyouga/geometry3k": _geometry,
+    "codecontests": _program,
+    "apps": _program,
+    "codeforces": _program,
+    "taco": _program,
+    "searchR1_*": _exact_answer,
+}
+"""Data source -> grader; a name that ends in `*` stands for all that begin so."""
+
+
+class BySource:
+    """What the grader of the task's column `data_source` gives, against `reward_model.ground_truth` (or `answer`)."""
+
+    class Config(RewardConfig):
+        kind: str = "by_source"
+        cpu_limit_s: int = Field(default=_CPU_S, ge=1)
+        """CPU seconds of one test of a program, or of one expression that is verified."""
+        memory_limit_mb: int = Field(default=1024, ge=64)
+        """Memory of a program, in MiB."""
+        sandbox_without: tuple[str, ...] = ()
+        """Limits that programs may run without, where this machine cannot enforce them: `memory`, `files`, `network`,
+        `processes`. Nothing runs without one that is not named here."""
+
+    def __init__(self, config: Config) -> None:
+        self._means = Means(config.cpu_limit_s, config.memory_limit_mb, config.sandbox_without)
+        if config.sandbox_without:
+            self._means.sandbox()  # a name that no limit has is an error now
+
+    def __call__(
+        self, prompt: str, completion: str, data_source: str, reward_model: Any = None, answer: Any = None
+    ) -> float:
+        truth = reward_model["ground_truth"] if isinstance(reward_model, Mapping) else answer
+        if truth is None:
+            raise DataError(
+                f"a ground truth of a task from {data_source!r}", "neither `reward_model.ground_truth` nor `answer`",
+                "name the column so in the task source",
+            )  # fmt: skip
+        score = default_compute_score(data_source, completion, truth, means=self._means)
+        return score["score"] if isinstance(score, dict) else score

@@ -1,0 +1,125 @@
+"""Whether a final answer in mathematics is the right one, by how it is written: nothing is computed.
+
+Two sets of rules, as published results use them: that of the MATH benchmark (Hendrycks et al. 2021), which reads a
+`\\boxed{}`, and that of Minerva (Lewkowycz et al. 2022, appendix D.1), which DAPO applies to the line after `Answer:`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_ANSWER_TAIL, _BOX_TAIL = 300, 100
+"""Characters at the end of a completion in which DAPO's graders look for the answer, and for the box alone."""
+NO_ANSWER = "[INVALID]"
+"""What DAPO's grader says was answered where nothing was."""
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}`, `\\boxed x` or `\\fbox{...}`; None where there is none, or it is open."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    if text.startswith("\\boxed ", start):
+        return text[start + 7 :].split("$")[0]
+    opening = text.find("{", start)
+    depth = 0
+    for at in range(opening, len(text)) if opening >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[opening + 1 : at]
+    return None
+
+
+def math_boxed(text: str, answer: str) -> bool:
+    """Whether the last box holds the answer, written this way or another (MATH)."""
+    found = last_boxed(text)
+    return found is not None and same_math(found, answer)
+
+
+def same_math(a: str, b: str) -> bool:
+    """Whether two final answers are the same by the rules of MATH."""
+    return _math(a) == _math(b)
+
+
+def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, Any]:
+    """`score` 1 or -1, `acc` whether it is right, `pred` what was read: the last `Answer:` line, or else the last box.
+
+    `strict_box` reads the last box alone, and compares it to the letter; without one `pred` is None.
+    """
+    pred = last_boxed(text[-_BOX_TAIL:]) if strict_box else _minerva(_answer_line(text[-_ANSWER_TAIL:]))
+    right = pred == (answer if strict_box else _minerva(answer))
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+def _answer_line(text: str) -> str:
+    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text)
+    if found:
+        return found[-1]
+    boxed = last_boxed(text)
+    return NO_ANSWER if boxed is None else boxed
+
+
+# --------------------------------------------------------------------------- MATH
+
+_MATH_REMOVED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
+
+
+def _math(text: str) -> str:
+    """The answer without what does not matter, by the rules of MATH in their order."""
+    for removed in ("\n", "\\!"):
+        text = text.replace(removed, "")
+    text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for removed in _MATH_REMOVED[2:-2]:
+        text = text.replace(removed, "")
+    text = text.split("\\text{ ")[0]  # a unit
+    for removed in _MATH_REMOVED[-2:]:
+        text = text.replace(removed, "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left) <= 2:  # x = 5
+        text = right
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = re.sub(r"\\frac([^{])(.)", _braced, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    return re.sub(r"\A(-?\d+)/(-?\d+)\Z", r"\\frac{\1}{\2}", text)
+
+
+def _braced(short: re.Match[str]) -> str:
+    above, below = short.groups()
+    return f"\\frac{{{above}}}" + (below if below == "{" else f"{{{below}}}")
+
+
+# --------------------------------------------------------------------------- Minerva
+
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+
+
+def _minerva(text: str) -> str:
+    """The answer without what does not matter, by Minerva's rules in their order."""
+    text = text.rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for removed in _REMOVED:
+        text = text.replace(removed, "")
+    if text.count("$") >= 2:
+        text = text.split("$")[1]
+    for command in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    plain = text.replace(",", "")
+    return (plain if plain.isdigit() else text).strip()

@@ -1,0 +1,196 @@
+"""Whether a program does what its tests say: the share of at most ten tests that it passes, run in the sandbox.
+
+What a program gives is compared here, outside, where it cannot know what is expected of it. Only an `assert` that is
+not of the form `call == literal` has to be judged beside the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trivium.errors import DataError
+from trivium.rewards.sandbox import Check, Ran, Sandbox
+
+MAX_TESTS = 10
+_CLOSE = 1e-6
+"""Numbers with a fraction are equal within this relative difference."""
+_LARGEST = 1e300
+"""Whole numbers beyond it are no floats."""
+
+Test = Callable[[Sandbox, str], bool]
+"""Runs a program in the sandbox; says whether it passed."""
+
+
+def program_score(completion: str, tests: Any, sandbox: Sandbox) -> float:
+    """The share of the first ten tests that the completion's program passes.
+
+    `tests`, or JSON text of it: `{inputs, outputs}` of a script; with `fn_name` the arguments and results of a function
+    (or of a method of `Solution`); a list of `assert` statements, or `{assert_case: that list}`. Raises DataError for
+    anything else.
+    """
+    code = program_of(completion)
+    known = tests_of(tests)[:MAX_TESTS]
+    return sum(test(sandbox, code) for test in known) / len(known)
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block, a Python one where there is one; the whole text where there is none."""
+    blocks = re.findall(r"```([^\n`]*)\n(.*?)(?:```|\Z)", completion, re.DOTALL)
+    python = [code for language, code in blocks if language.strip().lower() in ("python", "python3", "py")]
+    return (python or [code for _, code in blocks] or [completion])[-1]
+
+
+def tests_of(tests: Any) -> list[Test]:
+    """The tests that a ground truth describes; see `program_score`."""
+    said = _parsed(tests)
+    if isinstance(said, Mapping) and said.get("assert_case") is not None:
+        said = said["assert_case"]
+    if isinstance(said, Mapping) and {"inputs", "outputs"} <= said.keys():
+        inputs, outputs, name = list(said["inputs"]), list(said["outputs"]), said.get("fn_name")
+        if inputs and len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            return [_called(str(name), i, o) if name else _script(i, o) for i, o in pairs]
+    elif isinstance(said, Sequence) and not isinstance(said, str) and said and all(isinstance(s, str) for s in said):
+        return [_asserted(statement) for statement in said]
+    raise DataError(
+        "tests of a program", f"{str(tests)[:200]!r}",
+        "give {inputs, outputs} of equal length, with `fn_name` for a function, or a list of assert statements",
+    )  # fmt: skip
+
+
+def _parsed(tests: Any) -> Any:
+    if not isinstance(tests, str):
+        return tests
+    try:
+        return json.loads(tests)
+    except json.JSONDecodeError as error:
+        raise DataError("tests of a program as JSON", f"{error} in {tests[:80]!r}", "mend the ground truth") from error
+
+
+# --------------------------------------------------------------------------- kinds of tests
+
+
+def _script(given: Any, wanted: Any) -> Test:
+    """A script that reads its standard input and prints."""
+
+    def passes(sandbox: Sandbox, code: str) -> bool:
+        ran = sandbox.run(code, stdin=_lines(given))
+        return ran.end == "done" and _same_text(ran.stdout, _lines(wanted))
+
+    return passes
+
+
+def _called(name: str, given: Any, wanted: Any) -> Test:
+    """A function, or a method of `Solution`. Lines of JSON, or the values themselves."""
+    if not name.isidentifier():
+        raise DataError("`fn_name`, the name of a function", repr(name), "mend the ground truth")
+    arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else _plain(list(given))
+    wanted = _plain(json.loads(wanted) if isinstance(wanted, str) else wanted)
+    call = f"(Solution().{name} if 'Solution' in globals() else {name})(*_arguments)"
+
+    def passes(sandbox: Sandbox, code: str) -> bool:
+        found = _value(sandbox.run(code, check=Check(call, names={"_arguments": arguments})))
+        alone = isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0])
+        return alone or _same(found, wanted)
+
+    return passes
+
+
+def _asserted(statement: str) -> Test:
+    """An `assert`. What has a literal on its right is compared here."""
+    try:
+        tree = ast.parse(statement)
+    except SyntaxError as error:
+        raise DataError("an assert statement", repr(statement[:200]), "mend the ground truth") from error
+    *before, last = tree.body or [ast.Pass()]
+    match last:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            literal = _literal(ast.unparse(right))
+            if literal is not None:
+                return _compared(ast.unparse(left), "\n".join(map(ast.unparse, before)), literal)
+
+    def passes(sandbox: Sandbox, code: str) -> bool:
+        token = secrets.token_hex()
+        ran = sandbox.run(code, check=Check(statements=statement, token=token))
+        return ran.end == "done" and ran.given == token
+
+    return passes
+
+
+def _compared(call: str, before: str, literal: tuple[Any]) -> Test:
+    def passes(sandbox: Sandbox, code: str) -> bool:
+        return _value(sandbox.run(code, check=Check(call, before))) == literal[0]
+
+    return passes
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+class _Nothing:
+    """Equal to no value of a test."""
+
+
+def _value(ran: Ran) -> Any:
+    """What the program gave; `_Nothing` where it gave nothing, or nothing that can be written down."""
+    literal = _literal(ran.given) if ran.end == "done" and ran.given is not None else None
+    return _Nothing if literal is None else literal[0]
+
+
+def _literal(text: str) -> tuple[Any] | None:
+    try:
+        return (ast.literal_eval(text),)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Whether two results are equal as JSON: tuples are lists, keys are text, fractions are close."""
+    if isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        ours, theirs = ({str(k): v for k, v in each.items()} for each in (found, wanted))
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(found, int | float) and isinstance(wanted, int | float) and float in (type(found), type(wanted)):
+        return _close(found, wanted)
+    return found == wanted
+
+
+def _close(a: float, b: float) -> bool:
+    if max(abs(a), abs(b)) >= _LARGEST:
+        return a == b
+    return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-3)
+
+
+def _same_text(found: str, wanted: str) -> bool:
+    """Whether two outputs are equal, word by word; white space does not count, fractions may be close."""
+    ours, theirs = found.split(), wanted.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+
+
+def _same_word(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    if not any(mark in word for word in (found, wanted) for mark in ".eE"):
+        return False  # whole numbers and words are equal or not
+    try:
+        return _close(float(found), float(wanted))
+    except ValueError:
+        return False
+
+
+def _lines(text: Any) -> str:
+    return text if isinstance(text, str) else "\n".join(map(str, text))
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of numpy's, in which tables keep lists, as lists."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,252 @@
+"""Runs Python code that nobody trusts: a process of its own that has no network, no other processes, and no files.
+
+The kernel holds it to its limits (`jail.py` says how: resource limits, Landlock, a seccomp filter, another user); this
+side keeps the time and looks at the disk. On a machine where one of these does not work nothing is run at all, unless
+`without` says that it may be done without.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+from trivium.errors import ConfigError, RewardError
+from trivium.rewards.seccomp import confinement, known
+
+_LOOK_S = 0.02
+"""How often the time and the disk are looked at."""
+_SHOWN = 1 << 20
+"""Bytes of what it printed or gave that are read; files of its may be longer."""
+_ENTRIES = 1000
+"""Files and folders that it may make."""
+_MOST_IDS = 1 << 31
+_PLACES = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""As many at a time as there are processors: waiting for a place takes nobody's time."""
+_numbers = count()
+_JAIL = str(Path(__file__).with_name("jail.py"))
+LIMITS = ("memory", "files", "network", "processes")
+"""What a machine may be unable to enforce."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may use."""
+
+    cpu_s: int = 10
+    wall_s: float = 30.0
+    memory: int = 1 << 30
+    """Bytes of address space, the interpreter's own included."""
+    file_size: int = 16 << 20
+    """Bytes of one file; of what it prints, too."""
+    disk: int = 64 << 20
+    """Bytes of all its files; looked at every 20 ms."""
+    open_files: int = 32
+    threads: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a run."""
+
+    end: str
+    """`done`, or why not: `error` (it raised, or left with another code than 0), `cpu`, `wall`, `disk`, `killed`."""
+    stdout: str
+    stderr: str
+    given: str | None
+    """What it answered to the check: the value's `repr`, or the token; None where it did not get that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is asked of the code once it has run: statements, then the value of an expression over its names."""
+
+    expression: str = "None"
+    statements: str = ""
+    token: str | None = None
+    """Given instead of the value."""
+    names: Mapping[str, Any] | None = None
+    """JSON values that the expression may use."""
+
+
+class Sandbox:
+    """Runs code under limits. Any number of threads may ask at the same time; each run is a process that starts fresh.
+
+    Raises ConfigError where this machine cannot enforce a limit that is not among `without`.
+    """
+
+    def __init__(self, limits: Limits | None = None, without: Collection[str] = ()) -> None:
+        if unknown := sorted(set(without) - set(LIMITS)):
+            raise ConfigError("limits to do without", ", ".join(unknown), f"there are: {', '.join(LIMITS)}")
+        self._limits, self._without = limits or Limits(), sorted(without)
+        self._folders = _readable()
+        self._filters = [base64.b64encode(confinement(t)).decode() for t in (False, True)] if known() else []
+        ran = self.run("", check=Check("6 * 7"))
+        if ran.given != "42":
+            raise ConfigError("a sandbox that runs code", f"{ran.end}: {ran.stderr[-500:]}", "raise its limits")
+
+    def run(self, code: str, stdin: str = "", check: Check | None = None) -> Ran:
+        """Runs the code as a script, and asks it afterwards what `check` says.
+
+        Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
+        """
+        with _PLACES, _folder() as folder, ExitStack() as files:
+            order, given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(5))
+            order.write(json.dumps(self._order(code, check, folder)).encode())
+            source.write(stdin.encode("utf-8", "surrogatepass"))
+            for file in (order, source):
+                file.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-S", "-B", _JAIL, str(order.fileno()), str(given.fileno())],
+                stdin=source, stdout=out, stderr=err, cwd="/", start_new_session=True,
+                pass_fds=(order.fileno(), given.fileno()), env=_environment(folder),
+            )  # fmt: skip
+            end = self._watched(process, folder)
+            said, _, value = _text(given).partition("\n")
+            ran = Ran(end, _text(out), _text(err), value or None)
+        self._confined(said, ran)
+        return ran
+
+    def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "parent": os.getpid(), "folder": folder, "uid": _unused_uid(), "without": self._without,
+            "readable": self._folders, "packages": _packages(), "filters": self._filters, "code": code,
+            "expression": None if check is None else check.expression,
+            "statements": "" if check is None else check.statements,
+            "token": None if check is None else check.token, "names": dict(check.names or {}) if check else {},
+            "limits": {
+                "CORE": (0, 0), "CPU": (limits.cpu_s, limits.cpu_s + 1), "AS": (limits.memory, limits.memory),
+                "FSIZE": (limits.file_size, limits.file_size), "NOFILE": (limits.open_files, limits.open_files),
+                "NPROC": (limits.threads, limits.threads), "MEMLOCK": (0, 0),
+            },
+        }  # fmt: skip
+
+    def _watched(self, process: subprocess.Popen[bytes], folder: str) -> str:
+        """Waits for the end, or makes one; says how it ended."""
+        deadline = time.monotonic() + self._limits.wall_s
+        stopped = ""
+        try:
+            while not stopped:
+                try:
+                    process.wait(_LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    late = time.monotonic() > deadline
+                    stopped = "wall" if late else "disk" if self._full(folder) else ""
+        finally:
+            process.kill()
+            code = process.wait()
+        if stopped:
+            return stopped
+        return {0: "done", -signal.SIGXCPU: "cpu", -signal.SIGKILL: "killed"}.get(code, "error")
+
+    def _full(self, folder: str) -> bool:
+        entries = size = 0
+        for entries, each in enumerate(_entries(folder), 1):
+            size += each
+            if entries > _ENTRIES or size > self._limits.disk:
+                return True
+        return False
+
+    def _confined(self, said: str, ran: Ran) -> None:
+        """Raises unless the process reported that the limits hold."""
+        if not said:
+            raise RewardError(
+                "a process that confines itself", f"it ended before ({ran.end}): {ran.stderr[-500:]}",
+                "look whether the machine has memory and processes to spare",
+            )  # fmt: skip
+        missing = {name: why for name, why in json.loads(said)["missing"].items() if name not in self._without}
+        if missing:
+            raise ConfigError(
+                "a sandbox for code that nobody trusts",
+                "this machine does not limit " + "; ".join(f"{name}: {why}" for name, why in missing.items()),
+                "run on Linux 5.13 or later, where Landlock and seccomp work; or, at your own risk, name what to do "
+                f"without: {sorted(missing)}",
+            )
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Nothing of ours: no keys, no paths. One thread for arithmetic, and hashes that do not differ between runs."""
+    return {
+        "PATH": "/nonexistent", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
+    }  # fmt: skip
+
+
+def _packages() -> list[str]:
+    return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def _readable() -> list[str]:
+    """Where the interpreter, its libraries and the installed packages lie."""
+    system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero"]
+    return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system})
+
+
+def _unused_uid() -> int:
+    """A user id that nobody else has: not on this machine, and no run beside this one."""
+    number = next(_numbers) % 64
+    try:
+        ids = sum(int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    except OSError:
+        ids = _MOST_IDS  # no namespaces of users here
+    if ids > _MOST_IDS:
+        return 0x70000000 + os.getpid() % (1 << 22) * 64 + number
+    return max(1, ids - 2 - (os.getpid() * 64 + number) % 4096)
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder, gone afterwards whatever was done to it."""
+    folder = tempfile.mkdtemp(prefix="trivium-sandbox-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, onerror=_open_up)
+
+
+def _open_up(again: Callable[[str], object], path: str, error: object) -> None:
+    """Removes what lies in a folder that its maker closed to everybody."""
+    del again, error
+    os.chmod(os.path.dirname(path), 0o700)
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.chmod(path, 0o700)
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _entries(folder: str) -> Iterator[int]:
+    """The bytes that each file or folder takes on the disk; what cannot be looked into counts as one."""
+    try:
+        with os.scandir(folder) as found:
+            for entry in found:
+                try:
+                    yield entry.stat(follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    continue  # it was there a moment ago
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _entries(entry.path)
+    except (PermissionError, FileNotFoundError):
+        return
+
+
+def _text(file: IO[bytes]) -> str:
+    """What was written to it, up to a limit."""
+    file.seek(0)
+    return file.read(_SHOWN).decode("utf-8", "replace")
