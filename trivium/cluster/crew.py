@@ -15,9 +15,9 @@ from ray.exceptions import RayError
 
 from trivium.assemble import Stage
 from trivium.cluster.hub import Hub
-from trivium.cluster.remote import Answer, Gone, ask, reason, start_host, start_worker, wait_for
+from trivium.cluster.remote import Answer, Gone, ask, blame, reason, start_host, start_worker, wait_for
 from trivium.cluster.roles import BUFFER, SYNCHRONIZER, Ends, Order, explore, make_buffer, train
-from trivium.errors import RoleFailed, TriviumError
+from trivium.errors import RoleFailed
 from trivium.registry import resolve
 from trivium.synchronizer import TRAINER
 
@@ -115,7 +115,7 @@ class Crew:
             return
         self._failing = True
         done, _ = ray.wait(list(self._watched), num_returns=len(self._watched), timeout=_GRACE_S)
-        raise min([*failures, *self._heed(done)], key=_rank)
+        raise min([*failures, *self._heed(done)], key=blame)
 
     def _heed(self, done: list[Any]) -> list[Exception]:
         failures: list[Exception] = []
@@ -175,10 +175,3 @@ class Crew:
         if name in self._synchronizer.board.read().get("explorers", {}):
             self._synchronizer.report_death(name, cause, replaced=True)  # whether it is to be borne is decided here
         return returned
-
-
-def _rank(failure: Exception) -> int:
-    """Whose process died says more than who noticed; what a role says of itself more than what others say of it."""
-    if isinstance(failure, Gone):
-        return 0
-    return 1 if isinstance(failure, TriviumError) and not isinstance(failure, RoleFailed) else 2

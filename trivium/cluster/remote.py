@@ -54,12 +54,17 @@ class Answer:
 class Process:
     """What every actor's process begins with: its name, its threads, its log."""
 
-    def __init__(self, name: str, run_dir: Path, threads: int) -> None:
+    def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
+        """Without a `run_dir` the log is what Ray shows on the terminal of whoever started it."""
         self.name = name
         # Ray sets it to 1. Said before torch is imported, so that this process computes as any other with so many.
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        self._logging = logging_to(run_dir, "log.txt", name)
-        self._logging.__enter__()  # until the process ends
+        if run_dir is None:
+            _log.setLevel(logging.INFO)
+            _log.addHandler(logging.StreamHandler())
+        else:
+            self._logging = logging_to(run_dir, "log.txt", name)
+            self._logging.__enter__()  # until the process ends
         _log.info("process %d on %s", os.getpid(), ray.util.get_node_ip_address())
 
     def __repr__(self) -> str:
@@ -75,6 +80,20 @@ class Process:
         _log.info("failed", exc_info=error)
         return Answer(error=RoleFailed(self.name, f"{type(cause).__name__}: {cause}"))
 
+    def outcome(self, body: Callable[..., Any], *args: Any) -> Answer:
+        """What `body(*args)` returns or raises."""
+        try:
+            return Answer(body(*args))
+        except BaseException as error:
+            return self.failed(error)
+
+    async def awaited(self, result: Any) -> Answer:
+        """What comes of a coroutine."""
+        try:
+            return Answer(await result)
+        except Exception as error:
+            return self.failed(error)
+
 
 class Worker(Process):
     """A role that runs from its beginning to its end, in the process's main thread."""
@@ -85,10 +104,7 @@ class Worker(Process):
 
     def run(self, body: Callable[..., Any], *args: Any) -> Answer:
         """What `body(name, *args)` returns or raises."""
-        try:
-            return Answer(body(self.name, *args))
-        except BaseException as error:
-            return self.failed(error)
+        return self.outcome(body, self.name, *args)
 
 
 class Host(Process):
@@ -136,13 +152,13 @@ class Host(Process):
 
     async def _call(self, attribute: str, args: Any, named: Any) -> Answer:
         await self._built.wait()
-        try:
-            result = getattr(self._thing, attribute)
-            if callable(result):
-                result = result(*args, **named)
-            return Answer(await result if inspect.isawaitable(result) else result)
-        except Exception as error:
-            return self.failed(error)
+        return await self.awaited(self._result(attribute, args, named))
+
+    async def _result(self, attribute: str, args: Any, named: Any) -> Any:
+        result = getattr(self._thing, attribute)
+        if callable(result):
+            result = result(*args, **named)
+        return await result if inspect.isawaitable(result) else result
 
     async def cancel(self, caller: str, number: int) -> None:
         """Nobody waits for this call any more."""
@@ -267,6 +283,14 @@ def reason(error: BaseException) -> str:
     text = str(error)
     known = text.partition("The actor is dead because ")[2] or text
     return " ".join(known.partition(" Some common causes")[0].split())
+
+
+def blame(failure: BaseException) -> int:
+    """Which of several failures to show: the one with the least. Whose process died says more than who noticed; what a
+    role says of itself more than what others say of it."""
+    if isinstance(failure, Gone):
+        return 0
+    return 1 if isinstance(failure, TriviumError) and not isinstance(failure, RoleFailed) else 2
 
 
 def _surface(thing: Any) -> dict[str, str]:

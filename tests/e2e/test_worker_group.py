@@ -1,0 +1,429 @@
+"""Groups of processes on Ray: who is given what, what becomes of it, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
+from trivium.cluster.backends import refuse_backend
+from trivium.cluster.dispatch import Dispatch, Execute, register, registered_methods
+from trivium.cluster.pools import ResourcePool, ResourcePoolManager, Role, Seat, _seated
+from trivium.cluster.remote import Gone
+from trivium.cluster.rows import gathered, split
+from trivium.cluster.worker import Worker
+from trivium.cluster.worker_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
+from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
+from trivium.types import Batch, Experience
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected() -> Iterator[None]:
+    ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("groups")
+
+
+@pytest.fixture(scope="module")
+def three(connected: None, run_dir: Path) -> Iterator[Any]:
+    """Three ranks, each with its own share."""
+    with RayWorkerGroup(
+        ResourcePool([3], cpus=0.1), RayClassWithInitArgs(Counting, 5), name="actor", run_dir=run_dir, threads=2
+    ) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four(connected: None, run_dir: Path) -> Iterator[Any]:
+    """Two roles in each of four processes; the critic's ranks share sequences by twos."""
+    both = create_colocated_worker_cls(
+        {Role.Critic: RayClassWithInitArgs(ray.remote(Counting), 7, peers=2), "rollout": RayClassWithInitArgs(Talking)}
+    )
+    with RayWorkerGroup(ResourcePool([4], cpus=0.1), both, run_dir=run_dir) as group:
+        yield group
+
+
+def batch(rows: int) -> Batch:
+    made = [
+        Experience(np.arange(length), np.arange(length) > 0, np.zeros(length), np.zeros(length), "group", row)
+        for row, length in enumerate(range(2, 2 + rows))
+    ]
+    columns = {"advantages": tuple(np.full(len(e), float(row)) for row, e in enumerate(made))}
+    return Batch(tuple(made), columns, {"reward/mean": 0.5})
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of values with rows."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, Batch):
+        return (
+            [e.index for e in a.experiences] == [e.index for e in b.experiences]
+            and all(same(e.tokens, f.tokens) for e, f in zip(a.experiences, b.experiences, strict=True))
+            and all(map(same, a.columns["advantages"], b.columns["advantages"]))
+            and a.metrics == b.metrics
+        )
+    if isinstance(a, np.ndarray | torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    return a == b
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def kinds(rows: int) -> list[Any]:
+    numbers = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+    return [
+        [f"row {row}" for row in range(rows)], tuple(range(rows)), numbers, torch.from_numpy(numbers), batch(rows),
+        {"array": numbers, "more": {"list": list(range(rows))}, "temperature": 0.7},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 10])
+def test_what_is_split_is_gathered_exactly(rows: int, parts: int) -> None:
+    for value in kinds(rows):
+        pieces = split(value, parts)
+        assert len({piece.rows for piece in pieces}) == 1
+        assert len(pieces) == parts
+        assert same(gathered([piece.made(piece.value) for piece in pieces]), value)
+
+
+def test_padding_that_cannot_be_found_again_is_an_error() -> None:
+    pieces = split(list(range(5)), 2)
+    assert gathered([piece.made(piece.value * 2) for piece in split([1, 2, 3, 4], 2)]) == [1, 2, 1, 2, 3, 4, 3, 4]
+    with pytest.raises(DataError, match="results without the 1 rows of padding\nfound: 2 rows came of 3"):
+        gathered([piece.made(piece.value[:2]) for piece in pieces])
+    with pytest.raises(DataError, match=r"found: \[1, 2\] rows came of each"):
+        gathered([pieces[0].made(pieces[0].value), pieces[1].made(pieces[1].value * 2)])
+    with pytest.raises(DataError, match="a float has no rows"):
+        gathered([piece.made(1.0) for piece in pieces])
+    assert gathered([piece.made(None) for piece in pieces]) is None
+
+
+def test_only_rules_that_can_be_followed_are_registered() -> None:
+    with pytest.raises(ConfigError, match="neither a rule nor the two functions"):
+        register({"dispatch_fn": len})
+    with pytest.raises(ConfigError, match=r"the rule DP_COMPUTE_PROTO with Execute.RANK_ZERO"):
+        register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
+
+    class Louder(Counting):
+        def who(self) -> dict[str, Any]:
+            return {}
+
+    assert registered_methods(Louder)["who"] == registered_methods(Counting)["who"]
+    assert "set_data_rank" not in registered_methods(Louder)
+
+
+# --------------------------------------------------------------------------- calls
+
+
+def test_ranks_know_their_places_and_run_in_one_thread(three: Any, run_dir: Path) -> None:
+    known = three.who()
+    assert [(each["rank"], each["size"], each["local"]) for each in known] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert len({each["pid"] for each in known}) == 3
+    assert len({each["port"] for each in known}) == 1
+    assert {each["threads"] for each in known} == {"2"}
+    assert [each["thread"] for each in three.who()] == [each["thread"] for each in known]
+    assert f"actor-rank-1: process {known[1]['pid']} on" in (run_dir / "log.txt").read_text()
+    assert three.summed(2.0) == [12.0] * 3
+
+
+def test_every_rule_gives_and_collects_what_it_says(three: Any) -> None:
+    assert three.same([1, 2, 3]) == [[1, 2, 3]] * 3
+    assert three.dealt(["a", "b", "c"]) == ["a", "b", "c"]
+    assert three.dealt("abc") == ["abc"] * 3
+    assert three.own([10, 20, 30]) == [10, 21, 32]
+    with pytest.raises(
+        DataError, match=r"own as lists with an entry for each of 3 ranks\nfound: their lengths are \[2"
+    ):
+        three.own([1, 2])
+    assert three.total([1, 2, 3, 4, 5, 6]) == [3.0, 7.0, 11.0]
+    assert three.alone(4) == (0, 4)
+    assert three.first() == 0
+    assert three.hear("you") == "YOU 0 OF 3, YOU 1 OF 3, YOU 2 OF 3"
+    assert three.execute_all_sync("first") == [0, 1, 2]
+    assert three.execute_all_async("dealt", [1, 2, 3]).get() == [1, 2, 3]
+    assert three.execute_rank_zero_sync("alone", 5) == (0, 5)
+    assert three.execute_rank_async(2, "first").get() == 2
+    with pytest.raises(AttributeError, match=r"actor has no registered method 'nothing'; registered: .*who"):
+        three.nothing()
+    with pytest.raises(AttributeError, match="the workers of actor have no method 'nothing'"):
+        three.execute_all_sync("nothing")
+
+
+def test_rows_go_to_ranks_and_come_back_in_order(three: Any) -> None:
+    three.sizes()
+    for rows in (0, 1, 2, 3, 7):
+        for value in kinds(rows):
+            assert same(three.through(value, offset=3), value)
+        assert three.sizes() == [[-(-rows // 3)] * 6] * 3, "every rank has as many rows, or its peers would wait for it"
+    assert three.twice([1, 2, 3, 4]) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert three.even(list(range(9))) == [0, 2, 4, 6, 8]
+    assert same(three.through(batch(4), more=torch.arange(4)), torch.arange(4))
+    with pytest.raises(DataError, match="0 has 2 rows, more has 3 rows"):
+        three.through([1, 2], more=[1, 2, 3])
+    with pytest.raises(DataError, match=r"results without the 1 rows of padding"):
+        three.even([0, 2, 3, 4, 5])
+    with pytest.raises(DataError, match="a int has no rows"):
+        three.through([1, 2, 3], more=4)
+
+
+def test_calls_reach_all_ranks_in_the_order_they_were_made_in(three: Any) -> None:
+    futures = [three.remember(str(number)) for number in range(50)]
+    assert all(future.get() == [None] * 3 for future in futures)
+    assert three.words() == [[str(number) for number in range(50)]] * 3
+
+
+def test_a_future_goes_from_rank_to_rank(three: Any, four: Any, tmp_path: Path) -> None:
+    critic = four.spawn([Role.Critic])["critic"]
+    path = tmp_path / "seen"
+    traced = Traced(path, np.arange(100_000.0))  # too long to travel inside of an answer
+    made = three.added(traced)
+    passed = three.added(three.added(made))
+    assert three.length(passed) == [100_000] * 3
+    assert critic.length(made) == [100_000] * 4
+    resplit = critic.added(passed)
+    assert critic.length(resplit) == [100_000] * 4
+    read = set(map(int, path.read_text().split()))
+    assert read >= {each["pid"] for each in three.who()}
+    assert os.getpid() not in read, "it never came to the driver"
+    assert same(resplit.get().values, traced.values)
+    assert os.getpid() in set(map(int, path.read_text().split()))
+
+
+def test_a_future_is_what_it_stands_for(three: Any, four: Any) -> None:
+    critic = four.spawn([Role.Critic])["critic"]
+    slow = three.slow(1.0)
+    assert not slow.done()
+    rows = np.arange(7)
+    future = three.added(rows)
+    assert same(three.through(future), rows + 1)
+    assert same(three.through(rows, more=future), rows + 1)
+    assert same(critic.through(rows, more=future), rows + 1)
+    assert same(critic.added(three.added(future, 10), number=100).get(), rows + 1 + 10 + 100)
+    assert three.same(future)[0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert three.unasked(future) == ["Pending of [1 2 3 4 5 6 7]"] * 3
+    assert three.same([future, 1])[1][0].get(60.0).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert slow.get() == [0, 1, 2]
+    assert slow.done()
+    with pytest.raises(RoleFailed, match="actor-rank-0, actor-rank-1, actor-rank-2 failed: no answer after 0 s"):
+        three.slow(0.5).get(timeout_s=0.1)
+    assert asyncio.run(awaited(three)) == [0, 1, 2]
+
+
+async def awaited(group: Any) -> list[int]:
+    return await group.slow(0.1)
+
+
+def test_ranks_that_share_a_share_are_given_the_same_and_one_answers(four: Any) -> None:
+    critic = four.spawn([Role.Critic])["critic"]
+    critic.sizes()
+    assert critic.through(list(range(5))) == list(range(5))
+    assert critic.sizes() == [[3]] * 4
+    assert critic.total([1, 2, 4, 8]) == [3.0, 12.0]
+    with pytest.raises(TriviumError, match="batches were split already"):
+        critic.execute_all_sync("set_data_rank", 0, 1)
+
+
+def test_roles_share_a_process_and_its_process_group(four: Any) -> None:
+    views = four.spawn({"critic", "rollout"})
+    critic, rollout = views["critic"], views["rollout"]
+    assert critic.summed(1.0) == [10.0] * 4
+    assert rollout.group_of() == [4] * 4
+    assert [pid for _, pid in rollout.at_once()] == [each["pid"] for each in critic.who()]
+    with pytest.raises(AttributeError, match=r"critic\+rollout has no registered method 'generate'"):
+        critic.generate([])
+    with pytest.raises(AttributeError, match="none, before spawn"):
+        four.who()
+    with pytest.raises(ConfigError, match="the role 'ref' of"):
+        four.spawn(["ref"])
+
+
+def test_a_rollout_engine_answers_while_its_process_trains(four: Any) -> None:
+    views = four.spawn({"critic", "rollout"})
+    assert views["rollout"].generate(["hello"]).get() == ["hello!"]
+    slow = views["critic"].slow(3.0)
+
+    async def talk() -> list[list[str]]:
+        return await asyncio.gather(*(views["rollout"].generate([f"{n}"] * 4) for n in range(20)))
+
+    assert asyncio.run(talk()) == [[f"{n}!"] * 4 for n in range(20)]
+    assert not slow.done(), "it was still training"
+    assert slow.get() == [0, 1, 2, 3]
+    assert all(most > 5 for most, _ in views["rollout"].at_once())
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def test_an_error_comes_home_whole_and_names_the_rank(three: Any, run_dir: Path) -> None:
+    with pytest.raises(DataError, match="asked: a\nfound: b\ndo: c"):
+        three.fail(DataError("a", "b", "c"))
+    with pytest.raises(RoleFailed, match="actor-rank-1 failed: ValueError: of the user's own"):
+        three.fail(ValueError("of the user's own"))
+    assert "in fail" in (run_dir / "log.txt").read_text(), "the traceback"
+    failing = three.added(["no", "numbers", "here"])
+    with pytest.raises(RoleFailed, match=r"actor-rank-\d failed: TypeError"):
+        three.through(failing)
+    assert three.first() == 0, "the group works on"
+
+
+def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path) -> None:
+    with pytest.raises(RoleFailed, match="broken-rank-1 failed: ValueError: no weights on this machine"):
+        RayWorkerGroup(ResourcePool([2], cpus=0.1), RayClassWithInitArgs(Broken), run_dir=run_dir)
+    pids = [
+        int(line.split()[5])
+        for line in (run_dir / "log.txt").read_text().splitlines()
+        if "broken-rank-" in line and ": process" in line
+    ]
+    assert len(pids) == 2
+    assert gone(pids)
+    with pytest.raises(ConfigError, match="it is no Worker"):
+        RayClassWithInitArgs(dict)
+
+
+def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(run_dir: Path) -> None:
+    pool = ResourcePool([3], cpus=0.5)
+    group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="actor", run_dir=run_dir)
+    reserved, pids = pool.seats[0].group, [each["pid"] for each in group.who()]
+    stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
+    with pytest.raises(RoleFailed, match="no answer after 2 s"):
+        stuck[0].get(timeout_s=2.0)  # by then they are in the middle of it
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    for future in stuck:
+        with pytest.raises(Gone, match="actor-rank-1 failed: "):
+            future.get()
+    with pytest.raises(Gone, match="actor-rank-1"):
+        asyncio.run(awaited(group))
+    with pytest.raises(Gone, match="actor-rank-1"):
+        group.first()
+    group.shutdown()
+    assert time.monotonic() - killed < 30
+    assert gone(pids)
+    with pytest.raises(TriviumError, match="the group was shut down"):
+        group.first()
+    assert pool.seats == ()
+    assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
+
+
+def gone(pids: list[int]) -> bool:
+    return eventually(lambda: not any(map(alive, pids)))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(happened: Any) -> bool:
+    end = time.monotonic() + 20
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
+    return happened()
+
+
+# --------------------------------------------------------------------------- pools
+
+
+def test_roles_have_the_names_of_the_original() -> None:
+    assert [f"{role.name} {role.value} {role}" for role in Role] == [
+        "Actor 0 actor", "Rollout 1 rollout", "ActorRollout 2 actor_rollout", "Critic 3 critic", "RefPolicy 4 ref",
+        "RewardModel 5 rm", "ActorRolloutRef 6 actor_rollout_ref", "Env 7 env",
+    ]  # fmt: skip
+
+
+def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:
+    started = time.monotonic()
+    manager = ResourcePoolManager({"a": [3], "b": [1, 2]}, {Role.Actor: "a", Role.Critic: "b"})
+    assert manager.get_n_gpus() == 6
+    with pytest.raises(TriviumError, match=r"create_resource_pool\(\) first"):
+        manager.get_resource_pool(Role.Actor)
+    with pytest.raises(
+        ConfigError, match=r"the pool 'b': \[1, 2\] processes with 1 CPUs each\nfound: 2 CPUs are missing: .* has 4, of"
+    ):
+        manager.create_resource_pool()
+    with pytest.raises(ConfigError, match="3 GPUs are missing: the cluster has 0"):
+        ResourcePoolManager({"a": [3]}, {Role.Actor: "a"}, device_name="cuda").create_resource_pool()
+    with pytest.raises(ConfigError, match="mapped are Actor, Critic"):
+        manager.get_resource_pool(Role.RefPolicy)
+    with pytest.raises(ConfigError, match="the pools are a"):
+        ResourcePoolManager({"a": [1]}, {Role.Critic: "b"})
+    with pytest.raises(ConfigError, match=r"the pool 'pool' with \[0\] processes"):
+        ResourcePool([0])
+    assert time.monotonic() - started < 20
+
+
+def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
+    spec = {"all": [1, 1]}
+    manager = ResourcePoolManager(spec, {Role.Actor: "all", Role.Critic: "all"}, max_colocate_count=2)
+    manager.create_resource_pool()
+    pool = manager.get_resource_pool(Role.Critic)
+    assert pool is manager.get_resource_pool(Role.Actor)
+    assert [seat.bundle for seat in pool.seats] == [0, 0]
+    late = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=0.5)
+    with pytest.raises(ConfigError, match=r"'late': .*\nfound: [\d.]+ CPUs are missing: [\d.]+ are free after 0 s"):
+        late.create_resource_pool()
+    assert pool.admit() == (0.5, 0.0)
+    assert pool.admit() == (0.5, 0.0)
+    with pytest.raises(ConfigError, match="it has 2, as many as it takes"):
+        pool.admit()
+    manager.release()
+    roomy = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=30)
+    roomy.create_resource_pool()
+    roomy.release()
+
+
+def test_ranks_find_their_machines_again() -> None:
+    class Group:
+        def __init__(self, name: str, bundle_count: int) -> None:
+            self.name, self.bundle_count = name, bundle_count
+
+    two, four = Group("two", 2), Group("four", 4)
+    placed = [("10.0.0.9", two), ("10.0.0.2", four)]
+    seats = _seated(placed)
+    assert [(seat.address, seat.bundle, seat.local_size) for seat in seats] == [
+        *(("10.0.0.2", bundle, 4) for bundle in range(4)), *(("10.0.0.9", bundle, 2) for bundle in range(2))
+    ]  # fmt: skip
+    assert _seated(placed[::-1]) == seats
+    assert isinstance(seats[0], Seat)
+
+
+@pytest.mark.parametrize("name", ["megatron", "Megatron-LM", "sglang", "sglang_async", "veomni"])
+def test_backends_that_are_not_built_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        refuse_backend(name)
+
+
+def test_other_backends_are_not() -> None:
+    for name in ("fsdp", "fsdp2", "torch", "vllm"):
+        refuse_backend(name)
+
+
+def test_methods_of_a_group_are_not_hidden_by_those_of_a_worker(run_dir: Path) -> None:
+    class Clashing(Worker):
+        @register()
+        def shutdown(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="the methods shutdown of Clashing"):
+        RayWorkerGroup(ResourcePool([1], cpus=0.1), RayClassWithInitArgs(Clashing), run_dir=run_dir)

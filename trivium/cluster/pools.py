@@ -1,0 +1,264 @@
+"""Where groups of processes run: roles, and pools of places that are reserved on the machines of a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+
+from trivium.errors import ConfigError, TriviumError
+
+_EXACT = 4
+"""Ray counts resources in ten-thousandths."""
+
+
+class Role(Enum):
+    """What a group of processes does for a trainer. `str` is the name that the group goes by."""
+
+    Actor = 0
+    Rollout = 1
+    ActorRollout = 2
+    Critic = 3
+    RefPolicy = 4
+    RewardModel = 5
+    ActorRolloutRef = 6
+    Env = 7
+
+    def __str__(self) -> str:
+        return _ROLE_NAMES[self]
+
+
+_ROLE_NAMES = {
+    Role.Actor: "actor", Role.Rollout: "rollout", Role.ActorRollout: "actor_rollout", Role.Critic: "critic",
+    Role.RefPolicy: "ref", Role.RewardModel: "rm", Role.ActorRolloutRef: "actor_rollout_ref", Role.Env: "env",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one process."""
+
+    group: Any
+    """The placement group of its machine."""
+    bundle: int
+    """Which of the group's bundles."""
+    local_size: int
+    """How many of the pool's processes its machine has."""
+    address: str
+    """Of the machine."""
+
+
+@dataclass
+class ResourcePool:
+    """Places for processes: so many on one machine, so many on another.
+
+    What is reserved for a place is `cpus` CPUs and `gpus` GPUs; up to `max_colocate_count` worker groups may run in a
+    pool, each with a process per place and an equal part of what is reserved there.
+    """
+
+    process_on_nodes: Sequence[int]
+    """Processes on each machine."""
+    name: str = "pool"
+    cpus: float = 1.0
+    gpus: float = 0.0
+    max_colocate_count: int = 1
+    deadline_s: float = 120.0
+    """How long others may take to leave the machines."""
+    seats: tuple[Seat, ...] = field(default=(), init=False)
+    """By rank, once the pool was placed: machines in the order of their addresses, so that a rank finds itself on the
+    same machine after a restart."""
+    _groups: list[Any] = field(default_factory=list[Any], init=False)
+    _guests: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        counts = list(self.process_on_nodes)
+        if not counts or min(counts) < 1 or self.cpus + self.gpus <= 0 or min(self.cpus, self.gpus) < 0:
+            raise ConfigError(
+                f"the pool {self.name!r} with {counts} processes, {self.cpus:g} CPUs and {self.gpus:g} GPUs each",
+                "a place for processes has at least one on each machine, and something to run on",
+                "say how many processes each machine is to have, as in [8, 8], and what each may use",
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all machines."""
+        return sum(self.process_on_nodes)
+
+    def place(self) -> None:
+        """Reserves the places, once. Raises TriviumError, naming what is missing."""
+        place_all([self])
+
+    def admit(self) -> tuple[float, float]:
+        """One more worker group comes in: (CPUs, GPUs) that each of its processes may use."""
+        if self._guests >= self.max_colocate_count:
+            raise ConfigError(
+                f"one more worker group in the pool {self.name!r}", f"it has {self._guests}, as many as it takes",
+                "raise max_colocate_count, or create_colocated_worker_cls to put several roles into one process",
+            )  # fmt: skip
+        self.place()
+        self._guests += 1
+        return round(self.cpus / self.max_colocate_count, _EXACT), round(self.gpus / self.max_colocate_count, _EXACT)
+
+    def leave(self) -> None:
+        """A worker group is gone."""
+        self._guests -= 1
+
+    def release(self) -> None:
+        """Gives everything back; whatever still runs there is ended by Ray."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups, self.seats, self._guests = [], (), 0
+
+
+def place_all(pools: Sequence[ResourcePool]) -> None:
+    """Reserves the places of several pools, or of none.
+
+    Raises TriviumError: at once where the cluster is too small for all of them, else when what others have reserved did
+    not come free before the deadline.
+    """
+    pools = [pool for pool in pools if not pool.seats]
+    _refuse_too_small(pools)
+    started = time.monotonic()
+    try:
+        for pool in pools:
+            bundle = {kind: amount for kind, amount in (("CPU", pool.cpus), ("GPU", pool.gpus)) if amount}
+            pool._groups = [
+                placement_group([bundle] * count, strategy="STRICT_PACK") for count in pool.process_on_nodes
+            ]
+        for pool in pools:
+            for group in pool._groups:
+                if not group.wait(max(started + pool.deadline_s - time.monotonic(), 0.0)):
+                    raise _still_waiting(pool)
+    except BaseException:
+        for pool in pools:
+            pool.release()
+        raise
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for pool in pools:
+        pool.seats = _seated([(_address(group, addresses), group) for group in pool._groups])
+
+
+def _seated(placed: Sequence[tuple[str, Any]]) -> tuple[Seat, ...]:
+    """Ranks of (address, placement group) pairs."""
+    return tuple(
+        Seat(group, bundle, group.bundle_count, address)
+        for address, group in sorted(placed, key=lambda pair: (pair[0], -pair[1].bundle_count))
+        for bundle in range(group.bundle_count)
+    )
+
+
+def _address(group: Any, addresses: Mapping[str, str]) -> str:
+    table: Any = placement_group_table(group)
+    return addresses[next(iter(table["bundles_to_node_id"].values()))]
+
+
+def _refuse_too_small(pools: Sequence[ResourcePool]) -> None:
+    """Raises where the machines, even empty, do not have what the pools ask for."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for kind in ("CPU", "GPU"):
+        have, largest = sum(node.get(kind, 0.0) for node in nodes), max(node.get(kind, 0.0) for node in nodes)
+        taken = 0.0
+        for pool in pools:
+            each = pool.cpus if kind == "CPU" else pool.gpus
+            together, wanted = each * max(pool.process_on_nodes), each * pool.world_size
+            if wanted and round(taken + wanted - have, _EXACT) > 0:
+                others = f", of which other pools take {taken:g}" if taken else ""
+                raise _missing(pool, kind, taken + wanted - have, f"the cluster has {have:g}{others}")
+            if wanted and round(together - largest, _EXACT) > 0:
+                raise _missing(pool, kind, together - largest, f"no machine has more than {largest:g}")
+            taken += wanted
+
+
+def _still_waiting(pool: ResourcePool) -> TriviumError:
+    left = ray.available_resources()
+    wanted = {"CPU": pool.cpus * pool.world_size, "GPU": pool.gpus * pool.world_size}
+    kind = max(wanted, key=lambda kind: wanted[kind] - left.get(kind, 0.0))
+    missing = wanted[kind] - left.get(kind, 0.0)
+    found = f"{left.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
+    if missing <= 0:
+        kind, missing = ("GPU" if pool.gpus else "CPU"), 0.0
+        found = f"enough are free, but not together on one machine, after {pool.deadline_s:.0f} s"
+    return _missing(pool, kind, missing, found)
+
+
+def _missing(pool: ResourcePool, kind: str, number: float, found: str) -> TriviumError:
+    each = f"{pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool.gpus else f"{pool.cpus:g} CPUs"
+    return ConfigError(
+        f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {each} each",
+        f"{number:g} {kind}s are missing: {found}",
+        "ask for fewer processes, or wait for, or add, machines (`ray status` shows who uses what)",
+    )
+
+
+class ResourcePoolManager:
+    """Pools by name, and which role runs in which."""
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Role, str],
+        *,
+        device_name: str | None = None,
+        cpus_per_process: float = 1.0,
+        max_colocate_count: int = 3,
+        deadline_s: float = 120.0,
+    ) -> None:
+        """`resource_pool_spec` gives the processes on each machine by pool. Each process has a GPU of its own, or none
+        with `device_name="cpu"`; None takes GPUs where the cluster has any. Several worker groups may share a pool.
+        """
+        unknown = {role.name: pool for role, pool in mapping.items() if pool not in resource_pool_spec}
+        if unknown:
+            raise ConfigError(
+                f"roles in pools: {unknown}", f"the pools are {', '.join(resource_pool_spec) or 'none'}",
+                "name each pool of the mapping in resource_pool_spec",
+            )  # fmt: skip
+        self.resource_pool_spec, self.mapping = dict(resource_pool_spec), dict(mapping)
+        self.resource_pool_dict: dict[str, ResourcePool] = {}
+        """The pools by name, once they were created."""
+        self._device_name, self._cpus, self._deadline_s = device_name, cpus_per_process, deadline_s
+        self._max_colocate_count = max_colocate_count
+
+    def create_resource_pool(self) -> None:
+        """Reserves all pools, or none.
+
+        Raises ConfigError that says how many CPUs or GPUs are missing and in which pool: at once where the cluster is
+        too small, after `deadline_s` where others do not free what they use.
+        """
+        on_gpus = self._device_name != "cpu" and (
+            self._device_name is not None or ray.cluster_resources().get("GPU", 0) > 0
+        )
+        pools = {
+            name: ResourcePool(
+                counts, name=name, cpus=self._cpus, gpus=float(on_gpus),
+                max_colocate_count=self._max_colocate_count, deadline_s=self._deadline_s,
+            )
+            for name, counts in self.resource_pool_spec.items()
+        }  # fmt: skip
+        place_all(list(pools.values()))
+        self.resource_pool_dict = pools
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """The pool of a role. Raises ConfigError for a role without one, TriviumError before they were created."""
+        if role not in self.mapping:
+            raise ConfigError(
+                f"the pool of the role {role.name}", f"mapped are {', '.join(r.name for r in self.mapping) or 'none'}",
+                "give the role a pool in the mapping",
+            )  # fmt: skip
+        if not self.resource_pool_dict:
+            raise TriviumError(f"the pool of the role {role.name}", "no pools yet", "call create_resource_pool() first")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """How many processes all pools have: GPUs, where there are any."""
+        return sum(sum(counts) for counts in self.resource_pool_spec.values())
+
+    def release(self) -> None:
+        """Gives every pool back."""
+        for pool in self.resource_pool_dict.values():
+            pool.release()
+        self.resource_pool_dict = {}
