@@ -1,0 +1,70 @@
+"""Ranks that torchrun starts: the death of one ends all, named; the same command goes on where the run was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.slow
+
+
+def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trivium",
+        "run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments,
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    rows = path.read_text().splitlines() if path.is_file() else []
+    return max((json.loads(row)["step"] for row in rows[:-1]), default=0)
+
+
+def pids(run_dir: Path) -> dict[int, int]:
+    """The ranks of a run that live, and their processes."""
+    found: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            said = dict(row.partition("=")[::2] for row in (process / "environ").read_text().split("\0"))
+            if f"run.dir={run_dir}" in (process / "cmdline").read_text() and "RANK" in said:
+                found[int(said["RANK"])] = int(process.name)
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended, or is somebody else's
+    return found
+
+
+def test_the_death_of_a_rank_ends_the_run_naming_it_and_the_same_command_continues(tmp_path: Path) -> None:
+    arguments = ["workflow.pause_s=0.2", "schedule.steps=60"]
+    with start(tmp_path, *arguments) as process:
+        end = time.monotonic() + 120
+        while steps(tmp_path) < 3:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        os.kill(pids(tmp_path)[1], signal.SIGKILL)
+        killed = time.monotonic()
+        said = process.communicate()[0]
+        assert time.monotonic() - killed < 30
+    assert process.returncode != 0
+    root_cause = said.partition("Root Cause")[2]
+    assert "rank      : 1 " in root_cause
+    assert "SIGKILL" in root_cause
+    assert not pids(tmp_path)
+    before = steps(tmp_path)
+    with start(tmp_path, "schedule.steps=6", "workflow.pause_s=0") as process:
+        said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert before >= 3
+    assert "continuing from step-" in (tmp_path / "log.txt").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] >= 6
