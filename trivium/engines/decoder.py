@@ -5,7 +5,7 @@ Legend: B prompts, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, pages
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm, max_positions
+from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
 from trivium.types import IntArray
 
 _CHUNK = 512
@@ -52,6 +53,11 @@ class Decoder:
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         if exact:
             make_invariant(model)
+        self._model_dir = model_dir
+        self._is_base = True
+        """Whether what an adapter does not change is what lies in `model_dir`."""
+        self._base: dict[str, Tensor] = {}
+        """Of every weight that an adapter has changed, what it was before, on the CPU."""
         self.rows = RowCache()
         self._last: Tensor | None = None
         self._head = cast(nn.Module, model.get_output_embeddings())
@@ -107,11 +113,37 @@ class Decoder:
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
 
-        Of tensors that are tied, one name is enough. Afterwards every tensor is compared with what was given for it.
+        Of tensors that are tied, one name is enough. Afterwards every tensor is compared with what was given for it. A
+        LoRA adapter (`trivium.models.lora.pushed_adapter`) is added to the weights that the model was loaded with.
         Raises SyncError for weights that do not fit, RuntimeError where they fit and are not what the model holds now.
         """
-        own = self.model.state_dict(keep_vars=True)
         given = {name: torch.as_tensor(value) for name, value in weights}
+        adapter = received_adapter(given, self.model)
+        if adapter is None:
+            self._replace(given)
+            self._is_base = False
+        else:
+            self._add(adapter)
+
+    def _add(self, adapter: Mapping[str, LowRank]) -> None:
+        """The base model with this adapter, whatever was loaded before."""
+        own = self.model.state_dict(keep_vars=True)
+        if not (self._is_base and adapter.keys() <= self._base.keys()):
+            # As it lies on disk, which may be more precise than what this engine computes with.
+            base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
+            _check_base(base, adapter)
+            if not self._is_base:
+                self._replace(base)
+                self._is_base = True
+            self._base |= {name: base[name] for name in adapter}
+        _check_base(self._base, adapter)
+        for name, base in self._base.items():  # one after the other: a layer's sum at a time is in memory
+            value = merged(base.to(self.device), adapter[name]) if name in adapter else base
+            own[name].data.copy_(value)
+            _compare(name, value, own[name].data)
+
+    def _replace(self, given: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict(keep_vars=True)
         covered = {_place(own[name]) for name in given if name in own}
         problems = {
             "missing": [name for name in own if name not in given and _place(own[name]) not in covered],
@@ -131,8 +163,7 @@ class Decoder:
         for name, value in given.items():
             own[name].data.copy_(value)
         for name, value in given.items():
-            if not _same_bits(own[name].data, value):
-                raise RuntimeError(f"the model holds another {name} than was loaded (is it tied to a different one?)")
+            _compare(name, value, own[name].data)
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
@@ -158,15 +189,27 @@ class Decoder:
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
 
 
+def _check_base(base: Mapping[str, Tensor], adapter: Mapping[str, LowRank]) -> None:
+    """Raises SyncError for an adapter of other weights than these."""
+    wrong = [name for name, added in adapter.items() if fingerprint(base[name]) != added.base]
+    if wrong:
+        raise SyncError(
+            f"add an adapter to {wrong[0]}", "the weight here is not the one that it was trained beside",
+            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
+            "commands of their own know the first stage's model only)",
+        )  # fmt: skip
+
+
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors that are tied: the same memory, read in the same way. Empty ones have no memory."""
     return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _same_bits(held: Tensor, given: Tensor) -> bool:
-    """Whether a tensor is another one to the bit, once that has been brought to its type and device."""
+def _compare(name: str, given: Tensor, held: Tensor) -> None:
+    """Raises RuntimeError unless the model holds, to the bit, what it was given, brought to its type and device."""
     pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
-    return not held.numel() or torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
+    if held.numel() and not torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8)):
+        raise RuntimeError(f"the model holds another {name} than was loaded (is it tied to a different one?)")
 
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:

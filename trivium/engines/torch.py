@@ -83,6 +83,7 @@ class TorchEngine:
 
     exact_sampling = True
     updates_in_flight = True
+    adopts_adapters = True
 
     def __init__(
         self,

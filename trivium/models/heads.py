@@ -19,6 +19,7 @@ from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
+from trivium.models.lora import LoraConfig, attach
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence import Asked, SequenceGroup
 from trivium.randomness import stream
@@ -66,6 +67,13 @@ class LanguageModel(nn.Module):
         self.autocast = autocast
         self.names = tensor_names(self.module)
         self.eval()
+
+    def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
+        """Gives it a LoRA adapter, which is all that is trained of it from then on; see `lora.attach`. `names` are
+        still those of the model without."""
+        attach(self.module, section, seed=seed, adapter=adapter)
+        if not self.autocast:
+            use_onednn(self.module)
 
     def forward(
         self,

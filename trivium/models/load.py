@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 
 def load_lm(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", attention: str | None = "sdpa"
+    path: str | Path,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device | str = "cpu",
+    attention: str | None = "sdpa",
 ) -> PreTrainedModel:
-    """A causal language model in eval mode.
+    """A causal language model in eval mode. The type `auto` is the one it was saved in.
 
     `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,8 +52,11 @@ class Learner:
         optimizer: Optimizer | None = None,
         top_k: int = 0,
         ranks: Ranks = ALONE,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`top_k` is how many tokens the score `top` names."""
+        """`top_k` is how many tokens the score `top` names. Scores are computed `within` a context, for a model that is
+        another one there."""
+        self._within = within
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
@@ -66,7 +70,7 @@ class Learner:
         self._check_lengths(batch)
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
-        with torch.no_grad():
+        with torch.no_grad(), self._within():
             for rows in self._passes(batch, "sequence"):
                 micro = self._collate(batch, rows, ())
                 numbers = self._numbers(micro, what)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
+from trivium.models.lora import base_state, has_adapter, merged_tensor
 from trivium.save_monitor import SaveStrategy
 from trivium.sealing import write_aside
 from trivium.training.fsdp import whole
@@ -54,6 +55,12 @@ class Saved:
     """By name; maybe this rank's parts of them."""
     model: PreTrainedModel | None = None
     """The model whose weights they are, if they are one's: its directory is one that transformers loads."""
+    added: Callable[[Named, str], torch.Tensor] | None = None
+    """What is saved of one of the tensors, whole, where that is more than the tensor."""
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """What is saved under a name. All ranks must ask for it."""
+        return whole(self.tensors[name]) if self.added is None else self.added(self.tensors, name)
 
     def files(self, limit: int) -> list[tuple[str, list[str]]]:
         """(path, names of the tensors) of each file, in order."""
@@ -135,6 +142,10 @@ class Held:
 def weights_of(model: LanguageModel | ValueModel, folder: str) -> list[Saved]:
     """The weights of a model, for a directory `folder` (`policy/`): the plain Hugging Face model, and the head of a
     critic or reward model beside it."""
+    if isinstance(model, LanguageModel) and has_adapter(model.module):
+        base = base_state(model.module)
+        merging = partial(merged_tensor, model.module)
+        return [Saved(f"{folder}model", {name: base[name] for name in model.names}, model.module, merging)]
     if isinstance(model, LanguageModel):
         state = model.module.state_dict()
         return [Saved(f"{folder}model", {name: state[name] for name in model.names}, model.module)]
@@ -159,7 +170,7 @@ def hold(
     for number, (group, path, names) in enumerate(places):
         mine, tensors = number % ranks.size == ranks.rank, dict[str, torch.Tensor]()
         for name in names:
-            tensor = whole(group.tensors[name])
+            tensor = group.gathered(name)
             if mine:
                 here = tensor.cpu()
                 tensors[name] = here.clone() if copy and _same_memory(here, group.tensors[name]) else here

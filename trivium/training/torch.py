@@ -22,8 +22,18 @@ from pydantic import Field
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.lora import (
+    ADAPTER_STEM,
+    LoraConfig,
+    adapter_off,
+    adapter_parameters,
+    describe_adapter,
+    merged_state,
+    pushed_adapter,
+)
 from trivium.models.loss import Totals
 from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.registry import resolve
 from trivium.save_monitor import SaveStrategy
 from trivium.training.fsdp import shard, whole
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
@@ -49,6 +59,7 @@ _METRIC_NAME = {
 }  # fmt: skip
 _EXACT_IDS = 2**24
 """Token ids below this are exact as float32, which is what columns hold."""
+_ADAPTER = "policy-adapter"
 _WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 
@@ -82,6 +93,8 @@ class TorchTrainEngine(TrainEngine):
         """The policy's optimizer, or the reward model's where that is what is trained."""
         critic_optimizer: OptimizerConfig | None = None
         """The critic's; nothing means the same as the policy's."""
+        lora: LoraConfig | None = None
+        """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if self.critic_optimizer is not None and not run.algorithm.has_critic:
@@ -89,6 +102,14 @@ class TorchTrainEngine(TrainEngine):
                     f"{where}.critic_optimizer", "an optimizer for a critic",
                     f"the algorithm {run.algorithm.kind!r} trains none", "leave the key out, or use algorithm.kind ppo",
                 )  # fmt: skip
+            if self.lora is not None:
+                yield from self.lora.own_problems(f"{where}.lora")
+                adopts = getattr(resolve("engines", run.engine.kind), "adopts_adapters", False)
+                if self.lora.push == "adapter" and not adopts:
+                    yield Problem(
+                        f"{where}.lora.push", "an adapter that explorers add themselves",
+                        f"engine.kind {run.engine.kind!r} cannot", "set it to merged",
+                    )  # fmt: skip
 
     def __init__(
         self,
@@ -159,14 +180,20 @@ class TorchTrainEngine(TrainEngine):
 
         Each is whole, and is gathered when it is asked for: every rank must ask for every one.
         """
-        state = self._policy.module.state_dict()
-        for name in self._policy.names:
+        module, names = self._policy.module, self._policy.names
+        if self.config.lora is not None:
+            yield from merged_state(module, names)
+            return
+        state = module.state_dict()
+        for name in names:
             yield name, whole(state[name])
 
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers: the first rank does, the others bring their parts. Whether they
         were delivered; the first rank knows."""
-        weights = self.export_weights()
+        lora = self.config.lora
+        alone = lora is not None and lora.push == "adapter"
+        weights = pushed_adapter(self._policy.module) if alone else self.export_weights()
         delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
         for _ in weights:  # nobody leaves before all were gathered, though the channel may have refused them
             pass
@@ -174,7 +201,8 @@ class TorchTrainEngine(TrainEngine):
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
-        what is large in several numbered files.
+        what is large in several numbered files. With LoRA `policy/` is merged, and `policy-adapter/` is what peft would
+        write.
 
         The files are the same on any number of ranks; each rank writes some of them, when `checkpoint.save_strategy`
         lets it.
@@ -195,7 +223,7 @@ class TorchTrainEngine(TrainEngine):
         counters = directory / "engine.json"
         if not counters.is_file():
             raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
-        self._open(directory / "policy", directory / "critic", directory / "reward")
+        self._open(directory / "policy", directory / "critic", directory / "reward", directory / _ADAPTER)
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
                 for state in read(directory, f"{role}-optimizer"):
@@ -215,11 +243,16 @@ class TorchTrainEngine(TrainEngine):
                 saved += weights_of(learner.model, f"{role}/")
             if learner.optimizer is not None:
                 saved.append(Saved(f"{role}-optimizer", learner.optimizer.state()))
+        adapted = self.config.lora is not None and "policy" in self._learners
+        if adapted:
+            saved.append(Saved(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module)))
         version = self.version
 
         def finish(directory: Path) -> None:
             if "policy" in self._learners:
                 self._add_companions(directory / "policy")
+            if adapted:
+                describe_adapter(self._policy.module, directory / _ADAPTER)
             (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
 
         return hold(saved, self.ranks, self._save_strategy, finish, copy=copy)
@@ -257,8 +290,9 @@ class TorchTrainEngine(TrainEngine):
         critic = self.config.critic_optimizer if role == "critic" else None
         return critic or self.config.optimizer
 
-    def _open(self, policy: Path, critic: Path, reward: Path) -> None:
-        """Only the roles that the algorithm has a use for."""
+    def _open(self, policy: Path, critic: Path, reward: Path, adapter: Path | None = None) -> None:
+        """Only the roles that the algorithm has a use for. With LoRA the policy is the initial model and an `adapter`,
+        or the adapter that it begins with."""
         how: dict[str, Any] = {
             "dtype": self._dtype, "device": self._device, "autocast": self.config.dtype == "bfloat16",
             "sequence": self.ranks.sequence,
@@ -267,20 +301,40 @@ class TorchTrainEngine(TrainEngine):
         roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
         if self._roles is not None:
             roles &= set(self._roles)
+        lora = self.config.lora
+        if lora is not None and "policy" not in trained:
+            raise ConfigError(
+                "train.lora: an adapter of the policy", f"the algorithm {self.algorithm.name!r} trains "
+                + (", ".join(sorted(trained)) or "nothing"), "leave the section out",
+            )  # fmt: skip
         torch.set_num_threads(self._threads)
         self._learners = {}
         if "policy" in roles:
-            model = LanguageModel(policy, temperature=self._temperature, **how)
+            model = LanguageModel(policy if lora is None else self._model_dir, temperature=self._temperature, **how)
+            if lora is not None:
+                model.adapt(lora, seed=self._seed, adapter=adapter)
             self._add("policy", model, trained="policy" in trained)
         if "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
         if "reward" in roles:
             self._add("reward", ScoreModel(reward, seed=self._seed, **how), trained=True)
         if "reference" in roles:
-            reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
-            self._add("reference", reference, trained=False)
+            self._add_reference(how)
         if "teacher" in roles:
             self._add_teacher(how)
+
+    def _add_reference(self, how: dict[str, Any]) -> None:
+        """The policy as the stage began with it. With LoRA that is the policy with its adapter off, where it is here
+        and its adapter began as nothing."""
+        lora = self.config.lora
+        if lora is not None and lora.path is None and "policy" in self._learners:
+            off = partial(adapter_off, self._policy.module)
+            self._learners["reference"] = self._learner_of("reference", self._policy, within=off)
+            return
+        reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
+        if lora is not None:
+            reference.adapt(lora, seed=self._seed)
+        self._add("reference", reference, trained=False)
 
     def _add_teacher(self, how: dict[str, Any]) -> None:
         """The teacher speaks of the distribution at the same temperature, over the same tokens."""
@@ -317,9 +371,12 @@ class TorchTrainEngine(TrainEngine):
         if trained:
             network = model if isinstance(model, ValueModel) else model.module
             optimizer = Optimizer(network, self._optimizer_config(role))
-        self._learners[role] = Learner(
+        self._learners[role] = self._learner_of(role, model, optimizer=optimizer, top_k=top_k)
+
+    def _learner_of(self, role: str, model: LanguageModel | ValueModel, **more: Any) -> Learner:
+        return Learner(
             model, _METRIC_NAME[role], max_tokens=self.config.max_tokens_per_micro_batch,
-            max_response_length=self._max_response_length, optimizer=optimizer, top_k=top_k, ranks=self.ranks,
+            max_response_length=self._max_response_length, ranks=self.ranks, **more,
         )  # fmt: skip
 
 

@@ -1,0 +1,229 @@
+"""LoRA: the base never changes, merged is what the adapter computes, and an engine that is sent the adapter alone holds
+what it would hold if it had been sent everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training_parts import write_model
+from transformers import PreTrainedModel
+
+from trivium.engines.torch import TorchEngine
+from trivium.errors import SyncError, TriviumError
+from trivium.models.load import load_lm
+from trivium.models.lora import (
+    LoraConfig,
+    adapter_off,
+    adapter_state,
+    attach,
+    merged_state,
+    pushed_adapter,
+    save_adapter,
+)
+
+TOKENS = torch.arange(3, 14)[None]
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return load_lm(directory, dtype=dtype)
+
+
+def logits(module: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return module(input_ids=TOKENS, use_cache=False).logits
+
+
+@torch.no_grad()
+def change(module: PreTrainedModel, seed: int = 0) -> None:
+    """Another adapter, one that does something."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in dict(adapter_state(module)).values():
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+def test_merged_is_what_the_adapter_computes(name: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, name, scale=2.0)
+    base = load(directory)
+    module = attach(load(directory), LoraConfig(rank=3, alpha=5), seed=1)
+    assert torch.equal(logits(module), logits(base)), "a fresh adapter changes nothing"
+    change(module)
+    plain = load(directory)
+    merged = dict(merged_state(module))
+    assert merged.keys() == plain.state_dict().keys()
+    plain.load_state_dict(merged)
+    assert (logits(module) - logits(base)).abs().max() > 0.1
+    assert (logits(module) - logits(plain)).abs().max() < 1e-5
+    with adapter_off(module):
+        assert torch.equal(logits(module), logits(base))
+    assert (logits(module) - logits(plain)).abs().max() < 1e-5
+
+
+def test_the_base_is_what_it_was_after_a_hundred_cycles(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    before = {name: tensor.clone() for name, tensor in load(directory).state_dict().items()}
+    for cycle in range(100):
+        change(module, cycle)
+        merged = dict(merged_state(module))
+        with adapter_off(module):
+            pass
+    held = {name.replace(".base_layer.", "."): tensor for name, tensor in module.state_dict().items()}
+    assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+    changed = {name for name, tensor in before.items() if not torch.equal(merged[name], tensor)}
+    assert changed == {name for name in before if "_proj" in name}
+
+
+def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+
+    def layers(section: LoraConfig) -> set[str]:
+        return {name.split(".")[-3] for name, _ in adapter_state(attach(load(directory), section, seed=0))}
+
+    seven = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers(LoraConfig()) == seven
+    assert layers(LoraConfig(targets=("q_proj", "v_proj"))) == {"q_proj", "v_proj"}
+    for target, found in (("lm_head", "the output layer is among"), ("embed_tokens", "is no linear layer")):
+        with pytest.raises(TriviumError, match=found):
+            layers(LoraConfig(targets=("q_proj", target)))
+    with pytest.raises(TriviumError, match="not found"):
+        layers(LoraConfig(targets=("nothing",)))
+
+
+def test_only_the_adapter_learns_and_its_seed_decides_where_it_begins(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    one, same, other = (attach(load(directory), LoraConfig(rank=2), seed=seed) for seed in (1, 1, 2))
+    states = [dict(adapter_state(module)) for module in (one, same, other)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert all(torch.equal(tensor, states[2][name]) == ("lora_B" in name) for name, tensor in states[0].items())
+    trained = {name for name, parameter in one.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in one.named_parameters() if "lora_" in name}
+    assert len(trained) == len(states[0]) == 2 * 7 * 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+def test_an_adapter_on_disk_is_one_that_peft_knows_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+    import peft
+
+    directory = write_model(tmp_path / "model")
+    module = attach(load(directory), LoraConfig(rank=2, alpha=6, targets=("q_proj", "up_proj")), seed=0)
+    change(module)
+    save_adapter(module, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(load(directory), str(tmp_path / "adapter"))
+    assert torch.equal(logits(theirs), logits(module))
+    again = attach(load(directory), LoraConfig(path=str(tmp_path / "adapter")), seed=5)
+    assert torch.equal(logits(again), logits(module))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(adapter_state(again), adapter_state(module), strict=True))
+    save_adapter(again, tmp_path / "second")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "adapter" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_what_is_more_than_plain_lora_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    directory, adapter = write_model(tmp_path / "model"), tmp_path / "adapter"
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    section = LoraConfig(path=str(adapter), rank=4)
+    assert [problem.found for problem in section.own_problems("train.lora")][1] == "no adapter_config.json there"
+    save_adapter(module, adapter)
+    assert [problem.where for problem in section.own_problems("train.lora")] == ["train.lora.rank"]
+    assert not list(LoraConfig(path=str(adapter)).own_problems("train.lora"))
+    wider = write_model(tmp_path / "wider", hidden_size=32)
+    with pytest.raises(TriviumError, match=r"lora_A.weight is missing, too much, or of another shape"):
+        attach(load(wider), LoraConfig(path=str(adapter)), seed=0)
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**said, "use_dora": True}))
+    with pytest.raises(TriviumError, match="its use_dora is True"):
+        attach(load(directory), LoraConfig(path=str(adapter)), seed=0)
+
+
+# --------------------------------------------------------------------------- engines
+
+
+def engine_for(model_dir: Path, dtype: str = "float32") -> TorchEngine:
+    config = TorchEngine.Config.model_validate({"dtype": dtype})
+    return TorchEngine(config, model_dir=model_dir, eos_token_ids=frozenset(), decode=lambda _: "", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "dtype"),
+    [("qwen3", torch.float32, "float32"), ("gpt2", torch.float32, "bfloat16"), ("llama", torch.bfloat16, "bfloat16")],
+)
+async def test_an_engine_holds_the_same_bits_from_an_adapter_as_from_everything(
+    name: str, saved: torch.dtype, dtype: str, tmp_path: Path
+) -> None:
+    """Also after other weights, after other adapters, and in a new engine."""
+    directory = write_model(tmp_path, name)
+    load(directory, saved).save_pretrained(directory)
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    one, other = engine_for(directory, dtype), engine_for(directory, dtype)
+    try:
+        for version in range(4):
+            change(module, version)
+            await one.load(version, list(pushed_adapter(module)))
+            await other.load(
+                version, [pair for pair in merged_state(module) if pair[0] != "lm_head.weight" or name == "llama"]
+            )
+            held, expected = dict(await one.weights()), dict(await other.weights())
+            assert all(torch.equal(held[key], tensor) for key, tensor in expected.items())
+            assert one.version == version
+        await other.load(4, list(pushed_adapter(module)))  # it has held nothing but full weights, and others, so far
+        late = engine_for(directory, dtype)
+        await late.load(4, list(pushed_adapter(module)))
+        for engine in (other, late):
+            found = dict(await engine.weights())
+            assert all(torch.equal(found[key], tensor) for key, tensor in held.items())
+        await late.close()
+    finally:
+        await one.close()
+        await other.close()
+
+
+async def test_an_adapter_after_foreign_weights_is_added_to_the_base(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    module = attach(load(directory), LoraConfig(rank=2, targets=("q_proj",)), seed=0)
+    full = attach(load(directory), LoraConfig(rank=2), seed=0)
+    change(module)
+    change(full)
+    engine = engine_for(directory)
+    try:
+        await engine.load(1, [(name, tensor + 1) for name, tensor in load(directory).state_dict().items()])
+        await engine.load(2, list(pushed_adapter(full)))
+        await engine.load(3, list(pushed_adapter(module)))
+        held = dict(await engine.weights())
+        assert all(torch.equal(held[name], tensor) for name, tensor in merged_state(module))
+    finally:
+        await engine.close()
+
+
+async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model")
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    change(module)
+    wide = attach(load(write_model(tmp_path / "wide", hidden_size=32)), LoraConfig(rank=2), seed=0)
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "max_window_layers": 3}
+    deep = attach(load(write_model(tmp_path / "deep", **layers)), LoraConfig(rank=2), seed=0)
+    strange = attach(load(write_model(tmp_path / "strange", seed=1)), LoraConfig(rank=2), seed=0)
+    engine = engine_for(directory)
+    try:
+        before = dict(await engine.weights())
+        for pushed, found in (
+            (list(pushed_adapter(module))[1:], "is not whole"), (list(pushed_adapter(wide)), "the layer is"),
+            (list(pushed_adapter(deep)), "the model has no layer 'model.layers.2"),
+            (list(pushed_adapter(strange)), "is not the one that it was trained beside"),
+        ):  # fmt: skip
+            with pytest.raises(SyncError, match=found):
+                await engine.load(1, pushed)
+        held = dict(await engine.weights())
+        assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+    finally:
+        await engine.close()
+
+
+def test_an_adapter_is_a_small_thing_to_send(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, hidden_size=64, intermediate_size=128)
+    module = attach(load(directory), LoraConfig(rank=2), seed=0)
+    sent, everything = (sum(tensor.nbytes for _, tensor in push(module)) for push in (pushed_adapter, merged_state))
+    assert sent * 5 < everything

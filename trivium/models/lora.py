@@ -1,0 +1,331 @@
+"""LoRA: a linear layer W (out, in) computes with W + scale * B A, and only A (rank, in) and B (out, rank) are trained.
+
+peft puts the adapters into the model's layers, in place. Merging is done here, in one function for all who merge, and
+never inside the model: its base weights are as they were loaded, however often they are read merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from trivium.config import Config, ConfigPath
+from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
+from trivium.randomness import stream
+
+_NAME = "default"
+"""The adapter's name inside peft."""
+_PREFIX = "base_model.model."
+"""What peft writes before the name of a layer."""
+_DOWN, _UP, _SCALE, _BASE = ".lora_A.weight", ".lora_B.weight", ".lora_scale", ".lora_base"
+ADAPTER_STEM = "adapter_model"
+"""The file that peft expects the tensors in, without its ending."""
+_WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_dropout": 0.0, "modules_to_save": None,
+    "trainable_token_indices": None, "target_parameters": None, "layer_replication": None, "lora_bias": False,
+}  # fmt: skip
+"""What an adapter says of itself that is no more than A, B and a scale for each layer."""
+
+
+class LoraConfig(Config):
+    """Trains a low-rank adapter of the policy instead of its weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Width of the adapter of each layer."""
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapter's product is scaled by `alpha / rank`."""
+    targets: tuple[str, ...] | None = None
+    """Last parts of the names of the layers that get one (`q_proj`, `v_proj`); unset: every linear layer but the
+    output layer."""
+    path: ConfigPath | None = None
+    """Directory of a peft adapter to start from, with its own rank, alpha and targets; unset: one that changes nothing
+    yet."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What explorers are sent: all weights with the adapter added, or the adapter alone, which they add themselves."""
+
+    def own_problems(self, where: str) -> Iterator[Problem]:
+        """What is wrong with the section by itself."""
+        if self.path is None:
+            return
+        said = sorted({"rank", "alpha", "targets"} & self.model_fields_set)
+        if said:
+            yield Problem(
+                f"{where}.{said[0]}", f"{', '.join(said)} beside an adapter to start from",
+                f"{self.path} has its own", "leave one of the two out",
+            )  # fmt: skip
+        if trouble := _unusable(Path(self.path)):
+            yield Problem(f"{where}.path", *trouble)
+
+
+# --------------------------------------------------------------------------- in a model
+
+
+def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> PreTrainedModel:
+    """Puts an adapter into a model, in place, and lets it be all that is trained.
+
+    `adapter` is a directory that `save_adapter` wrote; else `section.path`; else A is drawn from `seed` and B is zero,
+    so that the model is still what it was. To be called before parameters are sharded.
+
+    Raises MissingPackage without peft, TriviumError for layers or adapters that are more than this module knows.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPackage("peft", "peft", "train a LoRA adapter") from error
+    start = adapter or (Path(section.path) if section.path else None)
+    if start is not None:
+        if trouble := _unusable(start):
+            raise TriviumError(*trouble)
+        config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
+    else:
+        targets: Any = "all-linear" if section.targets is None else [*section.targets]
+        config = peft.LoraConfig(r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets)
+    config.inference_mode, config.task_type = False, peft.TaskType.CAUSAL_LM
+    config.base_model_name_or_path = module.config.name_or_path
+    output = module.get_output_embeddings()
+    try:
+        with warnings.catch_warnings():  # layers that keep their weight as (in, out), and ties: both are seen to here
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            peft.inject_adapter_in_model(config, module, _NAME)
+    except ValueError as error:
+        raise TriviumError(
+            f"an adapter for {type(module).__name__}", str(error), "name layers of this model in train.lora.targets"
+        ) from error
+    _check(module, output)
+    for layer in _layers(module).values():
+        layer.trivium_base = fingerprint(layer.base_layer.weight)  # as long as it is whole
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(".lora_A." in name or ".lora_B." in name)
+    if start is None:
+        _draw(module, seed)
+    else:
+        _fill(module, load_file(start / _WEIGHTS), start)
+    return module.eval()
+
+
+@contextmanager
+def adapter_off(module: nn.Module) -> Generator[None]:
+    """Within it the model is its base, to the bit."""
+    layers = [*_layers(module).values()]
+    for layer in layers:
+        # Not peft's own switch, which would also turn gradients off and on: parameters may be sharded by now.
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether `attach` was called."""
+    return bool(_layers(module))
+
+
+def base_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The base's tensors, or this rank's parts of them, by the names they had before there was an adapter."""
+    state = module.state_dict()
+    return {name.replace(".base_layer.", "."): state[name] for name in state if not _of_adapter(name)}
+
+
+def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A tensor of `base` (`base_state`) with the adapter added; the model stays as it is. Where parameters are sharded,
+    every rank must ask for it, and gets the whole of it."""
+    layer, _, part = name.rpartition(".")
+    tensor = _whole(base[name])
+    adapted = _layers(module).get(layer) if part == "weight" else None
+    return tensor if adapted is None else merged(tensor, _low_rank(adapted))
+
+
+def merged_state(module: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the model with its adapter added, each computed when it is asked for (`merged_tensor`).
+
+    `names` are those of its parameters and buffers before it had an adapter, in the order wanted; unset: all.
+    """
+    base = base_state(module)
+    for name in base if names is None else names:
+        yield name, merged_tensor(module, base, name)
+
+
+def adapter_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's parameters, or this rank's parts of them, under peft's names."""
+    return {
+        f"{_PREFIX}{name}{what}": part[_NAME].weight
+        for name, layer in _layers(module).items()
+        for what, part in ((_DOWN, layer.lora_A), (_UP, layer.lora_B))
+    }
+
+
+def adapter_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter's tensors under peft's names. Where they are sharded, every rank must ask for every one."""
+    return ((name, _whole(tensor)) for name, tensor in adapter_parameters(module).items())
+
+
+def save_adapter(module: nn.Module, directory: Path) -> None:
+    """A directory that peft loads. Where parameters are sharded, their owner writes them (`adapter_parameters`), and
+    `describe_adapter` the rest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in adapter_state(module)}, directory / _WEIGHTS)
+    describe_adapter(module, directory)
+
+
+def describe_adapter(module: nn.Module, directory: Path) -> None:
+    """Writes what peft wants to know beside the tensors."""
+    config: Any = getattr(module, "peft_config")[_NAME]  # noqa: B009  (peft puts it there; torch knows no such name)
+    said = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # its sets in one order
+    (directory / _CONFIG).write_text(said + "\n", encoding="utf-8")
+
+
+# --------------------------------------------------------------------------- on its way to an engine
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to one layer's weight."""
+
+    down: torch.Tensor
+    """A (rank, in)."""
+    up: torch.Tensor
+    """B (out, rank)."""
+    scale: float
+    transposed: bool = False
+    """The layer keeps its weight as (in, out)."""
+    base: int = 0
+    """The `fingerprint` of what it is added to."""
+
+
+def merged(base: torch.Tensor, added: LowRank) -> torch.Tensor:
+    """W + scale * B A, in the adapter's precision and on the base's device. The one place where weights are merged: of
+    the same numbers, on the same kind of device, it gives the same bits to a trainer and to an engine."""
+    product = added.up.to(base.device) @ added.down.to(base.device)
+    return base.to(product.dtype) + added.scale * (product.T if added.transposed else product)
+
+
+def fingerprint(weight: torch.Tensor) -> int:
+    """A number that tells one base weight from another, from some thousand of its elements; its type does not
+    matter."""
+    some = weight.detach().reshape(-1)[:: max(1, weight.numel() // 4096)].to("cpu", torch.float32).contiguous()
+    return int.from_bytes(hashlib.blake2b(some.numpy().data, digest_size=7).digest(), "little")
+
+
+def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an engine needs beside the base model: `adapter_state`, and each layer's scale and fingerprint."""
+    yield from adapter_state(module)
+    for name, layer in _layers(module).items():
+        yield f"{_PREFIX}{name}{_SCALE}", torch.tensor(layer.scaling[_NAME], dtype=torch.float64)
+        yield f"{_PREFIX}{name}{_BASE}", torch.tensor(layer.trivium_base)
+
+
+def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> dict[str, LowRank] | None:
+    """The adapter in weights that were pushed, by the name of the weight in the model `base` that it changes; None
+    where they are no adapter.
+
+    Raises SyncError where a part of it is missing, or does not fit the model.
+    """
+    if not weights or not all(name.startswith(_PREFIX) for name in weights):
+        return None
+    layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in weights})
+    modules, found = dict(base.named_modules()), dict[str, LowRank]()
+    for layer in layers:
+        parts = [weights.get(f"{_PREFIX}{layer}{part}") for part in (_DOWN, _UP, _SCALE, _BASE)]
+        if layer not in modules or any(part is None for part in parts):
+            raise SyncError(
+                f"an adapter of {type(base).__name__}",
+                f"the model has no layer {layer!r}" if layer not in modules else f"that of {layer!r} is not whole",
+                "train and play with the same base model",
+            )  # fmt: skip
+        down, up, scale, its_base = cast(list[torch.Tensor], parts)
+        transposed = isinstance(modules[layer], Conv1D)
+        shape, fits = (up.shape[0], down.shape[1]), tuple(cast(torch.Tensor, modules[layer].weight).shape)
+        if up.shape[1] != down.shape[0] or (shape[::-1] if transposed else shape) != fits:
+            raise SyncError(
+                f"an adapter of {type(base).__name__}", f"that of {layer!r} is for {shape}, the layer is {fits}",
+                "train and play with the same base model",
+            )  # fmt: skip
+        found[f"{layer}.weight"] = LowRank(down, up, float(scale), transposed, int(its_base))
+    return found
+
+
+# --------------------------------------------------------------------------- inside
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by the name they had without."""
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
+
+
+def _low_rank(layer: Any) -> LowRank:
+    down, up = (_whole(part[_NAME].weight) for part in (layer.lora_A, layer.lora_B))
+    return LowRank(down, up, layer.scaling[_NAME], isinstance(layer.base_layer, Conv1D))
+
+
+def _of_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, on every rank, where it is sharded."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor.detach() if full is None else full().detach()
+
+
+def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
+    """Refuses what merging, here and in engines, would get wrong."""
+    strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in (nn.Linear, Conv1D)]
+    if strange or module.get_output_embeddings() is not output:
+        found = f"{strange[0]} is no linear layer" if strange else "the output layer is among its targets"
+        raise TriviumError(
+            f"an adapter for {type(module).__name__}", found, "name other layers in train.lora.targets"
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def _draw(module: nn.Module, seed: int) -> None:
+    """A uniform within sqrt(1 / in), drawn on the CPU whatever the device, and B zero."""
+    generator = torch.Generator().manual_seed(stream(seed, "lora"))
+    for layer in _layers(module).values():
+        down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        bound = math.sqrt(1 / down.shape[1])
+        down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
+        up.zero_()
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    own = dict(adapter_state(module))
+    wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise TriviumError(
+            f"start from the adapter {directory}",
+            f"{wrong[0]} is missing, too much, or of another shape ({len(wrong)} tensors)",
+            "use an adapter of this model",
+        )  # fmt: skip
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+def _unusable(directory: Path) -> tuple[str, str, str] | None:
+    """Why there is no adapter in a directory that this module knows: asked, found, do."""
+    asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
+    missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
+    if missing:
+        return asked, f"no {missing[0]} there", do
+    said = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    odd = [name for name, plain in _PLAIN.items() if said.get(name, plain) not in (plain, None)]
+    return (asked, f"its {odd[0]} is {said[odd[0]]!r}", do) if odd else None
