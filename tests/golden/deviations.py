@@ -1,8 +1,6 @@
 """What a golden fixture says and this version does not: each entry with its reason. The one place for either kind."""
 
-LATER = {
-    "rewards": "reward functions: the issue on distributed training and rewards",
-}
+LATER: dict[str, str] = {}
 """Families (fixture files) that another issue builds -> what they are."""
 
 DEVIATIONS: dict[tuple[str, str], str] = {

@@ -42,8 +42,8 @@ def test_no_section_kind_or_metric_is_left_out() -> None:
     heads = [line for line in algorithms.splitlines() if line.startswith("### ")]
     for room in algorithms_page.ROOMS:
         assert [kind for kind in CATALOGUE[room] if not any(f"`{kind}`" in head for head in heads)] == []
-    # The others are named by workflow.environment and sync.method.
-    assert set(CATALOGUE) - rooms - set(algorithms_page.ROOMS) == {"environments", "channels"}
+    # The others are named by workflow.environment, sync.method and the configs of the seeds.
+    assert set(CATALOGUE) - rooms - set(algorithms_page.ROOMS) == {"environments", "channels", "reward_managers"}
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 
