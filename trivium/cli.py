@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.config import RunConfig, plan_run, usable_cores
+from trivium.config import RunConfig, plan_run, refuse_too_large, usable_cores
 from trivium.errors import ConfigError, TriviumError, first_cause
 
 app = typer.Typer(
@@ -72,10 +72,14 @@ def run(
 
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Reports every problem of CONFIG at once, then the plan that follows from it."""
+    """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here."""
     with Outcome(debug):
-        plan = plan_run(RunConfig.load(config, overrides or ()), usable_cores())
-        print(plan.to_yaml(), end="")
+        loaded = RunConfig.load(config, overrides or ())
+        from trivium.training.device import machine, training_ranks
+
+        here, ranks = machine(), training_ranks(loaded)
+        print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")
+        refuse_too_large(loaded, here, ranks)
 
 
 @app.command()

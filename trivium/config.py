@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
+from trivium.memory import BatchPlan, Machine, plan_batch, plan_memory, refuse_what_cannot_fit
 from trivium.registry import CATALOGUE, resolve, suggest
 from trivium.save_monitor import SaveStrategy
 from trivium.synchronizer import TRAINER, SyncStyle
@@ -978,6 +979,10 @@ class StagePlan(Config):
 
 class Plan(Config):
     """What follows from a config and a machine; printed, saved, never written to."""
+    batch: BatchPlan
+    """What a train step is cut into."""
+    memory: dict[str, Any] | None
+    """An estimate, where the model tells its size."""
 
     stages: tuple[StagePlan, ...]
     total_steps: int
@@ -992,8 +997,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def plan_run(config: RunConfig, cores: int) -> Plan:
-    """The batch arithmetic of every stage on a machine with that many cores."""
+def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
+    """The batch arithmetic of every stage and the memory it wants, with that many cores and training ranks."""
+    machine = machine or Machine()
     stages: list[StagePlan] = []
     step = 0
     for stage in config.stage_configs():
@@ -1003,6 +1009,8 @@ def plan_run(config: RunConfig, cores: int) -> Plan:
             StagePlan(
                 first_step=step + 1,
                 last_step=step + schedule.steps,
+        batch = plan_batch(stage, ranks)
+        memory = plan_memory(stage, batch, machine)
                 groups_per_step=schedule.groups_per_step,
                 played_groups_per_step=played,
                 trajectories_per_step=played * schedule.group_size,
@@ -1015,11 +1023,24 @@ def plan_run(config: RunConfig, cores: int) -> Plan:
         )
         step += schedule.steps
     return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
+                batch=batch,
+                memory=None if memory is None else memory.summary(machine),
 
 
 def to_yaml(config: RunConfig) -> str:
     """The config in full, defaults included, as it is saved in the run directory."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
+    """Raises ConfigError for a stage that cannot fit the machine. A cluster that runs already is not measured here."""
+    if config.cluster.address is not None:
+        return
+    stages = config.stage_configs()
+    for number, stage in enumerate(stages):
+        memory = plan_memory(stage, plan_batch(stage, ranks), machine)
+        if memory is not None:
+            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if len(stages) > 1 else "")
+
 
 
 def fingerprint(config: RunConfig) -> str:

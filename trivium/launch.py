@@ -42,6 +42,7 @@ from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.protocols import Monitor
 from trivium.synchronizer import TRAINER, Synchronizer
+from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, this_rank
 
 _log = logging.getLogger("trivium")
@@ -252,7 +253,7 @@ def _claim(config: RunConfig, run_dir: Path) -> None:
                 "choose another run.dir, or put these back:", problems,
             )  # fmt: skip
     write_aside(path, to_yaml(config))
-    write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores()).to_yaml())
+    write_aside(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
 
 
 # --------------------------------------------------------------------------- after the run

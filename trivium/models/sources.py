@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trivium.config import ConfigPath, Plugin, RunConfig
 from trivium.errors import DataError, Problem
+from trivium.shape import ModelShape, read_shape
 
 
 class HuggingFaceModel:
@@ -21,6 +22,10 @@ class HuggingFaceModel:
             missing = missing_model(Path(self.path))
             if missing is not None:
                 yield Problem(f"{where}.path", missing.asked, missing.found, missing.do)
+
+        def shape(self) -> ModelShape:
+            """Its sizes, by its config.json alone."""
+            return read_shape(self.path)
 
     def __init__(self, config: Config, *, seed: int = 0) -> None:
         self.config = config

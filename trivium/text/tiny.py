@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from trivium.config import Plugin
 from trivium.errors import DataError
 from trivium.randomness import stream
+from trivium.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -82,6 +83,11 @@ class TinyModel:
         def head_width(self) -> int:
             return self.head_dim or self.hidden // self.heads
 
+        def shape(self) -> ModelShape:
+            """Its sizes, without building it."""
+            vocabulary = len(_vocabulary(self.alphabet))
+            return shape_of({"model_type": self.architecture, "vocab_size": vocabulary, **_sizes(self)})
+
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
 
@@ -126,12 +132,11 @@ def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrained
     from transformers import PreTrainedTokenizerFast
 
     by_byte = alphabet == "bytes"
-    pieces = _byte_pieces() if by_byte else dict.fromkeys(ASCII if alphabet == "ascii" else alphabet)
     names: dict[str, Any] = {"eos_token": END, "pad_token": PAD}
     if not by_byte:
         names["unk_token"] = UNKNOWN
-    specials = [*(f"<|{role}|>" for role in ROLES), *names.values()]
-    vocabulary = {piece: number for number, piece in enumerate([*pieces, *specials])}
+    specials = _specials(alphabet)
+    vocabulary = {piece: number for number, piece in enumerate(_vocabulary(alphabet))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None if by_byte else UNKNOWN))
     if by_byte:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -145,6 +150,16 @@ def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrained
     )  # fmt: skip
 
 
+def _vocabulary(alphabet: str) -> list[str]:
+    """Every token, by number."""
+    pieces = _byte_pieces() if alphabet == "bytes" else dict.fromkeys(ASCII if alphabet == "ascii" else alphabet)
+    return [*pieces, *_specials(alphabet)]
+
+
+def _specials(alphabet: str) -> list[str]:
+    return [*(f"<|{role}|>" for role in ROLES), END, PAD, *([] if alphabet == "bytes" else [UNKNOWN])]
+
+
 def _byte_pieces() -> list[str]:
     """The characters that stand for bytes 0..255 in byte-level vocabularies (Radford et al. 2019), in that order."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -155,20 +170,25 @@ def _byte_pieces() -> list[str]:
 def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    common = {
-        "vocab_size": len(tokenizer), "tie_word_embeddings": config.tied,
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        # transformers' 0.02 fits widths of thousands; at this size training would idle on a plateau first.
-        "initializer_range": config.hidden**-0.5,
-    }  # fmt: skip
-    if config.architecture == "gpt2":
-        return AutoConfig.for_model(
-            "gpt2", **common, n_layer=config.layers, n_embd=config.hidden, n_head=config.heads, n_inner=config.mlp,
-            n_positions=config.max_position, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
     return AutoConfig.for_model(
-        config.architecture, **common, num_hidden_layers=config.layers, hidden_size=config.hidden,
-        num_attention_heads=config.heads, num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_width, intermediate_size=config.mlp,
-        max_position_embeddings=config.max_position,
+        config.architecture, vocab_size=len(tokenizer), **_sizes(config),
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        # transformers' 0.02 fits widths of thousands; at this size training would idle on a plateau first.
+        initializer_range=config.hidden**-0.5,
     )  # fmt: skip
+
+
+def _sizes(config: TinyModel.Config) -> dict[str, Any]:
+    """What a config.json says of its size, in the words of the architecture."""
+    if config.architecture == "gpt2":
+        return {
+            "tie_word_embeddings": config.tied, "n_layer": config.layers, "n_embd": config.hidden,
+            "n_head": config.heads, "n_inner": config.mlp, "n_positions": config.max_position,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    return {
+        "tie_word_embeddings": config.tied, "num_hidden_layers": config.layers, "hidden_size": config.hidden,
+        "num_attention_heads": config.heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width, "intermediate_size": config.mlp,
+        "max_position_embeddings": config.max_position,
+    }  # fmt: skip

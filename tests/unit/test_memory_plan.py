@@ -1,0 +1,273 @@
+"""What a run will want of memory: counts that are torch's own, an estimate that a real step agrees with, a refusal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from typer.testing import CliRunner
+
+from trivium.cli import app
+from trivium.config import RunConfig, plan_run, refuse_too_large
+from trivium.errors import ConfigError, DataError
+from trivium.memory import MIB, Machine, adapter_parameters, engine_memory, host_memory, memory_plan
+from trivium.shape import read_shape, shape_of
+from trivium.text.tiny import TinyModel
+from trivium.training.device import machine
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SMALL = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS = [
+    LlamaConfig(**SIZES),
+    LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    MistralConfig(**SIZES),
+    Qwen2Config(**SIZES),
+    Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    Qwen3Config(**SIZES, head_dim=32, attention_bias=True),
+    Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    GemmaConfig(**SIZES),
+    GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=32, n_inner=80),
+    BloomConfig(**SMALL, hidden_size=64, n_layer=2, n_head=4),
+]
+QWEN_1B5 = {
+    "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class TestCounts:
+    @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+    def test_parameters_are_torch_s(self, config: Any, tmp_path: Path) -> None:
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert read_shape(tmp_path).parameters == count(model)
+
+    def test_published_sizes(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        assert (shape.parameters, shape.backbone) == (1_543_714_304, 1_543_714_304)
+        assert shape_of(LLAMA_70B).parameters == 70_553_706_496
+        assert shape.kv_per_token == 2 * 28 * 2 * 128
+
+    @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
+    @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])
+    def test_a_tiny_model_knows_its_size_before_it_is_built(
+        self, architecture: Any, alphabet: str, tmp_path: Path
+    ) -> None:
+        config = TinyModel.Config(
+            architecture=architecture, alphabet=alphabet, hidden=16, heads=2, mlp=24, tied=architecture != "llama"
+        )
+        directory = TinyModel(config, seed=0).materialize(tmp_path / "model")
+        assert config.shape() == read_shape(directory)
+        built = AutoModelForCausalLM.from_pretrained(directory)
+        assert config.shape().parameters == count(built)
+
+    def test_a_language_model_inside_another_is_the_one_that_counts(self) -> None:
+        inside = {"model_type": "some_vl", "text_config": QWEN_1B5, "vision_config": {"hidden_size": 3}}
+        assert shape_of(inside) == shape_of(QWEN_1B5)
+
+    def test_a_config_without_sizes_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="num_hidden_layers"):
+            shape_of({"hidden_size": 3, "vocab_size": 4, "num_attention_heads": 1})
+        with pytest.raises(DataError, match=r"config\.json"):
+            read_shape(tmp_path)
+
+
+class TestEstimate:
+    def test_what_is_held_is_four_times_the_weights(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        items = memory_plan(shape, tokens=1024)
+        held = sum(number for name, number in items.items() if name.startswith("policy"))
+        assert held == 16 * shape.parameters
+        wide = memory_plan(shape, tokens=1024, dtype="float64")
+        assert wide["policy optimizer"] == 2 * items["policy optimizer"]
+
+    def test_ranks_share_what_is_held_and_gather_what_computes(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        alone, four = (memory_plan(shape, tokens=1024, shards=shards) for shards in (1, 4))
+        assert all(four[name] == alone[name] // 4 for name in alone if name.startswith("policy"))
+        assert four["activations"] == alone["activations"]
+        assert "gathered" not in alone
+        assert 0 < four["gathered"] < alone["policy weights"]
+
+    def test_a_critic_and_a_reference_come_on_top(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        items = memory_plan(shape, trained=("critic", "policy"), frozen={"reference": shape}, tokens=1024)
+        assert items["critic weights"] == 4 * (shape.backbone + shape.hidden)
+        assert items["reference weights"] == items["policy weights"]
+        assert "reference gradients" not in items
+
+    def test_an_adapter_trains_little(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        full, adapted = (memory_plan(shape, tokens=1024, adapter_rank=rank) for rank in (0, 16))
+        assert adapted["policy optimizer"] == 8 * adapter_parameters(shape, 16) < full["policy optimizer"] / 50
+        assert adapted["policy weights"] - full["policy weights"] == 4 * adapter_parameters(shape, 16)
+
+    def test_activations_grow_with_tokens_and_shrink_with_checkpoints_and_bfloat16(self) -> None:
+        shape = shape_of(QWEN_1B5)
+
+        def of(tokens: int, **how: Any) -> int:
+            return memory_plan(shape, tokens=tokens, **how)["activations"]
+
+        assert 1.8 < of(16384) / of(8192) < 2.1
+        assert of(16384, gradient_checkpointing=True) < of(16384) / 4
+        assert 0.5 < of(16384, dtype="bfloat16") / of(16384) < 0.8
+
+    def test_a_cache_holds_every_reply_in_progress(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        found = engine_memory(shape, dtype="bfloat16", rows=32, tokens=2048)
+        assert found == {"engine": 2 * shape.parameters, "engine cache": 32 * 2048 * 28 * 2 * 2 * 128 * 2}
+
+    @pytest.mark.parametrize(
+        ("sizes", "how"),
+        [
+            ({"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}, {}),
+            pytest.param(
+                {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6},
+                {"gradient_checkpointing": True}, marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}, {"dtype": "bfloat16"},
+                marks=pytest.mark.slow,
+            ),
+        ],
+    )  # fmt: skip
+    def test_a_real_step_takes_about_as_much(self, sizes: dict[str, int], how: dict[str, Any], tmp_path: Path) -> None:
+        config = Qwen3Config(**{**SIZES, **sizes, "vocab_size": 4000, "max_position_embeddings": 512}, head_dim=32)
+        config.save_pretrained(tmp_path)
+        rows, length = 12, 256
+        command = [sys.executable, __file__, str(tmp_path), json.dumps(how), str(rows), str(length)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        items = memory_plan(read_shape(tmp_path), tokens=rows * length, **how)
+        assert 0.6 < sum(items.values()) / float(done.stdout) < 1.7, (done.stdout, items)
+
+
+def measured(model_dir: Path, how: dict[str, Any], rows: int, length: int) -> int:
+    """Bytes by which this process grows at most, over an engine and two of its updates."""
+    from training_parts import Parts, Reinforce, make_batch, make_engine
+
+    def now(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(model_dir)).save_pretrained(model_dir)
+    batch = make_batch(lengths=(length,) * rows, advantages=0.3)
+    before = now("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    engine = make_engine(model_dir, Parts((Reinforce(),)), max_tokens_per_micro_batch=10**6, **how)
+    for _ in range(2):
+        engine.update("policy", batch, engine.algorithm.objectives[0])
+    return now("VmHWM") - before
+
+
+# --------------------------------------------------------------------------- plan and refusal
+
+
+def config_of(tmp_path: Path, said: dict[str, Any] = QWEN_1B5, **changes: Any) -> RunConfig:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    return RunConfig.from_mapping(
+        {
+            "model": {"kind": "hf", "path": str(tmp_path)}, "tasks": {"train": {"kind": "arithmetic"}},
+            "rewards": ["exact"], "schedule": {"groups_per_step": 32, "group_size": 8},
+            "engine": {"dtype": "bfloat16", "sampling": {"max_new_tokens": 1024}}, **changes,
+        }
+    )  # fmt: skip
+
+
+HUGE = Machine(2**50, (2**50,))
+
+
+class TestPlan:
+    def test_the_batch_is_cut_into_mini_batches_ranks_and_micro_batches(self, tmp_path: Path) -> None:
+        train = {"sequence_parallel": 2, "max_tokens_per_micro_batch": 8192}
+        config = config_of(tmp_path, algorithm={"kind": "grpo", "mini_batches": 4, "epochs": 2}, train=train)
+        batch = plan_run(config, 1, HUGE, ranks=8).stages[0].batch
+        assert (batch.sequences, batch.mini_batches, batch.epochs, batch.data_ranks) == (256, 4, 2, 4)
+        assert (batch.sequences_per_data_rank, batch.tokens_per_sequence) == (16, 2048)
+        assert batch.micro_batches == 2  # two ranks take 16384 tokens together, eight sequences
+
+    def test_roles_follow_from_the_algorithm(self, tmp_path: Path) -> None:
+        def roles(**algorithm: Any) -> set[str]:
+            memory = plan_run(config_of(tmp_path, algorithm=algorithm), 1, HUGE).stages[0].memory
+            assert memory is not None
+            return {name.split()[0] for name in memory["each rank"] if name.endswith("weights")}
+
+        assert roles(kind="grpo") == {"policy"}
+        assert roles(kind="grpo", kl={"coef": 0.1}) == {"policy", "reference"}
+        assert roles(kind="ppo") == {"policy", "critic"}
+
+    def test_offload_moves_what_is_held_to_the_host(self, tmp_path: Path) -> None:
+        def plan(offload: bool) -> dict[str, Any]:
+            config = config_of(tmp_path, train={"cpu_offload": offload}, checkpoint={"asynchronous": True})
+            memory = plan_run(config, 1, HUGE, ranks=4).stages[0].memory
+            assert memory is not None
+            return memory
+
+        here, there = plan(False), plan(True)
+        assert set(there["each rank"]) == {"gathered", "activations", "total", "device", "ranks"}
+        assert there["each rank, host"]["policy optimizer"] == here["each rank"]["policy optimizer"]
+        assert there["each rank, host"]["checkpoint copy"] == here["each rank, host"]["checkpoint copy"]
+        assert there["needed"]["host"] > here["needed"]["host"]
+
+    def test_what_cannot_fit_is_refused_with_its_biggest_item(self, tmp_path: Path) -> None:
+        config = config_of(tmp_path)
+        refuse_too_large(config, HUGE)
+        refuse_too_large(config, Machine())  # nothing is known
+        with pytest.raises(ConfigError) as refused:
+            refuse_too_large(config, Machine(16 * 1024 * MIB))
+        assert "policy optimizer" in refused.value.found or "activations" in refused.value.found
+        long = config_of(tmp_path, train={"max_tokens_per_micro_batch": 1_000_000}, stages=[{}, {}])
+        with pytest.raises(ConfigError, match=r"for stage 0") as refused:
+            refuse_too_large(long, Machine(2**50, (80 * 2**30,)))
+        assert "activations" in refused.value.found
+        assert "max_tokens_per_micro_batch" in refused.value.do
+        refuse_too_large(config_of(tmp_path, cluster={"kind": "ray", "address": "auto"}), Machine(1))
+
+    def test_check_prints_the_plan_and_refuses(self, tmp_path: Path) -> None:
+        config = config_of(tmp_path, LLAMA_70B, train={"gradient_checkpointing": True})
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+        done = CliRunner().invoke(app, ["check", str(file)])
+        assert done.exit_code == 2
+        assert yaml.safe_load(done.stdout)["stages"][0]["memory"]["needed"]["host"] > 10**6
+        assert "the biggest item is policy optimizer" in done.stderr
+        assert "train.lora" in done.stderr
+
+    def test_this_machine_has_memory(self) -> None:
+        assert 2**28 < host_memory() < 2**50
+        assert machine().memory == host_memory()
+
+
+if __name__ == "__main__":
+    directory, how, rows, length = sys.argv[1:]
+    sys.stdout.write(str(measured(Path(directory), json.loads(how), int(rows), int(length))))
