@@ -15,8 +15,9 @@ from ray.exceptions import RayError
 
 from trivium.assemble import Stage
 from trivium.cluster.hub import Hub
+from trivium.cluster.orders import BUFFER, SYNCHRONIZER, Ends, Order
 from trivium.cluster.remote import Answer, Gone, ask, blame, reason, start_host, start_worker, wait_for
-from trivium.cluster.roles import BUFFER, SYNCHRONIZER, Ends, Order, explore, make_buffer, train
+from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
 from trivium.errors import RoleFailed
 from trivium.registry import resolve
 from trivium.synchronizer import TRAINER
@@ -87,8 +88,8 @@ class Crew:
         return actor
 
     def _begin(self, name: str, body: Any, *args: Any) -> None:
-        device = getattr(self._stage.config.train, "device", "cpu") if name == TRAINER else "cpu"
-        on_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        config = self._stage.config  # a trainer of several ranks has its models in their processes
+        on_gpu = name == TRAINER and config.cluster.ranks == 1 and trains_on_gpus(config)
         actor = start_worker(
             name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
         )

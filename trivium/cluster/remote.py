@@ -87,12 +87,14 @@ class Process:
         except BaseException as error:
             return self.failed(error)
 
-    async def awaited(self, result: Any) -> Answer:
-        """What comes of a coroutine."""
-        try:
-            return Answer(await result)
-        except Exception as error:
-            return self.failed(error)
+
+# No method of Process: Ray would run everything that such an actor does on an event loop.
+async def awaited(process: Process, result: Any) -> Answer:
+    """What comes of a coroutine."""
+    try:
+        return Answer(await result)
+    except Exception as error:
+        return process.failed(error)
 
 
 class Worker(Process):
@@ -152,7 +154,7 @@ class Host(Process):
 
     async def _call(self, attribute: str, args: Any, named: Any) -> Answer:
         await self._built.wait()
-        return await self.awaited(self._result(attribute, args, named))
+        return await awaited(self, self._result(attribute, args, named))
 
     async def _result(self, attribute: str, args: Any, named: Any) -> Any:
         result = getattr(self._thing, attribute)

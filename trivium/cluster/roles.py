@@ -1,88 +1,35 @@
 """What runs in the processes of a stage: the buffer, the trainer's half, an explorer's half.
 
-The coroutines are those of `loops.py`; only the three things that roles share have their ends here.
+The coroutines are those of `loops.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import ray
+
 from trivium.assemble import (
-    Meeting,
     Stage,
     build_buffer,
-    build_channel,
     build_engine,
     build_explorer,
     build_monitor,
     build_schedule,
-    build_synchronizer,
     build_trainer,
     explorer_parts,
-    kept_versions,
     open_store,
+    split_engine,
     trainer_parts,
 )
-from trivium.board import SharedBoard
 from trivium.cluster.engines import Recipe, ReplicatedEngine
-from trivium.cluster.remote import Proxy
-from trivium.cluster.weights import ObjectStoreChannel
+from trivium.cluster.orders import Ends, Order
+from trivium.cluster.ranks import RayRanks
 from trivium.config import RunConfig
-from trivium.loops import run
+from trivium.loops import Parts, run
 from trivium.protocols import Buffer, RolloutEngine
-from trivium.registry import resolve
-from trivium.synchronizer import Synchronizer
-
-SYNCHRONIZER, BUFFER = "synchronizer", "buffer"
-
-
-@dataclass(frozen=True)
-class Order:
-    """A stage as plain data: what a role in another process is told to do."""
-
-    config: dict[str, Any]
-    number: int
-    first_version: int
-    is_last: bool
-    run_dir: Path
-    model_dir: Path
-
-    @classmethod
-    def of(cls, stage: Stage) -> Order:
-        # What the user did not say stays unsaid; some checks look for that.
-        said = stage.config.model_dump(mode="json", exclude_unset=True)
-        where = stage.run_dir.resolve(), stage.model_dir.resolve()
-        return cls(said, stage.number, stage.first_version, stage.is_last, *where)
-
-    def stage(self) -> Stage:
-        """The stage, its config read again: users' files are imported in the process that needs them."""
-        config = RunConfig.model_validate(self.config)
-        return Stage(config, self.number, self.first_version, self.is_last, self.run_dir, self.model_dir)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Where the roles of a stage meet: the actors behind the three things that they share."""
-
-    hub: Any
-    buffer: Any
-    namespace: str
-
-    def synchronizer(self, stage: Stage, role: str) -> Synchronizer:
-        """This role's view of the board."""
-        table: Any = Proxy(self.hub, SYNCHRONIZER, role)
-        return build_synchronizer(stage.config, SharedBoard(table))
-
-    def meeting(self, stage: Stage, role: str) -> Meeting:
-        """This role's own ends."""
-        synchronizer, hub = self.synchronizer(stage, role), Proxy(self.hub, SYNCHRONIZER, role)
-        buffer: Any = Proxy(self.buffer, BUFFER, role)
-        if getattr(resolve("channels", stage.config.sync.method), "local", False):
-            return Meeting(buffer, synchronizer, ObjectStoreChannel(hub, keep=kept_versions(stage.config)))
-        return Meeting(buffer, synchronizer, build_channel(stage, synchronizer, role))
 
 
 def make_buffer(order: Order) -> Buffer:
@@ -102,15 +49,39 @@ def train(name: str, order: Order, ends: Ends, record: dict[str, Any], resumes: 
     monitor = build_monitor(stage.config, stage.run_dir, latest)
     try:
         meeting = ends.meeting(stage, name)
-        trainer = build_trainer(stage, meeting, store, latest if resumes else None, monitor, record)
+        ranks = _start_ranks(stage, order, ends)
+        make_engine = None if ranks is None else partial(split_engine, ranks)
+        trainer = build_trainer(stage, meeting, store, latest if resumes else None, monitor, record, make_engine)
         try:
             trainer.prepare()
-            asyncio.run(run(trainer_parts(stage, meeting, trainer)))
+            asyncio.run(_train(trainer_parts(stage, meeting, trainer), ranks))
             return {**trainer.record, "seconds": trainer.seconds}
         finally:
             trainer.engine.close()
     finally:
         monitor.close()
+
+
+def _start_ranks(stage: Stage, order: Order, ends: Ends) -> Any:
+    """The processes that train together; None where this one trains alone."""
+    if stage.config.cluster.ranks == 1:
+        return None
+    return RayRanks(stage, order, ends, on_gpus=trains_on_gpus(stage.config))
+
+
+async def _train(parts: Parts, ranks: Any) -> None:
+    """The trainer's half, and beside it a look at the ranks: one may die while nobody asks it for anything."""
+    async with asyncio.TaskGroup() as tasks:
+        watching = None if ranks is None else tasks.create_task(ranks.group.watch(), name="watch")
+        await run(parts)
+        if watching is not None:
+            watching.cancel()
+
+
+def trains_on_gpus(config: RunConfig) -> bool:
+    """Whether the models are trained on GPUs of the cluster."""
+    device = getattr(config.train, "device", "cpu")
+    return device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 def explore(name: str, order: Order, ends: Ends) -> None:

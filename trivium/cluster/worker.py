@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from trivium.cluster.remote import Answer, Gone, Process, reason
+from trivium.cluster.remote import Answer, Gone, Process, awaited, reason
 from trivium.cluster.rows import Piece
 from trivium.errors import DataError, RoleFailed, TriviumError
 
@@ -142,7 +142,7 @@ class Rank(Process):
             await self._turn.wait_for(lambda: self._numbers.get(caller, 0) == number)
             worker = self._roles.get(ask.role)
             if inspect.iscoroutinefunction(getattr(worker, ask.method, None)):
-                answering = asyncio.ensure_future(self.awaited(_awaited(worker, ask, *inputs)))
+                answering = asyncio.ensure_future(awaited(self, _awaited(worker, ask, *inputs)))
             else:
                 answering = self._in_thread(_called, worker, ask, *inputs)
             self._numbers[caller] = number + 1

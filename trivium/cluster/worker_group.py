@@ -211,6 +211,16 @@ class _Ranks:
         for task in waiting:
             task.cancel()
 
+    async def first_death(self) -> None:
+        """Returns never. Raises what ended the first process that ends."""
+        waiting = {asyncio.ensure_future(_answered(life)): life for life in self._lives}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            raise self._died(waiting[done.pop()])
+        finally:
+            for task in waiting:
+                task.cancel()
+
     def end(self) -> None:
         """Ends the processes; returns once none is left."""
         self._ended = True
@@ -304,6 +314,11 @@ class RayWorkerGroup:
         return len(self._ranks.names)
 
     @property
+    def data_size(self) -> int:
+        """How many shares values with rows are split into."""
+        return self._places()[0].data_size
+
+    @property
     def names(self) -> list[str]:
         """The names of the processes, by rank."""
         return list(self._ranks.names)
@@ -341,6 +356,10 @@ class RayWorkerGroup:
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> DataFuture:
         """What a method returns on one rank, which alone runs it, to come."""
         return self._start(method_name, _Call({rank: _put(args, kwargs)}, [0], _first))
+
+    async def watch(self) -> None:
+        """Waits until a rank dies, and raises Gone, which names it."""
+        await self._ranks.first_death()
 
     def shutdown(self) -> None:
         """Ends every process of the group, whatever it does, and all views of it with them."""

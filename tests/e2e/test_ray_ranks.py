@@ -1,0 +1,70 @@
+"""A run on Ray whose trainer has several ranks: it goes as any run goes, and the death of a rank ends it by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.ray_parts import Launcher, Run, ray_instance
+
+PLAIN = str(Path(__file__).parent / "ray.yaml")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    with ray_instance() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
+
+
+def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_command_continues(
+    launcher: Launcher, ray_address: str, tmp_path: Path
+) -> None:
+    arguments = [
+        PLAIN, "cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2", "schedule.steps=12",
+        "evaluation.every=0",
+    ]  # fmt: skip
+    killed = 0.0
+
+    def kill(run: Run) -> None:
+        nonlocal killed
+        run.until(lambda: run.steps >= 3)
+        # In an update: rank 0 would wait for it for ever.
+        os.kill(run.pids()["trainer-rank-1"], signal.SIGKILL)
+        killed = time.monotonic()
+
+    run = launcher.run(tmp_path / "run", *arguments, meanwhile=kill)
+    assert run.code == 1, run.said
+    assert run.ended - killed < 30
+    assert "found: trainer-rank-1 failed: " in run.said
+    assert {"trainer", "trainer-rank-0", "trainer-rank-1", "explorer-0"} <= run.pids().keys()
+    assert not [name for name, pid in run.pids().items() if alive(pid)]
+    run = launcher.run(tmp_path / "run", *arguments)
+    assert run.code == 0, run.said
+    assert "continuing from step-" in run.log
+    rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/version" in row] == list(range(1, 13))
+    checkpoint = run.dir / "checkpoints" / "step-000012"
+    assert json.loads((checkpoint / "engine.json").read_text()) == {"version": 12}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
