@@ -438,9 +438,6 @@ class ClusterSection(Config):
     """Explorer actors."""
     engines: int = free(1, ge=1)
     """Engine actors of each explorer; requests go to the least busy one."""
-    ranks: int = free(1, ge=1)
-    """Processes that train together: actors beside the trainer's, each with a GPU of its own, where it trains on GPUs,
-    or all on one machine. Without Ray, `torchrun` starts as many."""
     max_restarts: int = free(2, ge=0)
     """How often explorers and engines that died are started again before their death ends the run."""
     threads: int = free(0, ge=0)
@@ -894,7 +891,7 @@ def _check_cluster(config: RunConfig) -> Iterator[Problem]:
             "run.mode", f"{mode!r} on Ray", "on a cluster one command starts explorers and trainer",
             "use run.mode: both, or cluster.kind: local for commands that meet in a shared buffer",
         )  # fmt: skip
-    for name in ("address", "explorers", "engines", "ranks", "max_restarts"):
+    for name in ("address", "explorers", "engines", "max_restarts"):
         if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
             yield Problem(
                 f"cluster.{name}", f"cluster.{name} without a cluster", "all roles are one process, one of each",
@@ -978,14 +975,14 @@ class StagePlan(Config):
     slots: int
     algorithm: dict[str, str]
     """What the algorithm takes from the rest of the config."""
-
-
-class Plan(Config):
-    """What follows from a config and a machine; printed, saved, never written to."""
     batch: BatchPlan
     """What a train step is cut into."""
     memory: dict[str, Any] | None
     """An estimate, where the model tells its size."""
+
+
+class Plan(Config):
+    """What follows from a config and a machine; printed, saved, never written to."""
 
     stages: tuple[StagePlan, ...]
     total_steps: int
@@ -1008,12 +1005,12 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
     for stage in config.stage_configs():
         schedule = stage.schedule
         played = schedule.groups_per_step - stage.buffer.strategy.others(schedule.groups_per_step)
+        batch = plan_batch(stage, ranks)
+        memory = plan_memory(stage, batch, machine)
         stages.append(
             StagePlan(
                 first_step=step + 1,
                 last_step=step + schedule.steps,
-        batch = plan_batch(stage, ranks)
-        memory = plan_memory(stage, batch, machine)
                 groups_per_step=schedule.groups_per_step,
                 played_groups_per_step=played,
                 trajectories_per_step=played * schedule.group_size,
@@ -1022,17 +1019,13 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
                 slots=schedule.steps * played,
                 algorithm=stage.algorithm.describe(stage),
+                batch=batch,
+                memory=None if memory is None else memory.summary(machine),
             )
         )
         step += schedule.steps
     return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
-                batch=batch,
-                memory=None if memory is None else memory.summary(machine),
 
-
-def to_yaml(config: RunConfig) -> str:
-    """The config in full, defaults included, as it is saved in the run directory."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
     """Raises ConfigError for a stage that cannot fit the machine. A cluster that runs already is not measured here."""
@@ -1044,6 +1037,10 @@ def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> Non
         if memory is not None:
             refuse_what_cannot_fit(memory, machine, f" for stage {number}" if len(stages) > 1 else "")
 
+
+def to_yaml(config: RunConfig) -> str:
+    """The config in full, defaults included, as it is saved in the run directory."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def fingerprint(config: RunConfig) -> str:
