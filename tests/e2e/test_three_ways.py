@@ -1,0 +1,112 @@
+"""One recorded file trained three ways (one process, ranks of torchrun, ranks on Ray) and the live recipe beside it:
+equal losses, gradient norms and weights; a checkpoint of one way goes on in another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trivium.buffers.journal import Journal
+from trivium.cli import main
+from trivium.config import RunConfig
+from trivium.launch import run
+from trivium.metrics import depends_on_machine
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).parent / "three_ways.yaml"
+STEPS = {"live": (1, 2), "recorded": (3, 4, 5, 6, 7)}
+WAYS: Mapping[str, tuple[list[str], list[str]]] = {
+    "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
+}
+
+
+def arguments(directory: Path, way: str) -> list[str]:
+    return ["run", str(CONFIG), f"run.dir={directory / way}", f"buffer.path={directory / 'played' / 'rollouts'}"]
+
+
+def here(directory: Path, way: str) -> None:
+    """The command, in this process."""
+    before, sys.argv = sys.argv, ["trivium", *arguments(directory, way)]
+    try:
+        main()
+    except SystemExit as done:
+        if done.code:
+            raise AssertionError(f"exit code {done.code}") from done
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs in all three ways, a recording that they share, and the one of torchrun gone on with in one process."""
+    directory = tmp_path_factory.mktemp("ways")
+    said = RunConfig.load(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
+    run(RunConfig.from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
+    here(directory, "alone")
+    for way, (before, after) in WAYS.items():
+        command = [*before, "-m", "trivium", *arguments(directory, way), *after]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(directory / "torchrun", directory / "resumed")
+    for step in (6, 7):
+        shutil.rmtree(directory / "resumed" / "checkpoints" / f"step-{step:06d}")
+    here(directory, "resumed")
+    return directory
+
+
+def rows(run_dir: Path) -> dict[int, dict[str, float]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row.pop("step"): {key: value for key, value in row.items() if not depends_on_machine(key)} for row in found}
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights of policy and critic and the state of both optimizers."""
+    folder = run_dir / "checkpoints" / f"step-{step:06d}"
+    files = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
+    return {f"{file}:{name}": tensor for file, named in files.items() for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "resumed"])
+def test_every_way_trains_the_same(way: str, directory: Path) -> None:
+    mine, theirs = rows(directory / way), rows(directory / "alone")
+    assert [*mine] == [*theirs] == [*STEPS["live"], *STEPS["recorded"]]
+    for step, row in theirs.items():
+        assert {"train/loss/policy", "train/loss/value", "train/grad_norm/policy", "train/grad_norm/value"} <= {*row}
+        assert mine[step] == pytest.approx(row, rel=1e-9, abs=1e-9), step
+    assert len({row["train/kl_coef"] for row in theirs.values()}) > 3
+    assert len({row["train/grad_norm/policy"] for row in theirs.values()}) == 7
+    for step in (2, 4, 6, 7):  # the stage's end, and the last three: the list of what is kept goes on after a resume
+        found, expected = tensors(directory / way, step), tensors(directory / "alone", step)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} of step {step}")
+    assert {path.name for path in (directory / way / "checkpoints").iterdir()} == {
+        path.name for path in (directory / "alone" / "checkpoints").iterdir()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_live_recipe_samples_the_same_tokens(way: str, directory: Path) -> None:
+    played = [*Journal(directory / "alone" / "rollouts" / "stage-0").read_step(1)]
+    mine = [*Journal(directory / way / "rollouts" / "stage-0").read_step(1)]
+    assert len(played) == 4
+    by_slot = {group.slot: group for group in mine}
+    for group in played:
+        for one, other in zip(by_slot[group.slot].trajectories, group.trajectories, strict=True):
+            assert [turn.tokens.tolist() for turn in one.turns] == [turn.tokens.tolist() for turn in other.turns]
+            assert [turn.log_prob.tolist() for turn in one.turns] == [turn.log_prob.tolist() for turn in other.turns]
+
+
+def test_training_moves_the_weights(directory: Path) -> None:
+    first, last = tensors(directory / "alone", 2), tensors(directory / "alone", 7)
+    assert all(not torch.equal(tensor, last[name]) for name, tensor in first.items() if name.startswith("policy/"))
