@@ -4,15 +4,21 @@ what it would hold if it had been sent everything."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from training_parts import write_model
+from rank_processes import run_ranks
+from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import PreTrainedModel
 
+from trivium.config import RunConfig
 from trivium.engines.torch import TorchEngine
-from trivium.errors import SyncError, TriviumError
+from trivium.errors import ConfigError, SyncError, TriviumError
 from trivium.models.load import load_lm
 from trivium.models.lora import (
     LoraConfig,
@@ -23,6 +29,11 @@ from trivium.models.lora import (
     pushed_adapter,
     save_adapter,
 )
+from trivium.protocols import WeightChannel
+from trivium.training.batching import count
+from trivium.training.ranks import join_ranks
+from trivium.training.torch import TorchTrainEngine
+from trivium.types import Metrics
 
 TOKENS = torch.arange(3, 14)[None]
 
@@ -227,3 +238,160 @@ def test_an_adapter_is_a_small_thing_to_send(tmp_path: Path) -> None:
     module = attach(load(directory), LoraConfig(rank=2), seed=0)
     sent, everything = (sum(tensor.nbytes for _, tensor in push(module)) for push in (pushed_adapter, merged_state))
     assert sent * 5 < everything
+
+
+# --------------------------------------------------------------------------- training
+
+
+ADVANTAGES = {"advantages": 0.5}
+NEEDS_REFERENCE = Parts(needs=frozenset({"ref", "old"}))
+
+
+def trained(directory: Path, steps: int = 3, lora: dict[str, Any] | None = None, **config: Any) -> TorchTrainEngine:
+    engine = make_engine(directory, NEEDS_REFERENCE, lora={"rank": 2} if lora is None else lora, **config)
+    take(engine, steps)
+    return engine
+
+
+def take(engine: TorchTrainEngine, steps: int) -> list[Metrics]:
+    metrics = []
+    for _ in range(steps):
+        metrics.append(engine.update("policy", make_batch(seed=engine.version, **ADVANTAGES), Reinforce()))
+        engine.version += 1
+    return metrics
+
+
+def test_a_policy_begins_as_the_base_and_is_its_own_reference(tmp_path: Path) -> None:
+    directory, batch = write_model(tmp_path), make_batch()
+    plain, engine = make_engine(directory, NEEDS_REFERENCE), trained(directory, 0)
+    assert engine._learner("reference").model is engine._policy, "one model"
+    first = plain.score(batch, "ref")
+    for what in ("old", "ref"):
+        assert all(np.array_equal(a, b) for a, b in zip(engine.score(batch, what), first, strict=True))
+    take(engine, 3)
+    assert all(np.array_equal(a, b) for a, b in zip(engine.score(batch, "ref"), first, strict=True))
+    assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(engine.score(batch, "old"), first, strict=True))
+    optimized = {name.split(".")[-2] for name in engine._learner("policy").optimizer.parameters}
+    assert optimized == {"default"}
+    assert weights(plain).keys() == weights(engine).keys()
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    one, other = (trained(directory, 4, dtype="float64", gradient_checkpointing=each) for each in (False, True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12) for a, b in zip(weights(one).values(), weights(other).values(), strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_a_checkpoint_is_a_plain_model_and_an_adapter_and_training_goes_on_to_the_bit(
+    name: str, tmp_path: Path
+) -> None:
+    import peft
+
+    directory = write_model(tmp_path / "model", name)
+    engine = trained(directory, 3)
+    engine.save(tmp_path / "saved")
+    again = make_engine(directory, NEEDS_REFERENCE, lora={"rank": 2})
+    again.load(tmp_path / "saved")
+    assert take(engine, 2) == take(again, 2)
+    assert all(torch.equal(a, weights(again)[key]) for key, a in weights(engine).items())
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(again.score(make_batch(), "ref"), engine.score(make_batch(), "ref"), strict=True)
+    )
+
+    merged = load(tmp_path / "saved" / "policy")
+    alone = peft.PeftModel.from_pretrained(load(directory), str(tmp_path / "saved" / "policy-adapter"))
+    assert (logits(merged) - logits(alone)).abs().max() < 1e-4
+    assert (logits(merged) - logits(load(directory))).abs().max() > 1e-2
+    engine.save_weights(tmp_path / "weights")
+    assert torch.equal(logits(load(tmp_path / "weights")), logits(_loaded(weights(engine), directory)))
+
+
+def _loaded(state: dict[str, torch.Tensor], directory: Path) -> PreTrainedModel:
+    model = load(directory)
+    model.load_state_dict(state, strict=False)  # ties come once
+    return model
+
+
+def test_an_adapter_to_start_from_is_part_of_the_reference(tmp_path: Path) -> None:
+    directory, batch = write_model(tmp_path / "model"), make_batch()
+    trained(directory, 3).save(tmp_path / "saved")
+    engine = trained(directory, 0, lora={"path": str(tmp_path / "saved" / "policy-adapter")})
+    first = engine.score(batch, "old")
+    take(engine, 2)
+    assert all(np.array_equal(a, b) for a, b in zip(engine.score(batch, "ref"), first, strict=True))
+    assert engine._learner("reference").model is not engine._policy
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trains critic"):
+        make_engine(write_model(tmp_path), Parts(objectives=(SquaredError(),)), lora={})
+    said = {
+        "model": {"kind": "hf", "path": str(tmp_path)}, "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"], "engine": {"kind": "scripted", "replies": ["1"]},
+        "train": {"lora": {"push": "adapter", "path": "nowhere", "rank": 3}},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping(said)
+    wrong = {problem.where: problem.found for problem in caught.value.problems}
+    assert wrong["train.lora.push"] == "engine.kind 'scripted' cannot"
+    assert "no adapter_config.json there" in wrong["train.lora.path"]
+    assert "has its own" in wrong["train.lora.rank"]
+
+
+class Kept:
+    """A channel that keeps what it was offered."""
+
+    def __init__(self) -> None:
+        self.offered: dict[str, torch.Tensor] = {}
+
+    def offer(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        self.offered = {name: tensor.clone() for name, tensor in weights}
+        return True
+
+
+def on_ranks(rank: int, directory: Path, config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Each trains on the same batch as the others: what is summed over them has their number as a factor."""
+    ranks = join_ranks(device="cpu")
+    engine = TorchTrainEngine(
+        TorchTrainEngine.Config(device="cpu", optimizer={"lr": 0.1, "eps": 1.0}, max_grad_norm=1e9, **config),
+        model_dir=directory / "model", algorithm=NEEDS_REFERENCE, temperature=0.8, max_response_length=32,
+        total_steps=10, seed=0, threads=1, ranks=ranks,
+    )  # fmt: skip
+    engine.prepare()
+    engine.channel = cast(WeightChannel, Kept())
+    for step in range(3):
+        batch = make_batch(seed=step, **ADVANTAGES)
+        totals = count(batch, 32)
+        whole = replace(totals, tokens=totals.tokens * ranks.size)
+        engine.update("policy", batch, Reinforce(), whole)
+        engine.version += 1
+    engine.sync_weight()
+    engine.save(directory / f"saved-{ranks.size}")
+    score = {str(i): torch.from_numpy(row) for i, row in enumerate(engine.score(make_batch(), "ref"))}
+    return {"merged": weights(engine), "pushed": cast(Any, engine.channel).offered, "ref": score}
+
+
+def test_ranks_train_push_and_save_what_one_process_does(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    config = {"dtype": "float64", "lora": {"rank": 2, "push": "adapter"}}
+    one = on_ranks(0, tmp_path, config)
+    two = run_ranks(2, on_ranks, tmp_path / "two", tmp_path, config)
+    for kind, expected in one.items():
+        found = two[0][kind]
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in expected.items())
+    assert torch.equal(two[0]["merged"]["model.norm.weight"], two[1]["merged"]["model.norm.weight"])
+    files = [
+        sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        for folder in (tmp_path / "saved-1", tmp_path / "saved-2")
+    ]
+    assert files[0] == files[1]
+    assert "policy-adapter/adapter_config.json" in files[0]
+    engine = make_engine(tmp_path / "model", NEEDS_REFERENCE, **config)
+    engine.load(tmp_path / "saved-2")
+    assert all(torch.allclose(tensor, two[0]["merged"][name], atol=1e-12) for name, tensor in weights(engine).items())
