@@ -13,7 +13,9 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from trivium.cli import main
 from trivium.engines.decoder import Decoder
 from trivium.monitors.jsonl import _RowFile
 from trivium.training.optim import Optimizer
+from trivium.training.saving import Held
 from trivium.training.torch import TorchTrainEngine
 
 
@@ -73,6 +76,24 @@ def whole(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None: ...
 
 
+def half_the_files(original: Callable[..., Any], held: Held, directory: Path) -> None:
+    """Training has gone on since."""
+    original(replace(held, files=dict(list(held.files.items())[:2])), directory)
+    wait_for_a_step(directory.parents[1])
+
+
+def not_pruned(original: Callable[..., Any], store: CheckpointStore, pinned: Any) -> None:
+    wait_for_a_step(store.directory.parent)
+
+
+def wait_for_a_step(run_dir: Path) -> None:
+    rows = run_dir / "metrics.jsonl"
+    before, deadline = rows.stat().st_size, time.monotonic() + 60
+    while rows.stat().st_size == before:
+        assert time.monotonic() < deadline, "training waits for the save"
+        time.sleep(0.002)
+
+
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "model: built, not renamed": (Path, "rename", nothing),
     "config: half written": (trivium.launch, "write_aside", half_of_a_file),
@@ -88,13 +109,18 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "update: step taken, no version": (Optimizer, "step", whole),
     "log: half a row": (_RowFile, "append", half_a_row),
 }
+BESIDE: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "beside: half the files, training goes on": (Held, "_write_own", half_the_files),
+    "beside: complete, not pruned, training goes on": (CheckpointStore, "prune", not_pruned),
+}
+"""Moments of a save that training does not wait for."""
 
 
 def child(arguments: list[str], kill: dict[str, Any] | None) -> None:
     if kill is not None and kill["moment"] == "time":
         threading.Timer(kill["seconds"], die, ["time"]).start()
     elif kill is not None:
-        owner, name, deadly = MOMENTS[kill["moment"]]
+        owner, name, deadly = (MOMENTS | BESIDE)[kill["moment"]]
         arm(owner, name, kill["moment"], kill["nth"], deadly)
     sys.argv = ["trivium", *arguments]
     try:

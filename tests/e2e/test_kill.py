@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.killing import MOMENTS
+from tests.e2e.killing import BESIDE, MOMENTS
 from trivium.metrics import depends_on_machine
 
 HERE = Path(__file__).parent
@@ -70,6 +70,19 @@ def test_killed_at_every_kind_of_moment(
     outcomes = launches(tmp_path, [{"moment": moment, "nth": nth} for moment, nth in kills], overrides)
     assert outcomes[:-1] == [moment for moment, _ in kills]
     assert {moment for moment, _ in kills} == set(MOMENTS)
+    assert outcome_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("uninterrupted", [SYNCHRONOUS], indirect=True, ids=["synchronous"])
+def test_killed_while_a_checkpoint_is_written_beside_training(
+    uninterrupted: tuple[tuple[str, ...], dict[str, Any], float], tmp_path: Path
+) -> None:
+    _, expected, _ = uninterrupted
+    half, whole = BESIDE
+    kills = [(half, 1), (half, 2), (whole, 1), (half, 2)]  # the saves of steps 2, 4, 4 and 6: in the middle of a stage
+    orders = [{"moment": moment, "nth": nth} for moment, nth in kills]
+    outcomes = launches(tmp_path, orders, ("checkpoint.asynchronous=true",))
+    assert outcomes[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path) == expected
 
 
