@@ -1,4 +1,8 @@
-"""Real ranks for tests: processes that meet over gloo, forked from one server that has imported torch already."""
+"""Real ranks for tests: processes that meet over gloo.
+
+Imports cost more than what the ranks do, so one process makes them, and the ranks are forked from it. It is not forked
+from the tests' own process, in which others have left threads.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +20,77 @@ import torch
 _PRELOADED = ["torch", "torch.distributed.fsdp", "trivium.training.torch", "transformers.models.qwen3.modeling_qwen3"]
 
 
-def run_ranks(size: int, work: Callable[..., Any], folder: Path, *args: Any, deadline_s: float = 120.0) -> list[Any]:
-    """`work(rank, *args)` in `size` processes with torchrun's variables set; what each returned, in order of rank.
+def run_ranks(
+    sizes: Sequence[int], work: Callable[..., Any], folder: Path, *args: Any, deadline_s: float = 240.0
+) -> dict[int, list[Any]]:
+    """`work(rank, size, *args)` in `size` processes with torchrun's variables set, for one size after the other: what
+    each returned, in order of rank.
 
-    `work` is a function of a module, what it returns is tensors in lists, tuples and dicts.
+    `work` is a function of a module. Fails with what a rank raised, or when not all is done in time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     folder.mkdir(parents=True)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    processes = [
-        context.Process(target=_rank, args=(rank, size, store.port, folder, work, args), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
     deadline = time.monotonic() + deadline_s
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
-        if failed:
-            break
-        next(process for process in processes if process.is_alive()).join(0.05)
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        if process.is_alive():
+    parent = context.Process(target=_start, args=(sizes, work, folder, args, deadline_s))
+    parent.start()
+    parent.join(deadline_s + 30)
+    if parent.is_alive():
+        parent.kill()
+        parent.join()
+    troubles = [file.read_text() for file in sorted(folder.glob("*.txt"))]
+    assert not troubles, "\n".join(troubles)
+    assert parent.exitcode == 0, f"exit code {parent.exitcode}, {deadline - time.monotonic():.0f} s before the deadline"
+    return {
+        size: [torch.load(folder / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)] for size in sizes
+    }
+
+
+def _start(
+    sizes: Sequence[int], work: Callable[..., Any], folder: Path, args: tuple[Any, ...], deadline_s: float
+) -> None:
+    deadline = time.monotonic() + deadline_s
+    for size in sizes:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        ranks = [
+            multiprocessing.get_context("fork").Process(
+                target=_rank, args=(rank, size, store.port, work, folder, args), daemon=True
+            )
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        _wait(ranks, deadline)
+        late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        for process in ranks:
             process.kill()
-        process.join()
-    said = [(folder / f"{rank}.txt").read_text() for rank in range(size) if (folder / f"{rank}.txt").is_file()]
-    assert not said, "\n".join(said)
-    assert not late, f"ranks {late} of {size} were not done after {deadline_s} s"
-    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+        if late and not failed:
+            (folder / f"{size}-late.txt").write_text(f"ranks {late} of {size} were not done after {deadline_s} s")
+        if late or failed:
+            raise SystemExit(1)
 
 
-def _rank(rank: int, size: int, port: int, folder: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
+    """Until all are done, one has failed, or it is late."""
+    while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+        if any(process.exitcode not in (None, 0) for process in ranks):
+            return
+        next(process for process in ranks if process.is_alive()).join(0.05)
+
+
+def _rank(
+    rank: int, size: int, port: int, work: Callable[..., Any], folder: Path, args: tuple[Any, ...]
+) -> None:  # fmt: skip
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's, as it is under torchrun
     )  # fmt: skip
     torch.set_num_threads(1)
     try:
-        torch.save(work(rank, *args), folder / f"{rank}.pt")
+        torch.save(work(rank, size, *args), folder / f"{size}-{rank}.pt")
     except BaseException:
-        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        (folder / f"{size}-{rank}.txt").write_text(f"rank {rank} of {size}: {traceback.format_exc()}")
         raise
     finally:
         if torch.distributed.is_initialized():

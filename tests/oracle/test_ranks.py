@@ -1,0 +1,295 @@
+"""Ranks that train together do what one process does: losses, metrics, gradient norms, weights and scores are equal.
+
+Every program is a row of updates of all three heads, each after the other, so a difference in one shows in all that
+follow. The single process makes one micro-batch of each; the ranks make several, and some have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algebra import column_names, number, objectives, policy_objective
+from rank_processes import run_ranks
+from unit.training_parts import VOCABULARY, Parts, write_model
+
+from trivium.algorithms import ValueObjective, catalogue
+from trivium.loops import updated
+from trivium.protocols import TrainEngine
+from trivium.training.ranks import ALONE, Ranks, join_ranks
+from trivium.training.split import SplitTrainEngine
+from trivium.training.torch import TorchTrainEngine
+from trivium.training.torchrun import TorchrunRanks, dismiss, follow
+from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
+
+MAX_RESPONSE_LENGTH = 32
+MODES = tuple(catalogue("aggregations"))
+
+# --------------------------------------------------------------------------- what is trained
+
+
+def make_batch(lengths: Sequence[int], trained: Sequence[int] | None = None, experts: Sequence[int] = ()) -> Batch:
+    """Groups of two with holes in their masks; rows that are not `trained` have none at all."""
+    rng = np.random.default_rng(sum(lengths))
+    experiences = []
+    for row, length in enumerate(lengths):
+        mask = rng.random(length) < 0.7
+        mask[0], mask[-1] = False, True
+        mask &= trained is None or row in trained
+        version = np.where(mask & (row not in experts), 0, EXPERT_VERSION)
+        tokens = rng.integers(3, VOCABULARY, length)
+        experiences.append(Experience(tokens, mask, np.zeros(length), version, f"g{row // 2}", row % 2))
+    names = sorted(column_names() - {"uniform", "log_prob", "entropy"})
+    noise = {name: [number(name, (1, n), 7 * row)[0].numpy() for row, n in enumerate(lengths)] for name in names}
+    return Batch(tuple(experiences)).with_columns(**noise)
+
+
+BATCHES = {
+    "uneven": make_batch((9, 6, 40, 5, 8, 3, 14, 10, 7, 7), trained=(0, 1, 3, 4, 5, 6, 7, 8, 9)),
+    "experts": make_batch((9, 6, 12, 5, 8, 3), experts=(1, 4)),
+    "two": make_batch((13, 4)),
+    "one": make_batch((12,)),
+    "masked": make_batch((8, 9, 7, 12, 6, 6, 9, 11), trained=(2, 3)),
+    "nothing": make_batch((5, 6), trained=()),
+}
+"""On four ranks, `two` and `one` leave some without a sequence, `masked` two or three without a trained token."""
+
+
+def near(batch: Batch, log_prob: Sequence[np.ndarray]) -> Batch:
+    """The batch with the log-probabilities of others near the model's own, as they are in a run."""
+
+    def moved(distance: float, by: str) -> list[np.ndarray]:
+        rows = zip(batch.experiences, log_prob, batch.columns[by], strict=True)
+        return [np.where(e.response_mask, row + distance * noise, 0) for e, row, noise in rows]
+
+    engine = moved(1e-2, "returns")
+    played = tuple(replace(e, rollout_log_prob=row) for e, row in zip(batch.experiences, engine, strict=True))
+    return replace(batch, experiences=played).with_columns(
+        old_log_prob=moved(0.2, "advantages"), ref_log_prob=moved(0.3, "values")
+    )
+
+
+def policy(mode: str) -> Any:
+    """PPO with everything that is averaged: its own loss, an entropy bonus, a KL penalty."""
+    terms = {
+        "entropy": objectives(mode)["entropy:exact"]().entropy,
+        "kl": objectives(mode)["kl:low_var_kl"]().kl,
+    }
+    return policy_objective("ppo", mode, terms=terms)
+
+
+def short() -> Iterator[tuple[str, Any]]:
+    """(batch, objective) of three updates of each head and more."""
+    made = objectives()
+    yield "uneven", policy("seq-mean-token-mean")
+    yield "uneven", ValueObjective(0.3, "token-mean")
+    yield "uneven", made["score:sigmoid"]()
+    yield "two", policy("token-mean")
+    yield "uneven", made["pair:dpo"]()
+    yield "masked", ValueObjective(0.3, "seq-mean-token-sum")
+    yield "two", made["score:sigmoid"]()
+    yield "one", policy("token-sum")
+    yield "two", ValueObjective(0.3, "token-mean")
+    yield "two", made["pair:dpo"]()
+
+
+def full() -> Iterator[tuple[str, Any]]:
+    """Every aggregation, every unit, every head; selections, gates, experts and teachers; every uneven batch."""
+    for mode in MODES:
+        yield "uneven", policy(mode)
+        yield "uneven", ValueObjective(0.3, mode)
+    yield "uneven", replace(policy("token-mean"), unit="group")
+    yield from short()
+    yield "masked", policy("seq-mean-token-sum-norm")
+    yield "nothing", policy("token-mean")
+    yield "masked", objectives()["pair:ipo"]()
+    yield "experts", objectives()["loss:mix"]()
+    yield "uneven", objectives()["loss:kl_cov"]()
+    yield "uneven", objectives()["loss:distill_top_k"]()
+    yield "uneven", policy_objective("reinforce", gates=[{"kind": "top_entropy", "narrow": True}])
+    yield "uneven", objectives()["loss:gspo"]()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a program is trained."""
+
+    full: bool = False
+    dtype: str = "float64"
+    packed: bool = True
+    config: tuple[tuple[str, Any], ...] = ()
+
+    def program(self) -> list[tuple[str, Any]]:
+        return list(full() if self.full else short())
+
+
+def way(**config: Any) -> Way:
+    own = {name: config.pop(name) for name in ("full", "dtype", "packed") if name in config}
+    return Way(**own, config=tuple(config.items()))
+
+
+WAYS: Mapping[int, Mapping[str, Way]] = {
+    1: {"full": way(full=True)},
+    2: {
+        "full": way(full=True),
+        "sequence": way(full=True, sequence_parallel=2),
+        "padded": way(packed=False),
+        "float32": way(dtype="float32"),
+        "checkpointing, offload": way(gradient_checkpointing=True, cpu_offload=True),
+    },
+    4: {
+        "full": way(full=True),
+        "sequence": way(full=True, sequence_parallel=2),
+        "sequence of all": way(sequence_parallel=4),
+        "padded": way(packed=False),
+        "sequence, float32": way(dtype="float32", sequence_parallel=2),
+        "replicas": way(shard=2),
+        "replicas, sequence, checkpointing, offload": way(
+            shard=2, sequence_parallel=2, gradient_checkpointing=True, cpu_offload=True
+        ),
+    },
+}
+CASES = [(size, name) for size, ways in WAYS.items() for name in ways]
+
+# --------------------------------------------------------------------------- training it
+
+
+def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> TorchTrainEngine:
+    config = TorchTrainEngine.Config(
+        device="cpu", dtype=how.dtype, max_grad_norm=1.0, max_tokens_per_micro_batch=max_tokens,
+        optimizer={"lr": 0.1, "eps": 1.0},  # with an epsilon this large AdamW follows the gradient, not its sign
+        **dict(how.config),
+    )  # fmt: skip
+    engine = TorchTrainEngine(
+        config, model_dir=directory / "policy", algorithm=algorithm(directory, how), temperature=0.8,
+        max_response_length=MAX_RESPONSE_LENGTH, total_steps=100, seed=0, threads=1, ranks=ranks,
+    )  # fmt: skip
+    engine.prepare()
+    for learner in engine._learners.values() if not how.packed else ():
+        learner.model.backbone.packs = False
+        learner.model.module.set_attn_implementation("sdpa")
+    return engine
+
+
+def algorithm(directory: Path, how: Way) -> Parts:
+    trained = tuple({objective.role: objective for _, objective in how.program()}.values())
+    further = frozenset({"ref", "teacher_top"}) if how.full else frozenset()
+    return Parts(trained, needs=further, teacher=Teacher(str(directory / "teacher"), top_k=3))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a program."""
+
+    metrics: list[Metrics]
+    """Of each update."""
+    weights: list[Any]
+    """The policy's, before the first update, then after every tenth and the last."""
+    scores: dict[str, list[np.ndarray]]
+
+
+def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Trained:
+    program, metrics, weights = how.program(), [], [exported(engine)]
+    for step, (batch, objective) in enumerate(program):
+        metrics.append(dict(updated(engine, batches[batch], objective, 0)))
+        engine.version += 1
+        if step % 10 == 9 or step + 1 == len(program):
+            weights.append(exported(engine))
+    further = ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.full else ()
+    asked = [("values", "one"), *((what, "uneven") for what in ("log_prob", *further))]
+    scores = {what: engine.score(batches[name], what) for what, name in asked}
+    return Trained(metrics, weights, scores)
+
+
+def exported(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+
+def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]) -> dict[str, Trained]:
+    def build(name: str) -> tuple[Ranks, TorchTrainEngine]:
+        how = WAYS[size][name]
+        said = dict(how.config)
+        ranks = join_ranks(sequence=said.get("sequence_parallel", 1), shard=said.get("shard", 0), device="cpu")
+        assert (ranks.size, ranks.rank) == (size, rank)
+        return ranks, make_engine(directory, how, ranks, max_tokens=30)
+
+    if rank > 0:
+        follow("cpu", lambda name: build(name)[1])
+        return {}
+    done = {}
+    for name, how in WAYS[size].items():
+        group = TorchrunRanks("cpu", name, lambda name=name: build(name))
+        engine = SplitTrainEngine(group, algorithm(directory, how), max_response_length=MAX_RESPONSE_LENGTH)
+        done[name] = train(engine, how, batches)
+    dismiss("cpu")
+    return done
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    write_model(directory / "policy")
+    write_model(directory / "teacher", seed=5)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def batches(directory: Path) -> dict[str, Batch]:
+    engine = make_engine(directory, way(), ALONE, max_tokens=1000)
+    return {name: near(batch, engine.score(batch, "log_prob")) for name, batch in BATCHES.items()}
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path, batches: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("ranks") / "trained"
+    return {size: said[0] for size, said in run_ranks(list(WAYS), on_ranks, folder, directory, batches).items()}
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path, batches: dict[str, Batch]) -> Any:
+    """By one process, each distinct program once."""
+    plain = {replace(how, packed=True, config=()) for ways in WAYS.values() for how in ways.values()}
+    return {how: train(make_engine(directory, how, ALONE, max_tokens=1000), how, batches) for how in plain}
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_equals_one_process(size: int, name: str, found: Any, expected: Any) -> None:
+    how = WAYS[size][name]
+    ranks, alone = found[size][name], expected[replace(how, packed=True, config=())]
+    close = 1e-9 if how.dtype == "float64" else 1e-6
+    for step, (mine, theirs) in enumerate(zip(ranks.metrics, alone.metrics, strict=True)):
+        exact = {key for key in theirs if key.startswith(("train/loss", "train/grad_norm"))}
+        for keys, tolerance in ((exact, close), (theirs.keys() - exact, 10 * close)):  # some are exponentials of sums
+            said = {key: mine[key] for key in keys}
+            assert said == pytest.approx({key: theirs[key] for key in keys}, rel=tolerance, abs=tolerance), (
+                how.program()[step]
+            )
+        assert mine.keys() == theirs.keys()
+    for mine, theirs in zip(ranks.weights, alone.weights, strict=True):
+        assert list(mine) == list(theirs)
+        for weight, value in mine.items():
+            torch.testing.assert_close(
+                value, theirs[weight], rtol=close, atol=close * float(theirs[weight].abs().max())
+            )
+    for what, rows in alone.scores.items():
+        for mine, theirs in zip(ranks.scores[what], rows, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6, err_msg=what)  # float32 on the way
+
+
+def test_the_programs_try_what_they_say(expected: Any) -> None:
+    for how, alone in expected.items():
+        norms = [norm for row in alone.metrics for key, norm in row.items() if key.startswith("train/grad_norm")]
+        assert min(norms) < 1.0 < max(norms)  # some are clipped, some are not
+        assert min(norms) > 1e-4
+        first, last = alone.weights[0], alone.weights[-1]
+        assert all(not torch.equal(first[name], last[name]) for name in first), how
+    longest = max(expected.values(), key=lambda alone: len(alone.metrics))
+    assert sum("train/grad_norm/policy" not in row and "train/tokens" in row for row in longest.metrics) > 0
