@@ -169,10 +169,10 @@ BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
 
 def build_trainer(
     stage: Stage, meeting: Meeting, store: CheckpointStore, resume: Checkpoint | None, monitor: Monitor,
-    record: dict[str, Any], make_engine: BuildTrainEngine | None = None,
+    record: dict[str, Any], make_engine: BuildTrainEngine | None = None, make: Callable[..., Trainer] = Trainer,
 ) -> Trainer:  # fmt: skip
     """The trainer of a stage, nothing loaded yet. `make_engine` makes its engine where that is not of this process
-    alone."""
+    alone; `make` is the Trainer, or a user's kind of one."""
     config, buffer = stage.config, meeting.buffer
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
     schedule = build_schedule(stage)
@@ -180,7 +180,7 @@ def build_trainer(
         "sample_strategies", config.buffer.strategy, buffer=buffer, schedule=schedule, renderer=stage.renderer,
         tasks=partial(_build_tasks, config), algorithm=algorithm,
     )  # fmt: skip
-    return Trainer(
+    return make(
         engine=(make_engine or build_train_engine)(stage, algorithm, meeting.channel),
         buffer=buffer, strategy=strategy,
         channel=meeting.channel, synchronizer=meeting.synchronizer, schedule=schedule, monitor=monitor,

@@ -438,6 +438,9 @@ class ClusterSection(Config):
     """Explorer actors."""
     engines: int = free(1, ge=1)
     """Engine actors of each explorer; requests go to the least busy one."""
+    ranks: int = free(1, ge=1)
+    """Processes that train together: actors beside the trainer's, each with a GPU of its own, where it trains on GPUs,
+    or all on one machine. Without Ray, `torchrun` starts as many."""
     max_restarts: int = free(2, ge=0)
     """How often explorers and engines that died are started again before their death ends the run."""
     threads: int = free(0, ge=0)
@@ -831,7 +834,8 @@ def _check_rewards(config: RunConfig) -> Iterator[Problem]:
 
     An algorithm may not ask what a reply was worth; an evaluation always does.
     """
-    if config.rewards or getattr(resolve("workflows", config.workflow.kind), "earns", True):
+    judged_later = getattr(resolve("sample_strategies", config.buffer.strategy.kind), "judges", False)
+    if config.rewards or judged_later or getattr(resolve("workflows", config.workflow.kind), "earns", True):
         return
     explored = getattr(resolve("buffers", config.buffer.kind), "explored", False)
     played = explored and config.algorithm.reads_rewards and not _served(config)
@@ -891,7 +895,7 @@ def _check_cluster(config: RunConfig) -> Iterator[Problem]:
             "run.mode", f"{mode!r} on Ray", "on a cluster one command starts explorers and trainer",
             "use run.mode: both, or cluster.kind: local for commands that meet in a shared buffer",
         )  # fmt: skip
-    for name in ("address", "explorers", "engines", "max_restarts"):
+    for name in ("address", "explorers", "engines", "ranks", "max_restarts"):
         if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
             yield Problem(
                 f"cluster.{name}", f"cluster.{name} without a cluster", "all roles are one process, one of each",

@@ -84,9 +84,17 @@ class Evaluator:
         Raises SyncError if the explorer does not hold `version` throughout, RolloutsFailing if too many rollouts
         failed: a broken reward is no accuracy of zero.
         """
+        return self.measured(await self.played(version), version)
+
+    async def played(self, version: int) -> list[Group]:
+        """Every task, played with this version."""
         self._expect(version)
         groups = await asyncio.gather(*(self._play(index) for index in range(len(self.tasks))))
         self._expect(version)
+        return groups
+
+    def measured(self, groups: Sequence[Group], version: int) -> Metrics:
+        """What groups that were played with this version, and judged, show."""
         refuse_failing(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         failed = sum(t.failure is not None for g in groups for t in g.trajectories)

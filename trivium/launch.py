@@ -7,7 +7,7 @@ import fcntl
 import json
 import logging
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,9 @@ def run(config: RunConfig) -> dict[str, Any]:
             return train(config)
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Trains every stage that is not done yet; explores or serves too, unless others do (`run.mode: train`)."""
+def train(config: RunConfig, place: Place | None = None) -> dict[str, Any]:
+    """Trains every stage that is not done yet; explores or serves too, unless others do (`run.mode: train`). `place` is
+    where stages are played, unless the config says."""
     with _open_run_dir(config) as run_dir:
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
@@ -80,7 +81,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         latest = store.latest()
         if latest is not None:
             _log.info("continuing from %s", latest.path.name)
-        with _stage(config, run_dir, store, latest) as play_stage:
+        with (place or _stage)(config, run_dir, store, latest) as play_stage:
             summary = _train_stages(config, run_dir, store, latest, play_stage)
         if launched_ranks() > 1:
             from trivium.training.torchrun import dismiss
@@ -101,6 +102,8 @@ def follow(config: RunConfig) -> dict[str, Any]:
 
 PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
 """(stage, checkpoint to continue from, record of the run) -> record: plays one stage to its end."""
+Place = Callable[[RunConfig, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[PlayStage]]
+"""(config, run directory, its checkpoints, the latest of them) -> where stages are played."""
 
 
 @contextmanager

@@ -276,6 +276,11 @@ declare("eval/*/maj@*", "probability that the most frequent answer of k samples 
 declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
+declare(
+    "val-core/*", "RayPPOTrainer's validation: `<data source>/<variable>/<statistic>` of the samples of a task, at the "
+    "most samples: mean@N, and best@N and maj@N over all choices of N", better="up",
+)  # fmt: skip
+declare("val-aux/*", "the other statistics and variables of RayPPOTrainer's validation, and the turns of its samples")
 
 # Clock and machine: never part of what two runs must agree on.
 declare("time/*", "seconds", unit="s", aggregation="sum")

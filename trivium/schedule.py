@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,21 @@ from trivium.randomness import SampleKey, permutation, stream, uniforms
 if TYPE_CHECKING:
     from trivium.protocols import TaskSource
     from trivium.types import Task
+
+
+@runtime_checkable
+class OrderedTasks(Protocol):
+    """A task source with an order of its own (a sampler's, say), which `shuffle` does not touch."""
+
+    @property
+    def epoch_length(self) -> int:
+        """How many tasks every epoch visits."""
+        ...
+
+    def visit(self, epoch: int, place: int) -> Task:
+        """The task at a place below `epoch_length`; the same one however often it is asked for. Within an epoch no two
+        have the same id."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +128,10 @@ class Schedule:
         return (self.max_staleness == 0 and not self.over_rollout) or self.deterministic
 
     def at(self, slot: int) -> Assignment:
-        """The task of a slot. Every epoch visits every task once."""
+        """The task of a slot. Every epoch visits every task once, unless the tasks have an order of their own."""
+        if isinstance(self.tasks, OrderedTasks):
+            epoch, place = divmod(slot, self.tasks.epoch_length)
+            return Assignment(slot, self.tasks.visit(epoch, place), epoch)
         epoch, place = divmod(slot, len(self.tasks))
         if self.curriculum is not None:
             place = _blurred(self.curriculum, self.seed, "curriculum", self.stage, epoch)[place]

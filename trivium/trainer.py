@@ -55,6 +55,10 @@ class Cadence:
     evaluate_every: int = 0
     evaluate_ends: bool = False
     """Whether to evaluate at the start and at the end of the stage."""
+    skip_start: bool = False
+    """Not at the start all the same."""
+    skip_end: bool = False
+    """Not at the end all the same."""
 
 
 @dataclass
@@ -130,7 +134,8 @@ class Trainer:
         started_from = self.schedule.resume_version(version) == version or self.schedule.published(version)
         if followed and (started_from or self.synchronizer.style is not SyncStyle.FIXED):
             await asyncio.to_thread(self.sync_weight)
-        at_start = version == self.schedule.first_version and self.cadence.evaluate_ends
+        starts = self.cadence.evaluate_ends and not self.cadence.skip_start
+        at_start = version == self.schedule.first_version and starts
         if at_start and self.evaluator is not None:
             accuracy = await self._evaluate(self.evaluator)
             self.record["accuracy_before"] = self.record["accuracy_after"] = accuracy
@@ -359,7 +364,8 @@ class Trainer:
         version = self.train_step_num
         if self.evaluator is None or version in (self.schedule.first_version, self._evaluated_step):
             return False
-        at_end = self.cadence.evaluate_ends and (version == self.last_step or self._data_ended)
+        ends = self.cadence.evaluate_ends and not self.cadence.skip_end
+        at_end = ends and (version == self.last_step or self._data_ended)
         return at_end or self._due(self.cadence.evaluate_every)
 
     def _due(self, every: int) -> bool:

@@ -45,11 +45,16 @@ class JsonlTasks(FileTasks):
     """One JSON object per line (UTF-8); empty lines are passed over. Lines are counted from 1."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        with Path(self.config.path).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{self.config.path}:{number}"
-                    yield where, _parsed(where, line)
+        return jsonl_rows(self.config.path)
+
+
+def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of a file of JSON lines."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _parsed(where, line)
 
 
 def _parsed(where: str, line: bytes) -> Any:
@@ -67,24 +72,25 @@ class ParquetTasks(FileTasks):
             yield from super().problems(run, where)
             yield from missing_package(where, "pyarrow", _no_pyarrow(where))
 
-    def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        try:
-            import pyarrow.parquet as parquet
-        except ModuleNotFoundError as error:
-            raise _no_pyarrow(f"tasks.{name}") from error
-        self._parquet = parquet
-        super().__init__(config, name=name, seed=seed)
-
     def rows(self) -> Iterator[tuple[str, Any]]:
-        number = 0
-        try:
-            with self._parquet.ParquetFile(self.config.path) as file:
-                for batch in file.iter_batches():
-                    for row in batch.to_pylist():
-                        yield f"{self.config.path}, row {number}", row
-                        number += 1
-        except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
-            raise DataError(f"rows of {self.config.path}", str(error), "write the file again") from error
+        return parquet_rows(self.config.path, f"tasks.{self.name}")
+
+
+def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of a Parquet file; `where` is who asks. Raises MissingPackage without pyarrow."""
+    try:
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise _no_pyarrow(where) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}, row {number}", row
+                    number += 1
+    except (OSError, ValueError) as error:  # pyarrow's errors are one or the other
+        raise DataError(f"rows of {path}", str(error), "write the file again") from error
 
 
 def _no_pyarrow(where: str) -> MissingPackage:

@@ -1,0 +1,242 @@
+"""Rows of the RLHF schema as tasks, in the order of a sampler, as a function collates them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from trivium.errors import DataError
+from trivium.frontdoors.data import Data, fitting, read_files, rows_of, some_rows
+from trivium.frontdoors.prompts import CutRenderer, cut
+from trivium.schedule import Schedule
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Message
+
+
+def row(number: int, text: str | None = None) -> dict[str, Any]:
+    return {
+        "data_source": "sums", "prompt": [{"role": "user", "content": text or f"{number}+1="}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)}, "extra_info": {"index": number},
+    }  # fmt: skip
+
+
+ROWS = [row(number) for number in range(10)]
+
+
+def data(rows: Any = ROWS, **more: Any) -> Data:
+    return Data(rows, **({"taskset": "train", "origin": "the rows", "batch": 4} | more))
+
+
+def visited(source: Data, epoch: int) -> list[int]:
+    return [source.visit(epoch, place).columns["extra_info"]["index"] for place in range(source.epoch_length)]
+
+
+def test_a_row_is_a_task_with_all_its_columns() -> None:
+    task = data().visit(0, 3)
+    assert (task.task_id, task.taskset, task.prompt) == ("3", "train", (Message("user", "3+1="),))
+    assert task.columns == {key: value for key, value in ROWS[3].items() if key != "prompt"} | {"answer": "4"}
+
+
+def test_an_epoch_is_whole_batches_and_shuffled_by_its_seed() -> None:
+    plain, shuffled = data(), data(shuffle=True, seed=3)
+    assert visited(plain, 0) == visited(plain, 5) == list(range(8))
+    first, second = visited(shuffled, 0), visited(shuffled, 1)
+    assert first != second
+    assert len(set(first)) == len(set(second)) == 8
+    assert visited(data(shuffle=True, seed=3), 1) == second
+
+
+def test_the_schedule_follows_the_rows_own_order() -> None:
+    source = data(shuffle=True)
+
+    class Tasks:
+        epoch_length = source.epoch_length
+        visit = staticmethod(source.visit)
+
+        def __len__(self) -> int:
+            return source.epoch_length
+
+        def __getitem__(self, index: int) -> Any:
+            return source.visit(0, index)
+
+    schedule = Schedule(Tasks(), seed=9, groups_per_step=4, steps=4)
+    found = [schedule.at(slot) for slot in range(16)]
+    assert [at.epoch for at in found] == [0] * 8 + [1] * 8
+    assert [int(at.task.task_id) for at in found] == [*visited(source, 0), *visited(source, 1)]
+
+
+def test_a_sampler_decides_the_order_and_a_resumed_run_goes_on_in_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before = data(sampler=RandomSampler(ROWS), orders=tmp_path)  # no generator of its own: it will never repeat
+    first, second = visited(before, 0), visited(before, 1)
+    assert first != second != sorted(second)
+    again = data(sampler=RandomSampler(ROWS), orders=tmp_path)
+    assert visited(again, 1) == second
+    assert visited(again, 0) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-000000.json", "epoch-000001.json"]
+
+
+def test_a_seeded_sampler_goes_on_where_it_would_have_been(tmp_path: Path) -> None:
+    def sampler() -> RandomSampler:
+        return RandomSampler(ROWS, generator=torch.Generator().manual_seed(5))
+
+    whole, begun = data(sampler=sampler()), data(sampler=sampler(), orders=tmp_path)
+    epochs = [visited(whole, epoch) for epoch in range(3)]
+    assert visited(begun, 0) == epochs[0]
+    assert visited(data(sampler=sampler(), orders=tmp_path), 2) == epochs[2]
+
+
+def test_a_sampler_that_wants_to_know_the_epoch_is_told() -> None:
+    sampler = DistributedSampler(ROWS, num_replicas=1, rank=0, seed=1)  # pyright: ignore[reportArgumentType]
+    source = data(sampler=sampler)
+    assert visited(source, 0) != visited(source, 1)
+    assert sampler.epoch == 1
+
+
+def test_what_an_epoch_visits_twice_is_another_task_each_time() -> None:
+    sampler = WeightedRandomSampler([1.0, 1.0] + [0.0] * 8, num_samples=12)
+    source = data(sampler=sampler, batch=4)
+    ids = [source.visit(0, place).task_id for place in range(source.epoch_length)]
+    assert len(ids) == len(set(ids)) == 12
+    assert {task_id.partition("#")[0] for task_id in ids} == {"0", "1"}
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class Learning(list[int]):
+    def update(self, batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("sampler", "says"),
+    [
+        (Endless(), "without a length"),
+        (Learning(range(8)), "learns from every batch"),
+        ([0, 1, 2, 99], "99"),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], r"\[0, 1\]"),
+        ([0, 1, 2], "an epoch has 3"),
+    ],
+)
+def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        visited(data(sampler=sampler), 0)
+
+
+def test_collate_makes_the_rows_of_a_batch() -> None:
+    seen: list[int] = []
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.append(len(rows))
+        return {
+            "prompt": np.array([r["prompt"] for r in rows], dtype=object),
+            "weight": torch.arange(len(rows), dtype=torch.float32) / len(rows),
+            "data_source": ["collated"] * len(rows),
+        }
+
+    source = data(collate_fn=collate)
+    tasks = [source.visit(0, place) for place in range(8)]
+    assert [task.columns["weight"] for task in tasks] == [0.0, 0.25, 0.5, 0.75] * 2
+    assert tasks[5].prompt[0].content == "5+1="
+    assert tasks[5].columns["data_source"] == "collated"
+    assert seen == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("collate", "says"),
+    [
+        (lambda rows: {"prompt": [rows[0]["prompt"]]}, "another shape"),
+        (lambda rows: {"text": [r["prompt"] for r in rows]}, "the columns are text"),
+        (lambda rows: {"prompt": "all of them"}, "another shape"),
+    ],
+)
+def test_a_collate_that_loses_rows_or_prompts_is_refused(collate: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        data(collate_fn=collate).visit(0, 0)
+
+
+class Torch(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"raw_prompt": np.array(ROWS[index]["prompt"], dtype=object), "index": torch.tensor(index)}
+
+
+def test_a_torch_dataset_and_tensors_in_its_rows() -> None:
+    task = data(rows_of(Torch(), "train_dataset"), batch=5).visit(0, 2)
+    assert (task.prompt[0].content, task.columns) == ("2+1=", {"index": 2})
+    with pytest.raises(DataError, match="no length or no index"):
+        rows_of(iter(ROWS), "train_dataset")
+
+
+def test_files_one_after_the_other(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS[:6]), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(r) for r in ROWS[6:]))
+    rows = read_files([str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")], "data.train_files")
+    assert rows == ROWS
+    assert data(rows).digest == data().digest != data(ROWS[:-1]).digest
+    with pytest.raises(DataError, match=r"data\.val_files"):
+        read_files(str(tmp_path / "c.parquet"), "data.val_files")
+    (tmp_path / "d.csv").write_text("prompt\n")
+    with pytest.raises(DataError, match=r"\.parquet or \.jsonl"):
+        read_files(str(tmp_path / "d.csv"), "data.val_files")
+
+
+def test_some_rows() -> None:
+    assert some_rows(ROWS, 3, shuffle=False, seed=0) == ROWS[:3]
+    assert some_rows(ROWS, -1, shuffle=True, seed=0) == ROWS
+    chosen = some_rows(ROWS, 5, shuffle=True, seed=0)
+    assert chosen == some_rows(ROWS, 5, shuffle=True, seed=0) != ROWS[:5]
+
+
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_media_are_refused(column: str) -> None:
+    with pytest.raises(DataError, match="read text only"):
+        data([*ROWS, row(11) | {column: [{"bytes": "x"}]}])
+    assert data([*ROWS, row(11) | {column: []}]).epoch_length == 8
+
+
+RENDERER = ChatRenderer(tiny_tokenizer("0123456789+= "))
+LONG = [*ROWS[:8], row(8, "1+" * 20 + "1=")]
+
+
+def fitted(**more: Any) -> Data:
+    said: dict[str, Any] = {"longest": 10, "truncation": "error", "leave_out": False, "sampled": False}
+    return fitting(data, LONG, RENDERER, **(said | more))
+
+
+def test_prompts_that_are_too_long() -> None:
+    with pytest.raises(DataError, match=r"1 of 9 rows of the rows are longer, first row 8 with 45"):
+        fitted()
+    assert len(fitted(leave_out=True).rows) == 8
+    assert len(fitted(truncation="left").rows) == 9
+    assert len(fitted(longest=45).rows) == 9
+    with pytest.raises(DataError, match="the sampler counts them"):
+        fitted(leave_out=True, sampled=True)
+    with pytest.raises(DataError, match="no such way"):
+        fitted(truncation="up")
+
+
+def test_prompts_are_cut() -> None:
+    tokens = np.arange(10, dtype=np.int32)
+    assert cut(tokens, 4, "left").tolist() == [6, 7, 8, 9]
+    assert cut(tokens, 4, "right").tolist() == [0, 1, 2, 3]
+    assert cut(tokens, 5, "middle").tolist() == [0, 1, 7, 8, 9]
+    assert cut(tokens, 10, "left") is tokens
+    whole = RENDERER.render([Message("user", "1+1=")])
+    cutting = CutRenderer(RENDERER, 3, "left")
+    assert cutting.render([Message("user", "1+1=")]).tolist() == whole[-3:].tolist()
+    assert cutting.eos_token_ids == RENDERER.eos_token_ids

@@ -1,0 +1,221 @@
+"""The original trainer's config as a RunConfig."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trivium.config import RunConfig, merged
+from trivium.errors import ConfigError
+from trivium.frontdoors.keys import TABLE, Becomes, Only, entry_of, table_rows
+from trivium.frontdoors.translation import Said, translated
+from trivium.text.tiny import TinyModel
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = TinyModel.Config(alphabet="0123456789+=", layers=1, hidden=8, heads=1, mlp=8, max_position=64)
+    return str(TinyModel(config, seed=0).materialize(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def said(model: str, **more: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 4},
+        "actor_rollout_ref": {
+            "model": {"path": model}, "actor": {"ppo_mini_batch_size": 4}, "rollout": {"name": "torch", "n": 2}
+        },
+        "trainer": {"logger": ["console"]},
+    }  # fmt: skip
+    for dotted, value in more.items():
+        for part in reversed(dotted.split("__")):
+            value = {part: value}
+        base = merged(base, value)
+    return base
+
+
+def config_of(config: Any, rows: int = 20, *, has_validation: bool = False) -> RunConfig:
+    mapping = translated(Said(config), rows=rows, has_validation=has_validation, device="cpu")
+    tasks = {"train": {"kind": "arithmetic"}, "val": {"kind": "arithmetic", "part": "holdout", "holdout_fraction": 0.5}}
+    return RunConfig.from_mapping({**mapping, "tasks": tasks, "rewards": ["exact"]})
+
+
+def problems_of(config: Any) -> dict[str, str]:
+    with pytest.raises(ConfigError) as error:
+        config_of(config)
+    return {problem.where: str(problem) for problem in error.value.problems}
+
+
+GAE = {"algorithm__adv_estimator": "gae"}
+GRPO = {"algorithm__adv_estimator": "grpo"}
+ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
+
+BECOMES: list[tuple[dict[str, Any], str, Any]] = [
+    ({}, "schedule.groups_per_step", 8),
+    ({}, "schedule.group_size", 2),
+    ({}, "schedule.steps", 60),  # 20 rows: 2 whole batches of 8, 30 epochs
+    ({"trainer__total_epochs": 3}, "schedule.steps", 6),
+    ({"trainer__total_epochs": 3, "trainer__total_training_steps": 5}, "schedule.steps", 5),
+    ({}, "algorithm.mini_batches", 2),
+    ({"actor_rollout_ref__actor__ppo_mini_batch_size": 8}, "algorithm.mini_batches", 1),
+    ({ACTOR + "ppo_epochs": 3, "critic__ppo_epochs": 3}, "algorithm.epochs", 3),
+    ({}, "algorithm.kind", "ppo"),
+    ({}, "algorithm.old_log_prob", "recompute"),
+    ({ACTOR + "use_rollout_log_probs": True}, "algorithm.old_log_prob", "rollout"),
+    ({"algorithm__gamma": 0.9, "algorithm__lam": 0.8}, "algorithm.advantage.lam", 0.8),
+    (GRPO, "algorithm.kind", "grpo"),
+    ({**GRPO, "algorithm__norm_adv_by_std_in_grpo": False}, "algorithm.advantage.norm_by_std", False),
+    ({"algorithm__adv_estimator": "rloo_vectorized"}, "algorithm.advantage.kind", "rloo"),
+    ({ACTOR + "clip_ratio": 0.1}, "algorithm.policy_loss.clip_high", 0.1),
+    ({ACTOR + "clip_ratio": 0.1, ACTOR + "clip_ratio_high": 0.3}, "algorithm.policy_loss.clip_high", 0.3),
+    ({ACTOR + "clip_ratio_c": 5.0}, "algorithm.policy_loss.dual_clip", 5.0),
+    ({ACTOR + "loss_agg_mode": "seq-mean-token-sum"}, "algorithm.aggregate", "seq-mean-token-sum"),
+    ({ACTOR + "policy_loss__loss_mode": "gspo"}, "algorithm.aggregate", "seq-mean-token-mean"),
+    ({ACTOR + "policy_loss__loss_mode": "geo_mean"}, "algorithm.policy_loss.kind", "gmpo"),
+    ({ACTOR + "policy_loss__loss_mode": "gpg", ACTOR + "ppo_mini_batch_size": 8}, "algorithm.old_log_prob", "auto"),
+    ({ACTOR + "policy_loss": {"loss_mode": "kl_cov", "ppo_kl_coef": 0.5}}, "algorithm.policy_loss.coef", 0.5),
+    ({ACTOR + "entropy_coeff": 0.01}, "algorithm.entropy.coef", 0.01),
+    ({ACTOR + "use_kl_loss": True}, "algorithm.kl.coef", 0.001),
+    ({ACTOR + "use_kl_loss": True, ACTOR + "kl_loss_coef": 0}, "algorithm.kl.coef", 0.0),
+    ({"algorithm__use_kl_in_reward": True}, "algorithm.kl.estimator.kind", "kl"),
+    ({"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}}, "algorithm.kl.horizon", 10000),
+    ({"critic__cliprange_value": 0.2}, "algorithm.critic.clip", 0.2),
+    ({"critic__optim__lr": 1e-4}, "train.critic_optimizer.lr", 1e-4),
+    (GAE, "train.critic_optimizer.lr", 1e-5),
+    (GRPO, "train.critic_optimizer", None),
+    ({ACTOR + "optim__lr": 3e-6}, "train.optimizer.lr", 3e-6),
+    ({}, "train.optimizer.weight_decay", 0.01),
+    ({ACTOR + "optim__lr_warmup_steps_ratio": 0.1}, "train.optimizer.warmup_steps", 6),
+    ({ACTOR + "optim__warmup_style": "cosine"}, "train.optimizer.schedule", "cosine"),
+    ({ACTOR + "optim__lr_scheduler_type": "cosine"}, "train.optimizer.schedule", "cosine"),
+    ({ACTOR + "grad_clip": 0.5, "critic__grad_clip": 0.5}, "train.max_grad_norm", 0.5),
+    ({}, "train.gradient_checkpointing", True),
+    ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
+    ({}, "engine.sampling.max_new_tokens", 4),
+    ({ROLLOUT + "temperature": 0.7}, "engine.sampling.temperature", 0.7),
+    ({ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
+    ({"trainer__save_freq": 5}, "checkpoint.save_every", 5),
+    ({"trainer__max_actor_ckpt_to_keep": 2}, "checkpoint.keep", 2),
+    ({"trainer__resume_mode": "disable"}, "run.resume", False),
+    ({"data__seed": 7}, "run.seed", 7),
+    ({"algorithm__rollout_correction": {"rollout_is": "token"}}, "algorithm.correction.threshold", 2.0),
+    (
+        {"algorithm__rollout_correction": {"rollout_rs": "seq_mean_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,3"}},
+        "algorithm.correction.rejection", {"seq_mean_k1": (0.5, 2.0), "token_k3": 3.0},
+    ),
+    (
+        {"algorithm__rollout_correction": {"bypass_mode": True, "rollout_is": "token", "loss_type": "reinforce"}},
+        "algorithm.policy_loss.kind", "reinforce",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "key", "value"), BECOMES)
+def test_a_key_decides_what_the_table_says(model: str, more: dict[str, Any], key: str, value: Any) -> None:
+    found: Any = config_of(said(model, **more))
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_validation_is_evaluation(model: str) -> None:
+    config = config_of(
+        said(model, actor_rollout_ref__rollout__val_kwargs={"n": 6, "temperature": 0.5, "do_sample": True},
+             trainer__test_freq=3), has_validation=True,
+    )  # fmt: skip
+    assert (config.evaluation.samples, config.evaluation.every, config.evaluation.k) == (6, 3, (1, 2, 4, 6))
+    assert config.evaluation.sampling.temperature == 0.5
+    greedy = config_of(said(model), has_validation=True)
+    assert (greedy.evaluation.sampling.temperature, greedy.evaluation.samples) == (0.0, 1)
+
+
+def test_whatever_holds_the_keys(model: str) -> None:
+    @dataclass
+    class Algorithm:
+        adv_estimator: str = "grpo"
+        gamma: float = 1.0
+
+    plain = said(model, **GRPO)
+    given = OrderedDict(plain, algorithm=Algorithm(), trainer=SimpleNamespace(logger=("console",)))
+    assert config_of(given) == config_of(plain)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not built here"),
+    ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not built here"),
+    ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not built here"),
+    ({ROLLOUT + "name": "vllm"}, "actor_rollout_ref.rollout.name", "vLLM is not built here"),
+    ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
+    ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
+    ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),
+    ({"algorithm__use_pf_ppo": True}, "algorithm.use_pf_ppo", "PF-PPO"),
+    ({"algorithm__filter_groups": {"enable": True}}, "algorithm.filter_groups.enable", "dapo"),
+    ({"trainer__logger": ["swanlab"]}, "trainer.logger", "swanlab"),
+    ({"actor_rollout_ref__model__lora": {"rank": 8}}, "actor_rollout_ref.model.lora", "Megatron"),
+    ({ACTOR + "ppo_epoch": 2}, "actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
+    ({"epochs": 3}, "epochs", "translated"),
+    ({"trainer__resume_mode": "maybe"}, "trainer.resume_mode", "auto, disable or resume_path"),
+    ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path", "resume_path"),
+    ({"trainer__test_freq": 2}, "trainer.test_freq", "no validation set"),
+    ({ACTOR + "ppo_mini_batch_size": 3}, "actor_rollout_ref.actor.ppo_mini_batch_size", "divisor"),
+    ({"critic__ppo_epochs": 2}, "critic.ppo_epochs", "follows the actor"),
+    ({"critic__enable": False}, "critic.enable", "gae"),
+    ({"critic__model__path": "/elsewhere"}, "critic.model.path", "value head"),
+    ({**GRPO, "trainer__critic_warmup": 2}, "trainer.critic_warmup", "no critic"),
+    ({**GRPO, "algorithm__gamma": 0.9}, "algorithm.gamma", "does not read it"),
+    ({ACTOR + "use_kl_loss": True, "algorithm__use_kl_in_reward": True}, "actor_rollout_ref.actor.use_kl_loss",
+     "paid for twice"),
+    ({"algorithm__rollout_correction": {"rollout_rs": "token_k1"}},
+     "algorithm.rollout_correction.rollout_rs_threshold", "one number"),
+    ({"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}}, "trainer.max_critic_ckpt_to_keep",
+     "holds both"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "where", "says"), REFUSED)
+def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str, Any], where: str, says: str) -> None:
+    assert says in problems_of(said(model, **more))[where]
+
+
+def test_everything_is_reported_at_once(model: str) -> None:
+    problems = problems_of(said(model, trainer={"sav_freq": 1, "logger": "clearml"}, actor_rollout_ref__actor__lr=1))
+    assert set(problems) == {"trainer.sav_freq", "trainer.logger", "actor_rollout_ref.actor.lr"}
+    assert "trainer.save_freq" in problems["trainer.sav_freq"]
+    assert "actor_rollout_ref.actor.optim.lr" in problems["actor_rollout_ref.actor.lr"]
+
+
+def test_less_than_a_batch_is_an_error(model: str) -> None:
+    with pytest.raises(ConfigError, match="the training set has 7"):
+        config_of(said(model), rows=7)
+
+
+def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
+    """Every key at the value that the original has, as its launcher merges it."""
+    whole: dict[str, Any] = said(model)
+    for key, entry in TABLE.items():
+        if key in ("actor_rollout_ref.ref", "reward_model", "_target_") or f"{key}." in " ".join(TABLE):
+            continue
+        value: Any = entry.default if isinstance(entry, Becomes) else None
+        if isinstance(entry, Only):
+            value = entry.default if entry.default is not None else entry.values[0]
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        whole = merged(value, whole)
+    whole["critic"] |= {"ppo_mini_batch_size": 4}  # the launcher copies the actor's
+    assert config_of(whole).schedule == config_of(said(model)).schedule
+
+
+def test_the_nearest_entry_above_speaks_for_a_key() -> None:
+    assert entry_of("actor_rollout_ref.ref.fsdp_config.param_offload") is TABLE["actor_rollout_ref.ref"]
+    assert entry_of("actor_rollout_ref.actor.optim._target_") is TABLE["_target_"]
+    assert entry_of("actor_rollout_ref.actor.optimiser") is None
+
+
+def test_the_documentation_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
+    missing = [key for key, text in table_rows() if f"| `{key}` | {text} |" not in page]
+    assert missing == [], "run tools/generate_docs.py"

@@ -1,0 +1,142 @@
+"""Validation statistics: exact, where the original draws samples of samples."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trivium.errors import ConfigError, DataError, RewardError
+from trivium.frontdoors.scoring import Scoring, as_manager
+from trivium.frontdoors.validation import of_task, statistics
+from trivium.metrics import checked
+from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
+
+TOKENIZER = tiny_tokenizer("0123456789+=")
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_best_and_worst_are_means_over_all_choices(n: int) -> None:
+    values = [0.3, 1.0, 0.0, 0.0, 0.7]
+    found = of_task(values, None)
+    choices = list(combinations(values, n))
+    for name, pick in (("best", max), ("worst", min)):
+        picked = [pick(choice) for choice in choices]
+        assert found[f"{name}@{n}/mean"] == pytest.approx(np.mean(picked))
+        assert found[f"{name}@{n}/std"] == pytest.approx(np.std(picked))
+
+
+def test_the_reference_case_is_exact_here() -> None:
+    """Four samples, two of them right: the original's bootstrap says 0.926 and 0.738."""
+    found = of_task([1, 0, 0, 1], ["a", "b", "b", "a"])
+    assert (found["mean@4"], found["std@4"], found["best@4/mean"]) == (0.5, 0.5, 1.0)
+    assert found["best@2/mean"] == pytest.approx(5 / 6)
+    assert found["maj@4/mean"] == 0.5
+    assert of_task([1.0], None) == {"mean@1": 1.0}
+
+
+def test_a_majority_is_worth_what_its_samples_are() -> None:
+    found = of_task([1, 1, 1, 0], ["x", "x", "x", "y"])
+    assert found["maj@4/mean"] == 1.0
+    assert found["maj@2/mean"] == pytest.approx(0.75)  # of six pairs three hold y, and there it wins half the time
+
+
+def test_names_are_those_of_the_original_and_declared() -> None:
+    tables = [
+        ("sums", {"reward": [1.0, 0.0], "acc": [1.0, 0.0], "pred": ["a", "b"]}),
+        ("words", {"reward": [0.5, 0.5]}),
+    ]
+    found = statistics(tables)
+    assert found["val-core/sums/acc/mean@2"] == 0.5
+    assert found["val-core/sums/acc/best@2/mean"] == 1.0
+    assert found["val-core/sums/acc/maj@2/mean"] == 0.5
+    assert found["val-aux/sums/reward/mean@2"] == 0.5
+    assert found["val-aux/sums/acc/worst@2/mean"] == 0.0
+    assert found["val-core/words/reward/mean@2"] == 0.5
+    assert not any("/pred/" in name for name in found)
+    assert checked(found) == {name: found[name] for name in sorted(found)}
+
+
+# --------------------------------------------------------------------------- rewards over a whole step
+
+
+def member(index: int, text: str) -> Trajectory:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    zeros = np.zeros(len(tokens), np.float32)
+    turn = Turn(np.array([1, 2], np.int32), np.array(tokens), zeros, np.zeros(len(tokens)), StopReason.EOS, text)  # pyright: ignore[reportArgumentType]
+    return Trajectory(index, (turn,))
+
+
+def group(number: int, *texts: str, greedy: str | None = None) -> Group:
+    task = Task(str(number), (Message("user", f"{number}+1="),), {"answer": str(number + 1), "data_source": "sums"})
+    members = tuple(member(index, text) for index, text in enumerate(texts))
+    return Group(number, task, members, greedy=None if greedy is None else member(len(texts), greedy))
+
+
+class Manager:
+    """Rewards the length, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, data: Any, return_dict: bool = False) -> Any:
+        self.calls.append(data)
+        rewards = torch.zeros(data.batch["responses"].shape)
+        rewards[torch.arange(len(data)), data.response_lengths - 1] = data.response_lengths.float()
+        extra = {"acc": [float(length > 1) for length in data.response_lengths], "pred": ["p"] * len(data)}
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+def test_a_manager_sees_a_step_at_once() -> None:
+    manager = Manager()
+    judged, extras = Scoring(manager, 0)([group(1, "12", "3"), group(2, "4", greedy="56")], validate=False)
+    assert len(manager.calls) == 1
+    assert manager.calls[0].meta_info == {"validate": False}
+    assert [[t.reward for t in g.trajectories] for g in judged] == [[2.0, 1.0], [1.0]]
+    assert judged[1].greedy is not None
+    assert judged[1].greedy.reward == 2.0
+    assert judged[0].trajectories[0].metrics == {"acc": 1.0}
+    assert [extra["pred"] for extra in extras] == ["p"] * 3
+
+
+def test_a_reward_models_scores_lie_where_managers_look() -> None:
+    manager = Manager()
+    Scoring(manager, 0, lambda batch: [float(len(e)) for e in batch.experiences])([group(1, "12", "3")])
+    assert manager.calls[0].batch["rm_scores"].tolist() == [[0.0, 4.0], [3.0, 0.0]]
+
+
+def test_plain_functions_are_managers_too() -> None:
+    def score(prompt: str, completion: str, answer: str) -> float:
+        assert prompt == "1+1="
+        return float(completion == answer)
+
+    judged, _ = Scoring(as_manager(score, TOKENIZER), 0)([group(1, "2", "3")])
+    assert [t.reward for t in judged[0].trajectories] == [1.0, 0.0]
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+        return {"score": float(solution_str == ground_truth), "source": data_source}
+
+    judged, extras = Scoring(as_manager(compute_score, TOKENIZER), 0)([group(1, "2", "3")])
+    assert [t.reward for t in judged[0].trajectories] == [1.0, 0.0]
+    assert [extra["source"] for extra in extras] == ["sums", "sums"]
+    manager = Manager()
+    assert as_manager(manager, TOKENIZER) is manager
+    with pytest.raises(ConfigError, match="reward_fn"):
+        as_manager("naive", TOKENIZER)
+
+
+def test_nothing_is_scored_in_silence() -> None:
+    def broken(prompt: str, completion: str) -> float:
+        raise ValueError("no idea")
+
+    with pytest.raises(RewardError, match=r"sample 0 .data source 'sums'.") as error:
+        Scoring(as_manager(broken, TOKENIZER), 0)([group(1, "2")])
+    assert "no idea" in str(error.value)
+    with pytest.raises(RewardError, match="nan"):
+        Scoring(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
+    with pytest.raises(DataError, match="one number per response token"):
+        Scoring(lambda data, return_dict: torch.zeros(3, 3), 0)([group(1, "2")])
