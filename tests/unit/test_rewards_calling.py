@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -308,7 +307,7 @@ async def test_the_kernel_ends_what_nobody_is_left_to_kill(rewards, tmp_path):
     judge = make_judge([RewardConfig(kind=f"{tmp_path}/my_rewards.py:blocks", workers=1)], deadline_s=0.2)
     error = await judge.score(task(seconds=60), *said("ab"))
     assert isinstance(error, RewardError)
-    assert f"code {-signal.SIGALRM}" in error.found
+    assert "no answer within 0.2 s" in error.found
 
 
 async def test_workers_serve_calls_side_by_side_and_are_kept(rewards):

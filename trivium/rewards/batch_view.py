@@ -207,7 +207,8 @@ def _padded(
 
 def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
     task = group.task
-    said = dict(task.columns)
+    # Copies: managers add to `extra_info`, and the members of a group share a task.
+    said = {name: dict(value) if isinstance(value, dict) else value for name, value in task.columns.items()}
     if "answer" in said:
         said.setdefault("reward_model", {"style": "rule", "ground_truth": said["answer"]})
     said.setdefault("data_source", task.taskset)

@@ -74,7 +74,7 @@ def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_
     section = read(config, "reward_model", {})
     kind = _manager_name(config, section)
     manager = resolve("reward_managers", kind)
-    arguments = {**dict(read(section, "reward_kwargs", {})), **reward_kwargs}
+    arguments = {**_mapping(read(section, "reward_kwargs", {})), **reward_kwargs}
     arguments = {
         "tokenizer": tokenizer, "num_examine": num_examine, "compute_score": load_compute_score(config),
         "reward_fn_key": read(read(config, "data", {}), "reward_fn_key", "data_source"), **arguments,
@@ -95,7 +95,7 @@ def load_compute_score(config: Any) -> Callable[..., Any]:
     path = read(custom, "path", "")
     if path:
         function = _from_file(path, read(custom, "name", "compute_score"))
-        options = dict(read(custom, "reward_kwargs", {}))
+        options = _mapping(read(custom, "reward_kwargs", {}))
         return functools.partial(function, **options) if options else function
     fusion = read(read(config, "reward_model", {}), "sandbox_fusion", {})
     if url := read(fusion, "url", ""):
@@ -127,6 +127,11 @@ def _from_file(path: str, name: str) -> Any:
 def _address(path: str, name: str) -> str:
     """How the catalogue is asked for a name of a file or a package (`pkg://package.module`)."""
     return f"{path.removeprefix('pkg://').removeprefix('file://')}:{name}"
+
+
+def _mapping(config: Any) -> dict[str, Any]:
+    """A mapping, or what an object has for attributes."""
+    return dict(config) if hasattr(config, "keys") else dict(vars(config))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

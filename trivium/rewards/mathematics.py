@@ -48,7 +48,7 @@ def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, 
     `strict_box` reads the last box alone, and compares it to the letter; without one `pred` is None.
     """
     pred = last_boxed(text[-_BOX_TAIL:]) if strict_box else _minerva(_answer_line(text[-_ANSWER_TAIL:]))
-    right = pred == (answer if strict_box else _minerva(answer))
+    right = pred != NO_ANSWER and pred == (answer if strict_box else _minerva(answer))
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 

@@ -35,7 +35,7 @@ def program_score(completion: str, tests: Any, sandbox: Sandbox) -> float:
     anything else.
     """
     code = program_of(completion)
-    known = tests_of(tests)[:MAX_TESTS]
+    known = read_tests(tests)[:MAX_TESTS]
     return sum(test(sandbox, code) for test in known) / len(known)
 
 
@@ -46,7 +46,7 @@ def program_of(completion: str) -> str:
     return (python or [code for _, code in blocks] or [completion])[-1]
 
 
-def tests_of(tests: Any) -> list[Test]:
+def read_tests(tests: Any) -> list[Test]:
     """The tests that a ground truth describes; see `program_score`."""
     said = _parsed(tests)
     if isinstance(said, Mapping) and said.get("assert_case") is not None:

@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import math
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -122,6 +121,8 @@ class Scorer:
             async with gate:
                 return self._result(sample, await self._answer(sample.arguments))
 
+        if self._at_once == 1:
+            return [await one(sample) for sample in samples]
         return await together(map(one, samples))
 
     async def _answer(self, arguments: Mapping[str, Any]) -> Any:
@@ -136,7 +137,7 @@ class Scorer:
         try:
             return await within(self._patience_s, outcome())
         except TimeoutError:
-            return _late(self._deadline_s)
+            return TimeoutError(f"no answer within {self._deadline_s:g} s")
 
     def _result(self, sample: Sample, given: Any) -> Result:
         try:
@@ -173,13 +174,7 @@ def _caller(function: Callable[..., Any], deadline_s: float, workers: int) -> tu
         processes = Workers(config, deadline_s)
 
         async def elsewhere(**arguments: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await processes(**json.loads(json.dumps(arguments | options, default=_plain)))
-            except RewardError as error:
-                if time.monotonic() - began >= deadline_s:  # its alarm ended it
-                    raise _late(deadline_s) from error
-                raise
+            return await processes(**json.loads(json.dumps(arguments | options, default=_plain)))
 
         return workers, elsewhere
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "func", None)):
@@ -199,9 +194,9 @@ def _path(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     while isinstance(function, functools.partial) and not function.args:
         options = {**function.keywords, **options}
         function = function.func
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    where = f"{inspect.getsourcefile(function)}" if module.startswith("trivium_user_") else module
-    if not name.isidentifier() or module == "__main__" or resolve("rewards", f"{where}:{name}") is not function:
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    where = str(inspect.getsourcefile(function)) if module.startswith("trivium_user_") else module
+    if not name.isidentifier() or module in ("", "__main__") or resolve("rewards", f"{where}:{name}") is not function:
         raise ConfigError(
             "a scorer in processes of its own", f"{function!r} cannot be imported there",
             "give a function of a module or of a file, or leave `workers` at 0",
@@ -236,10 +231,6 @@ def _number(given: Any) -> float:
 
 
 _MEND = "mend the scorer; with `on_error: NUMBER` such samples get that reward and are counted instead"
-
-
-def _late(deadline_s: float) -> TimeoutError:
-    return TimeoutError(f"no answer within {deadline_s:g} s")
 
 
 def _found(cause: Exception) -> RewardError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import signal
 import threading
 from typing import Any
 
@@ -23,7 +24,7 @@ class Workers:
     def __init__(self, config: RewardConfig, deadline_s: float) -> None:
         said = config.model_dump(mode="json") | {"workers": 0}
         self._command = ("reward", json.dumps(said), str(deadline_s))
-        self._label = config.label
+        self._label, self._deadline_s = config.label, deadline_s
         self._threads = Threads(config.workers, f"reward {config.label!r}")
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
 
@@ -47,10 +48,12 @@ class Workers:
 
     def ended(self, code: int) -> RewardError:
         """The error of a call whose process ended by itself."""
-        return RewardError(
-            f"an answer of reward {self._label!r}", f"its process ended with code {code}",
-            "look at what it printed: it crashed, ran out of memory, or left by itself",
-        )  # fmt: skip
+        if code == -signal.SIGALRM:
+            found, do = f"no answer within {self._deadline_s:g} s", "give it more time, or let it give up sooner"
+        else:
+            found = f"its process ended with code {code}"
+            do = "look at what it printed: it crashed, ran out of memory, or left by itself"
+        return RewardError(f"an answer of reward {self._label!r}", found, do)
 
 
 class _Call:
