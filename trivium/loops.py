@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trivium.errors import VersionGone
 from trivium.metrics import aggregate
+from trivium.phases import phase
 from trivium.types import SCORES
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
     groups -> filter -> experiences -> the scores the algorithm needs -> advantages -> updates -> version + 1
     """
     kept, metrics = algorithm.filter(groups)
-    batch = algorithm.batch(kept)
-    batch, learned = algorithm.advantages(scored(engine, batch, algorithm.needs))
+    batch = scored(engine, algorithm.batch(kept), algorithm.needs)
+    with phase("advantage"):
+        batch, learned = algorithm.advantages(batch)
     updates = [
         updated(engine, mini_batch, objective, epoch)
         for epoch in range(algorithm.epochs)
@@ -56,14 +58,16 @@ def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorith
 def scored(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
     """The batch with these scores of the current models."""
     for what in sorted(needs):
-        batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
+        with phase(f"score/{what}", batch):
+            batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
     return batch
 
 
 def updated(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Metrics:
     """One update of one role, and what was measured before it."""
     ready = selected(engine, mini_batch, objective, epoch)
-    return {**engine.update(objective.role, ready, objective), **ready.metrics}
+    with phase(f"update/{objective.role}", ready):
+        return {**engine.update(objective.role, ready, objective), **ready.metrics}
 
 
 def selected(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Batch:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from trivium.phases import Phase, collecting, measured
+
 if TYPE_CHECKING:
     from trivium.policy import Policy
     from trivium.save_monitor import CheckpointMonitor
@@ -318,7 +320,14 @@ class TrainEngine(ABC):
         """One step on these groups; (whether to go on, metrics)."""
         from trivium.loops import train_step
 
-        return True, train_step(self, experiences, self.algorithm)
+        with collecting() as phases:
+            metrics = train_step(self, experiences, self.algorithm)
+        return True, {**metrics, **measured(phases), **self.utilisation(phases)}
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """How well a step of these phases used the machine, in metrics of the area `perf/`; nothing: not known."""
+        del phases
+        return {}
 
     def save_checkpoint(self, block_until_saved: bool = False) -> None:
         """Saves everything this engine needs to go on, through the CheckpointMonitor `saves`. On return it is complete,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trivium.models.loss import Totals
+from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, units
@@ -115,6 +116,9 @@ class SplitTrainEngine(TrainEngine):
         rows = shares_of(units(batch, objective.unit), batch, self.group.data_size)
         shares = [(Share(self.version, batch.select(mine)),) for mine in rows]
         return self.group.shared_out("update", shares, role, objective, totals)[0]
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        return self.group.everywhere("utilisation", dict(phases))
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole model in the driver's memory: for tools and tests. A run's weights travel from the ranks

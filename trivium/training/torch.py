@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from trivium.config import RunConfig, TrainConfig, free
-from trivium.errors import ConfigError, Problem, RunDirError, TriviumError
+from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.lora import (
     ADAPTER_STEM,
@@ -32,9 +32,12 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import Totals
+from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
 from trivium.save_monitor import SaveStrategy
+from trivium.shape import ModelShape, read_shape
+from trivium.training.flops import measured_peak, utilisation
 from trivium.training.fsdp import shard, whole
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
@@ -93,6 +96,8 @@ class TorchTrainEngine(TrainEngine):
         """The policy's optimizer, or the reward model's where that is what is trained."""
         critic_optimizer: OptimizerConfig | None = None
         """The critic's; nothing means the same as the policy's."""
+        peak_flops: float | None = free(None, gt=0)
+        """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
         lora: LoraConfig | None = None
         """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
@@ -143,6 +148,7 @@ class TorchTrainEngine(TrainEngine):
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._learners: dict[str, Learner] = {}
+        self._shapes: dict[str, ModelShape] | None = None
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
@@ -174,6 +180,29 @@ class TorchTrainEngine(TrainEngine):
             batch, cast(TrainableObjective, objective), lr, self.config.max_grad_norm, step=taken,
             who=f"the {role} in train step {self.version + 1}", totals=totals,
         )  # fmt: skip
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """Model FLOPs over the peak of all ranks. The policy stands for critic, reward model and reference."""
+        if self._shapes is None:
+            self._shapes = self._read_shapes()
+        if not self._shapes:
+            return {}
+        torch.set_num_threads(self._threads)
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else self._dtype
+        peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
+        role_of = {what: role for what, (role, _) in SCORED_BY.items()}
+        adapted = self.config.lora is not None
+        return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, adapter=adapted)
+
+    def _read_shapes(self) -> dict[str, ModelShape]:
+        """By role; nothing where a config.json does not tell."""
+        teacher = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
+        try:
+            own = read_shape(self._model_dir)
+            roles = dict.fromkeys(("policy", "critic", "reward", "reference"), own)
+            return {**roles, **{role: read_shape(path) for role, path in teacher.items()}}
+        except DataError:
+            return {}
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once.

@@ -1,0 +1,97 @@
+"""What a train step spends its time on, and which of it bounds a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trivium.types import Batch, Metrics
+
+
+@dataclass
+class Phase:
+    """One kind of work within a step: its time, and the sequences that it went over."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    """Of all sequences, context included."""
+    squares: int = 0
+    """The sum of their squared lengths: what attention goes by."""
+    trained_tokens: int = 0
+    """Tokens inside the response masks: what the head goes by."""
+
+
+Phases = dict[str, Phase]
+_COLLECTING: ContextVar[Phases | None] = ContextVar("phases", default=None)
+
+
+@contextmanager
+def phase(name: str, batch: Batch | None = None) -> Generator[None]:
+    """Adds the time of this block, and the size of `batch`, to the phase of that name, where somebody collects."""
+    started = time.monotonic()
+    yield
+    collected = _COLLECTING.get()
+    if collected is None:
+        return
+    found = collected.setdefault(name, Phase())
+    found.seconds += time.monotonic() - started
+    for experience in batch.experiences if batch is not None else ():
+        found.tokens += len(experience)
+        found.squares += len(experience) ** 2
+        found.trained_tokens += experience.num_response_tokens
+
+
+@contextmanager
+def collecting() -> Generator[Phases]:
+    """The phases of everything inside this block, by name."""
+    phases: Phases = {}
+    token = _COLLECTING.set(phases)
+    try:
+        yield phases
+    finally:
+        _COLLECTING.reset(token)
+
+
+def measured(phases: Mapping[str, Phase]) -> Metrics:
+    """Seconds by phase, and the trained sequences' tokens per second of all of them."""
+    metrics = {f"time/{name}": each.seconds for name, each in phases.items()}
+    tokens = max((each.tokens for name, each in phases.items() if name.startswith("update/")), default=0)
+    seconds = sum(each.seconds for each in phases.values())
+    return {**metrics, "perf/train_tokens_per_second": tokens / seconds} if tokens and seconds else metrics
+
+
+# --------------------------------------------------------------------------- of a run
+
+BOUNDS = {
+    "wait": ("waiting for rollouts", "add engines or explorers (cluster.kind: ray), let playing and training overlap "
+             "(schedule.max_staleness), or shorten replies; rewards count as part of a rollout"),
+    "update": ("training compute", "use more ranks or GPUs, train.dtype: bfloat16, or train.lora"),
+    "score": ("scoring passes", "leave out the KL term, or use algorithm.old_log_prob: rollout"),
+    "advantage": ("advantages and filters", "look at your own estimator, shaping or filters"),
+    "sync": ("weight sync", "raise sync.interval, choose another sync.method, or push adapters alone (train.lora)"),
+    "checkpoint": ("checkpoints", "set checkpoint.asynchronous, or raise checkpoint.save_every"),
+    "evaluate": ("evaluations", "raise evaluation.every, or lower evaluation.samples"),
+}  # fmt: skip
+"""The first part of a phase's name: what it is called, and what makes it shorter."""
+
+
+def verdict(seconds: Mapping[str, float], total: float) -> str:
+    """One line: what bounds a run that took `total` seconds, of which phases (named as in `time/`) took these."""
+    spent: dict[str, float] = {}
+    for name, taken in seconds.items():
+        kind = name.partition("/")[0]
+        if kind in BOUNDS:
+            spent[kind] = spent.get(kind, 0.0) + taken
+    if not spent or total <= 0:
+        return "nothing was measured"
+    shares = {kind: taken / total for kind, taken in sorted(spent.items(), key=lambda item: -item[1])}
+    first = next(iter(shares))
+    rest = [f"{BOUNDS[kind][0]} {share:.0%}" for kind, share in shares.items() if kind != first and share >= 0.005]
+    others = f" ({', '.join(rest)})" if rest else ""
+    what, do = BOUNDS[first]
+    return f"bound by {what}: {shares[first]:.0%} of the trainer's time{others}; to shorten it, {do}"
