@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import run_ranks
-from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
-from transformers import PreTrainedModel
+from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from trivium.config import RunConfig
 from trivium.engines.torch import TorchEngine
@@ -35,6 +35,10 @@ from trivium.training.ranks import join_ranks
 from trivium.training.torch import TorchTrainEngine
 from trivium.types import Metrics
 
+SIZE = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+}  # fmt: skip
 TOKENS = torch.arange(3, 14)[None]
 
 
@@ -102,6 +106,23 @@ def test_every_linear_layer_but_the_output_layer_or_those_that_are_named(tmp_pat
             layers(LoraConfig(targets=("q_proj", target)))
     with pytest.raises(TriviumError, match="not found"):
         layers(LoraConfig(targets=("nothing",)))
+
+
+def test_of_a_mixture_of_experts_attention_gets_an_adapter(tmp_path: Path) -> None:
+    """peft would take the experts' own projections, which lie stacked in one parameter, for layers of that name."""
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZE, **experts)).save_pretrained(tmp_path / "model")
+    engine = trained(tmp_path / "model", 2)
+    names = [name for name, _ in adapter_state(engine._policy.module)]
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    engine.save(tmp_path / "saved")
+    again = make_engine(tmp_path / "model", NEEDS_REFERENCE, lora={"rank": 2})
+    again.load(tmp_path / "saved")
+    plain = load(tmp_path / "saved" / "policy").state_dict()
+    for name, tensor in weights(engine).items():
+        assert torch.equal(weights(again)[name], tensor)
+        assert torch.equal(plain[name], tensor)
 
 
 def test_only_the_adapter_learns_and_its_seed_decides_where_it_begins(tmp_path: Path) -> None:
@@ -354,9 +375,10 @@ class Kept:
         return True
 
 
-def on_ranks(rank: int, directory: Path, config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+def on_ranks(rank: int, size: int, directory: Path, config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Each trains on the same batch as the others: what is summed over them has their number as a factor."""
     ranks = join_ranks(device="cpu")
+    assert (ranks.rank, ranks.size) == (rank, size)
     engine = TorchTrainEngine(
         TorchTrainEngine.Config(device="cpu", optimizer={"lr": 0.1, "eps": 1.0}, max_grad_norm=1e9, **config),
         model_dir=directory / "model", algorithm=NEEDS_REFERENCE, temperature=0.8, max_response_length=32,
@@ -379,8 +401,8 @@ def on_ranks(rank: int, directory: Path, config: dict[str, Any]) -> dict[str, di
 def test_ranks_train_push_and_save_what_one_process_does(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     config = {"dtype": "float64", "lora": {"rank": 2, "push": "adapter"}}
-    one = on_ranks(0, tmp_path, config)
-    two = run_ranks(2, on_ranks, tmp_path / "two", tmp_path, config)
+    one = on_ranks(0, 1, tmp_path, config)
+    two = run_ranks([2], on_ranks, tmp_path / "two", tmp_path, config)[2]
     for kind, expected in one.items():
         found = two[0][kind]
         assert found.keys() == expected.keys()

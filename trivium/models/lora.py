@@ -35,6 +35,8 @@ _DOWN, _UP, _SCALE, _BASE = ".lora_A.weight", ".lora_B.weight", ".lora_scale", "
 ADAPTER_STEM = "adapter_model"
 """The file that peft expects the tensors in, without its ending."""
 _WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
+_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names by which peft understands stacked experts, whatever else is called so."""
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_dropout": 0.0, "modules_to_save": None,
     "trainable_token_indices": None, "target_parameters": None, "layer_replication": None, "lora_bias": False,
@@ -51,7 +53,7 @@ class LoraConfig(Config):
     """The adapter's product is scaled by `alpha / rank`."""
     targets: tuple[str, ...] | None = None
     """Last parts of the names of the layers that get one (`q_proj`, `v_proj`); unset: every linear layer but the
-    output layer."""
+    output layer, and of a mixture of experts those of attention."""
     path: ConfigPath | None = None
     """Directory of a peft adapter to start from, with its own rank, alpha and targets; unset: one that changes nothing
     yet."""
@@ -93,7 +95,7 @@ def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: 
             raise TriviumError(*trouble)
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
     else:
-        targets: Any = "all-linear" if section.targets is None else [*section.targets]
+        targets = _linear_layers(module) if section.targets is None else [*section.targets]
         config = peft.LoraConfig(r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets)
     config.inference_mode, config.task_type = False, peft.TaskType.CAUSAL_LM
     config.base_model_name_or_path = module.config.name_or_path
@@ -270,6 +272,17 @@ def _layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
+def _linear_layers(module: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers, the output layer left out."""
+    output = module.get_output_embeddings()
+    linear = (
+        name for name, layer in module.named_modules() if type(layer) in (nn.Linear, Conv1D) and layer is not output
+    )
+    names = {name.rpartition(".")[2] for name in linear}
+    stacked = any(parameter.ndim == 3 for parameter in module.parameters())
+    return sorted(names - _EXPERTS if stacked else names)
+
+
 def _low_rank(layer: Any) -> LowRank:
     down, up = (_whole(part[_NAME].weight) for part in (layer.lora_A, layer.lora_B))
     return LowRank(down, up, layer.scaling[_NAME], isinstance(layer.base_layer, Conv1D))
@@ -327,5 +340,5 @@ def _unusable(directory: Path) -> tuple[str, str, str] | None:
     if missing:
         return asked, f"no {missing[0]} there", do
     said = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    odd = [name for name, plain in _PLAIN.items() if said.get(name, plain) not in (plain, None)]
+    odd = [name for name, plain in _PLAIN.items() if said.get(name) not in (plain, None, [])]
     return (asked, f"its {odd[0]} is {said[odd[0]]!r}", do) if odd else None
