@@ -89,6 +89,8 @@ def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     CALLS.append(solution_str)
     if solution_str == "raise":
         raise KeyError("missing")
+    if solution_str == "exit":
+        raise SystemExit(0)
     if solution_str == "hang":
         time.sleep(600)
     said = {"nan": math.nan, "inf": -math.inf, "none": None, "text": "1", "list": [1.0], "dict": {"acc": 1.0},
@@ -188,7 +190,8 @@ def test_what_counts_as_a_number(tokenizer: Any, text: str, wanted: float) -> No
 
 
 BAD = {
-    "raise": "KeyError: 'missing'", "nan": "nan, which is not a finite number", "inf": "-inf, which is not",
+    "raise": "KeyError: 'missing'", "exit": r"SystemExit\(0\) raised",
+    "nan": "nan, which is not a finite number", "inf": "-inf, which is not",
     "none": "None of type NoneType", "text": "'1' of type str", "list": r"\[1.0\] of type list",
     "dict": "{'acc': 1.0} of type dict", "huge": "too large", "bad": "nan, which is not",
 }  # fmt: skip
@@ -385,7 +388,8 @@ def test_a_batch_is_one_call(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (("ab", "raise"), "OSError: no judge"), (("ab", "short"), "1 results for 2 samples"),
+        (("ab", "raise"), "(?s)scores of 2 samples, the first being sample 0 .*OSError: no judge"),
+        (("ab", "short"), "1 results for 2 samples"),
         (("ab", "a"), "inf, which is not a finite number"),
     ],
 )  # fmt: skip

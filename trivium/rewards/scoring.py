@@ -111,6 +111,11 @@ class Scorer:
             if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(samples):
                 count = f"{len(given)} results" if isinstance(given, Sequence) else f"a {type(given).__name__}"
                 given = ValueError(f"{count} for {len(samples)} samples")
+        if isinstance(given, Exception) and self._on_error == "raise":
+            error = _found(given)
+            raise RewardError(
+                f"scores of {len(samples)} samples, the first being {samples[0].name}", error.found, error.do
+            ) from given
         results = [given] * len(samples) if isinstance(given, Exception) else given
         return [self._result(sample, result) for sample, result in zip(samples, results, strict=True)]
 
@@ -181,8 +186,14 @@ def _caller(function: Callable[..., Any], deadline_s: float, workers: int) -> tu
         return _WAITING, function
     thread = Threads(1, "a scorer")
 
+    def called(arguments: Mapping[str, Any]) -> Any:
+        try:
+            return function(**arguments)
+        except SystemExit as left:  # it would end this process without a word
+            raise RuntimeError(f"SystemExit({left.code}) raised by the scorer") from left
+
     async def in_a_thread(**arguments: Any) -> Any:
-        given = await thread.run(lambda: function(**arguments))
+        given = await thread.run(lambda: called(arguments))
         return await given if inspect.isawaitable(given) else given
 
     return 1, in_a_thread
