@@ -38,6 +38,7 @@ CASES = [
     *(("llama", "many", head, torch.float64) for head in ("value", "score")),
     ("mistral", "many", "lm", torch.float32),
     ("qwen3", "long", "lm", torch.float32),
+    ("qwen3", "many", "lm", torch.bfloat16),
 ]
 SIZES = (1, 2, 4)
 
@@ -50,6 +51,8 @@ def sequences(lengths):
 @cache
 def opened(directory: Path, head: str, dtype: torch.dtype, sequence: SequenceGroup | None):
     how = {"temperature": 0.7} if head == "lm" else {"seed": 3}
+    if dtype == torch.bfloat16:
+        how, dtype = {**how, "autocast": True}, torch.float32
     return HEADS[head](directory, dtype=dtype, device=CPU, sequence=sequence, **how)
 
 
@@ -110,7 +113,7 @@ def found(directory, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case))
 def test_equals_one_process(case, size, directory, found):
     expected = says(directory, case, None)
-    close = 1e-9 if case[3] == torch.float64 else 1e-6
+    close = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 0.02}[case[3]]
     for rank in range(4):
         said = found[rank][size][CASES.index(case)]
         assert said.keys() == expected.keys()

@@ -141,6 +141,8 @@ def packed_attention(
         raise CannotPack(f"{type(module).__name__} passes {', '.join(extras) or 'a mask of its own'} to attention")
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
     if trivium_sequence is not None:
+        if torch.is_autocast_enabled(query.device.type):  # attention would do so itself; half as many bytes travel
+            tokens = [x.to(torch.get_autocast_dtype(query.device.type)) for x in tokens]
         tokens = heads_apart(tokens, trivium_sequence)
     outputs: list[torch.Tensor] = []
     offset = 0
