@@ -300,9 +300,9 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
         RayClassWithInitArgs(dict)
 
 
-def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(run_dir: Path) -> None:
+def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: Any, run_dir: Path) -> None:
     pool = ResourcePool([3], cpus=0.5)
-    group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="actor", run_dir=run_dir)
+    group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir)
     reserved, pids = pool.seats[0].group, [each["pid"] for each in group.who()]
     stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
     with pytest.raises(RoleFailed, match="no answer after 2 s"):
@@ -310,17 +310,22 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(run_dir:
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()
     for future in stuck:
-        with pytest.raises(Gone, match="actor-rank-1 failed: "):
+        with pytest.raises(Gone, match="ref-rank-1 failed: "):
             future.get()
-    with pytest.raises(Gone, match="actor-rank-1"):
+    with pytest.raises(Gone, match="ref-rank-1"):
         asyncio.run(awaited(group))
-    with pytest.raises(Gone, match="actor-rank-1"):
+    with pytest.raises(Gone, match="ref-rank-1"):
         group.first()
+    with pytest.raises(Gone, match="ref-rank-1"):
+        three.length(stuck[1])
+    with pytest.raises(Gone, match="ref-rank-1"):
+        asyncio.run(group.watch())
     group.shutdown()
     assert time.monotonic() - killed < 30
     assert gone(pids)
     with pytest.raises(TriviumError, match="the group was shut down"):
         group.first()
+    group.shutdown()  # once more changes nothing
     assert pool.seats == ()
     assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
 
@@ -425,5 +430,7 @@ def test_methods_of_a_group_are_not_hidden_by_those_of_a_worker(run_dir: Path) -
         @register()
         def shutdown(self) -> None: ...
 
+    pool = ResourcePool([1], cpus=0.1)
     with pytest.raises(ConfigError, match="the methods shutdown of Clashing"):
-        RayWorkerGroup(ResourcePool([1], cpus=0.1), RayClassWithInitArgs(Clashing), run_dir=run_dir)
+        RayWorkerGroup(pool, RayClassWithInitArgs(Clashing), run_dir=run_dir)
+    assert pool.seats == (), "nothing was started"

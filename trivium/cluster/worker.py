@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from trivium.cluster.remote import Answer, Gone, Process, awaited, reason
 from trivium.cluster.rows import Piece
@@ -79,15 +80,12 @@ class Part:
     ref: Any
     owner: str
 
-    def get(self, timeout_s: float) -> Any:
-        """Its value. Raises what the rank raised, and RoleFailed where it died or does not answer."""
+    def answer(self) -> Answer:
+        """The answer, which is there; the rank's death is an answer too."""
         try:
-            answer: Answer = ray.get(self.ref, timeout=timeout_s)
-        except GetTimeoutError as error:
-            raise RoleFailed(self.owner, f"no answer after {timeout_s:.0f} s") from error
+            return ray.get(self.ref)
         except RayError as error:
-            raise Gone(self.owner, reason(error)) from error
-        return answer.unwrap()
+            return Answer(error=Gone(self.owner, reason(error)))
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,18 @@ class Pending:
     collect: Callable[[list[Any]], Any]
 
     def get(self, timeout_s: float = 3600.0) -> Any:
-        """The value, once it is there."""
-        return self.collect([part.get(timeout_s) for part in self.parts])
+        """The value, once it is there. Raises what the first rank that failed has raised, Gone where one died, and
+        RoleFailed where one does not answer in time."""
+        end, waiting = time.monotonic() + timeout_s, {part.ref: number for number, part in enumerate(self.parts)}
+        values: list[Any] = [None] * len(self.parts)
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(end - time.monotonic(), 0.0))
+            if not done:
+                silent = ", ".join(self.parts[number].owner for number in waiting.values())
+                raise RoleFailed(silent, f"no answer after {timeout_s:.0f} s")
+            number = waiting.pop(done[0])
+            values[number] = self.parts[number].answer().unwrap()
+        return self.collect(values)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trivium.cluster.dispatch import SPLITS, Dispatch, Execute, OwnRule, Registered, registered_methods
 from trivium.cluster.pools import ResourcePool
-from trivium.cluster.remote import Answer, Gone, blame, reason
+from trivium.cluster.remote import Answer, Gone, blame
 from trivium.cluster.rows import Piece, common_rows, gathered, listed, num_rows, share, split
 from trivium.cluster.worker import Ask, Part, Pending, Place, Rank, Worker
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
@@ -157,7 +157,7 @@ class _Ranks:
 
     def __init__(self, names: Sequence[str], actors: Sequence[Any], deadline_s: float) -> None:
         self.names, self.actors, self.deadline_s = list(names), list(actors), deadline_s
-        self._ended = False
+        self.ended = False
         self._caller = uuid.uuid4().hex
         self._numbers = [0] * len(actors)
         self._lock = threading.Lock()
@@ -167,7 +167,7 @@ class _Ranks:
 
     def ask(self, ask: Ask, call: _Call) -> list[Part]:
         """Makes the calls; the answers to come."""
-        if self._ended:
+        if self.ended:
             raise TriviumError(f"{ask.method} of {self.names[0]}", "the group was shut down", "build a new group")
         parts: list[Part] = []
         with self._lock:
@@ -192,7 +192,7 @@ class _Ranks:
                 raise failures[0]
             for ref in done:
                 number = waiting.pop(ref)
-                answer = _answer(parts[number])
+                answer = parts[number].answer()
                 if answer.error is not None:
                     raise self._first_cause(answer.error, [parts[other] for other in waiting.values()])
                 answers[number] = answer.value
@@ -223,7 +223,7 @@ class _Ranks:
 
     def end(self) -> None:
         """Ends the processes; returns once none is left."""
-        self._ended = True
+        self.ended = True
         for actor in self.actors:
             ray.kill(actor)
         refs = [life.ref for life in self._lives]
@@ -238,7 +238,7 @@ class _Ranks:
             done, _ = ray.wait(refs, num_returns=1, timeout=patience_s, fetch_local=False)
             if dead := [self._died(life) for life in self._lives if life.ref in done]:
                 return dead[0]
-            errors += [found for ref in done if (found := _answer(waiting.pop(ref)).error) is not None]
+            errors += [found for ref in done if (found := waiting.pop(ref).answer().error) is not None]
         return min(errors, key=blame)
 
     def _dead(self, patience_s: float) -> list[Part]:
@@ -247,17 +247,9 @@ class _Ranks:
         return [lives[ref] for ref in done]
 
     def _died(self, life: Part) -> BaseException:
-        if self._ended:
+        if self.ended:
             return TriviumError(f"an answer of {life.owner}", "the group was shut down", "wait for calls before that")
-        return _answer(life).error or Gone(life.owner, "its process has ended")
-
-
-def _answer(part: Part) -> Answer:
-    """What a rank has answered; its death is an answer too."""
-    try:
-        return ray.get(part.ref)
-    except RayError as error:
-        return Answer(error=Gone(part.owner, reason(error)))
+        return life.answer().error or Gone(life.owner, "its process has ended")
 
 
 async def _answered(part: Part) -> BaseException | None:
@@ -291,6 +283,8 @@ class RayWorkerGroup:
         self._name = ray_cls_with_init.name if name is None else name
         self._pool, self._releases = resource_pool, not resource_pool.seats
         self._classes, self._layout = dict(ray_cls_with_init.roles), None
+        for made in self._classes.values():
+            _refuse_hidden(made.cls)
         cpus, gpus = resource_pool.admit()
         names = [f"{self._name}-rank-{rank}" for rank in range(resource_pool.world_size)]
         actors = [
@@ -362,7 +356,9 @@ class RayWorkerGroup:
         await self._ranks.first_death()
 
     def shutdown(self) -> None:
-        """Ends every process of the group, whatever it does, and all views of it with them."""
+        """Ends every process of the group, whatever it does, and all views of it with them. Once is enough."""
+        if self._ranks.ended:
+            return
         self._ranks.end()
         self._pool.leave()
         if self._releases:
@@ -403,12 +399,6 @@ class RayWorkerGroup:
         self._role, self._layout = role, None
         self._methods = {} if made is None else registered_methods(made.cls)
         self._cls = None if made is None else made.cls
-        clash = sorted(name for name in self._methods if hasattr(type(self), name))
-        if clash:
-            raise ConfigError(
-                f"the methods {', '.join(clash)} of {made.cls.__name__ if made else ''} as methods of a worker group",
-                "a group has methods of these names itself", "give the worker's methods other names",
-            )  # fmt: skip
 
     # ------------------------------------------------------------------ calling
 
@@ -422,7 +412,8 @@ class RayWorkerGroup:
         ask = Ask(
             self._role, method, splits=call.splits, materialize=materialize, deadline_s=self._ranks.deadline_s
         )  # fmt: skip
-        return DataFuture(self._ranks, self._ranks.ask(ask, call), call)
+        # The arguments may go once they were used, however long the future is kept.
+        return DataFuture(self._ranks, self._ranks.ask(ask, call), replace(call, inputs={}))
 
     def _plan(self, name: str, known: Registered, args: Any, kwargs: Any) -> _Call:
         """Who is given what, by the rule of the method."""
@@ -490,6 +481,16 @@ class RayWorkerGroup:
                 )  # fmt: skip
             self._layout = places
         return self._layout
+
+
+def _refuse_hidden(worker: type[Worker]) -> None:
+    """Raises where methods of a group would hide those of its workers."""
+    clash = sorted(name for name in registered_methods(worker) if hasattr(RayWorkerGroup, name))
+    if clash:
+        raise ConfigError(
+            f"the methods {', '.join(clash)} of {worker.__name__} as methods of a worker group",
+            "a group has methods of these names itself", "give the worker's methods other names",
+        )  # fmt: skip
 
 
 def _shares(value: Any, size: int) -> list[Any]:
