@@ -150,9 +150,8 @@ def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str
     """A tensor of `base` (`base_state`) with the adapter added; the model stays as it is. Where parameters are sharded,
     every rank must ask for it, and gets the whole of it."""
     layer, _, part = name.rpartition(".")
-    tensor = _whole(base[name])
-    adapted = _layers(module).get(layer) if part == "weight" else None
-    return tensor if adapted is None else merged(tensor, _low_rank(adapted))
+    tensor, owner = _whole(base[name]), module.get_submodule(layer)
+    return merged(tensor, _low_rank(owner)) if part == "weight" and hasattr(owner, "lora_A") else tensor
 
 
 def merged_state(module: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
