@@ -26,6 +26,7 @@ CONFIG = Path(__file__).parent / "three_ways.yaml"
 STEPS = {"live": (1, 2), "recorded": (3, 4, 5, 6, 7)}
 WAYS: Mapping[str, tuple[list[str], list[str]]] = {
     "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
+    "ray": ([sys.executable], ["cluster.kind=ray", "cluster.ranks=2"]),
 }
 
 
@@ -54,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here(directory, "alone")
     for way, (before, after) in WAYS.items():
         command = [*before, "-m", "trivium", *arguments(directory, way), *after]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
     shutil.copytree(directory / "torchrun", directory / "resumed")
     for step in (6, 7):
