@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,11 @@ from trivium.rewards import (
     load_reward_manager,
 )
 from trivium.text.tiny import tiny_tokenizer
+from trivium.threads import left_behind
 
 CALLS: list[Any] = []
+HELD = threading.Event()
+"""Lets go of what hangs, at the end of a test."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,16 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def forget() -> None:
+def nothing_hangs_on() -> Iterator[None]:
     CALLS.clear()
+    HELD.clear()
+    before = left_behind()
+    yield
+    HELD.set()
+    end = time.monotonic() + 60
+    while left_behind() > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def view(tokenizer: Any, *texts: str, sources: list[str] | None = None, width: int = 24, **columns: Any) -> BatchView:
@@ -92,7 +104,7 @@ def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
     if solution_str == "exit":
         raise SystemExit(0)
     if solution_str == "hang":
-        time.sleep(600)
+        HELD.wait(600)
     said = {"nan": math.nan, "inf": -math.inf, "none": None, "text": "1", "list": [1.0], "dict": {"acc": 1.0},
             "huge": 10**400, "bool": True, "numpy": np.float32(0.5), "torch": torch.tensor(0.25),
             "bad": {"score": math.nan, "acc": 1}}  # fmt: skip

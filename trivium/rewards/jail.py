@@ -102,9 +102,9 @@ def _become_nobody(uid: int, folder: str) -> bool:
 
 def _keep_capabilities(kept: int) -> None:
     """Drops every capability but these; all of them where even these are not there to keep."""
-    header = struct.pack("=Ii", _CAPABILITIES_3, 0)
-    for mask in (kept, 0):
-        if _libc.syscall(_CAPSET[os.uname().machine], header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
+    header, number = struct.pack("=Ii", _CAPABILITIES_3, 0), _CAPSET.get(os.uname().machine)
+    for mask in (kept, 0) if number else ():  # without a number there is no filter either, and that is refused
+        if _libc.syscall(number, header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
             return
 
 

@@ -95,7 +95,7 @@ def _called(name: str, given: Any, wanted: Any) -> Test:
     call = f"(Solution().{name} if 'Solution' in globals() else {name})(*_arguments)"
 
     def passes(sandbox: Sandbox, code: str) -> bool:
-        found = _value(sandbox.run(code, check=Check(call, names={"_arguments": arguments})))
+        found = _value(sandbox.run(code, check=Check(call, names={"_arguments": arguments})), wanted)
         alone = isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0])
         return alone or _same(found, wanted)
 
@@ -125,7 +125,7 @@ def _asserted(statement: str) -> Test:
 
 def _compared(call: str, before: str, literal: tuple[Any]) -> Test:
     def passes(sandbox: Sandbox, code: str) -> bool:
-        return _value(sandbox.run(code, check=Check(call, before))) == literal[0]
+        return _value(sandbox.run(code, check=Check(call, before)), literal[0]) == literal[0]
 
     return passes
 
@@ -137,9 +137,16 @@ class _Nothing:
     """Equal to no value of a test."""
 
 
-def _value(ran: Ran) -> Any:
-    """What the program gave; `_Nothing` where it gave nothing, or nothing that can be written down."""
-    literal = _literal(ran.given) if ran.end == "done" and ran.given is not None else None
+def _value(ran: Ran, wanted: Any) -> Any:
+    """What the program gave; `_Nothing` where it gave nothing, or nothing that is written like what is wanted."""
+    if ran.end != "done" or ran.given is None:
+        return _Nothing
+    written = repr(wanted)
+    if ran.given == written:
+        return wanted
+    if len(ran.given) > 4 * len(written) + 1000:
+        return _Nothing  # too long to be right: nobody reads it
+    literal = _literal(ran.given)
     return _Nothing if literal is None else literal[0]
 
 

@@ -31,7 +31,7 @@ from trivium.rewards.seccomp import confinement, known
 _LOOK_S = 0.02
 """How often the time and the disk are looked at."""
 _SHOWN = 1 << 20
-"""Bytes of what it printed or gave that are read; files of its may be longer."""
+"""Bytes of its errors and of its answer that are read."""
 _ENTRIES = 1000
 """Files and folders that it may make."""
 _MOST_IDS = 1 << 31
@@ -116,8 +116,8 @@ class Sandbox:
                 pass_fds=(order.fileno(), given.fileno()), env=_environment(folder),
             )  # fmt: skip
             end = self._watched(process, folder)
-            said, _, value = _text(given).partition("\n")
-            ran = Ran(end, _text(out), _text(err), value or None)
+            said, _, value = _text(given, _SHOWN).partition("\n")
+            ran = Ran(end, _text(out, self._limits.file_size), _text(err, _SHOWN), value or None)
         self._confined(said, ran)
         return ran
 
@@ -181,8 +181,10 @@ class Sandbox:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours: no keys, no paths. One thread for arithmetic, and hashes that do not differ between runs."""
-    return {
+    """Nothing of ours but where the interpreter's libraries lie: no keys, no paths. One thread for arithmetic, and
+    hashes that do not differ between runs."""
+    libraries = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
+    return libraries | {
         "PATH": "/nonexistent", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
     }  # fmt: skip
@@ -195,7 +197,8 @@ def _packages() -> list[str]:
 def _readable() -> list[str]:
     """Where the interpreter, its libraries and the installed packages lie."""
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero"]
-    return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system})
+    libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system, *libraries})
 
 
 def _unused_uid() -> int:
@@ -246,7 +249,7 @@ def _entries(folder: str) -> Iterator[int]:
         return
 
 
-def _text(file: IO[bytes]) -> str:
-    """What was written to it, up to a limit."""
+def _text(file: IO[bytes], limit: int) -> str:
+    """What was written to it, up to so many bytes."""
     file.seek(0)
-    return file.read(_SHOWN).decode("utf-8", "replace")
+    return file.read(limit).decode("utf-8", "replace")
