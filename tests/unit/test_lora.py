@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import run_ranks
+from torch import nn
 from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
@@ -286,6 +288,9 @@ def test_a_policy_begins_as_the_base_and_is_its_own_reference(tmp_path: Path) ->
     directory, batch = write_model(tmp_path), make_batch()
     plain, engine = make_engine(directory, NEEDS_REFERENCE), trained(directory, 0)
     assert engine._learner("reference").model is engine._policy, "one model"
+    linear = [layer for layer in engine._policy.module.modules() if type(layer) is nn.Linear]
+    assert all(isinstance(layer.forward, partial) for layer in linear), "through oneDNN, the adapter's own too"
+    assert len(linear) == 2 * 7 * 3 + 1
     first = plain.score(batch, "ref")
     for what in ("old", "ref"):
         assert all(np.array_equal(a, b) for a, b in zip(engine.score(batch, what), first, strict=True))
