@@ -110,7 +110,8 @@ class Evaluator:
         return await self.explorer.play(task, keys, sampling=self.sampling)
 
     def _names(self) -> list[str]:
-        at_k = [f"{kind}@{k}" for k in self.k for kind in ("pass", "maj")] if self.samples > 1 else []
+        kinds = ("pass", "maj", "best", "worst")
+        at_k = [f"{kind}@{k}" for k in self.k for kind in kinds] if self.samples > 1 else []
         return ["accuracy", "reward", "response_tokens", *at_k]
 
     def _judge(self, group: Group) -> Metrics:
@@ -120,6 +121,7 @@ class Evaluator:
         votes = [
             "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)
         ]
+        rewards = [t.reward for t in group.alive] or [0.0]
         metrics = {
             "accuracy": sum(right) / self.samples,
             "reward": sum(t.reward for t in group.alive) / max(1, len(group.alive)),
@@ -128,6 +130,8 @@ class Evaluator:
         for k in self.k:
             metrics[f"pass@{k}"] = pass_at_k(self.samples, sum(right), k)
             metrics[f"maj@{k}"] = maj_at_k(votes, "right", k)
+            metrics[f"best@{k}"] = best_at_k(rewards, min(k, len(rewards)))
+            metrics[f"worst@{k}"] = worst_at_k(rewards, min(k, len(rewards)))
         return metrics
 
     def _expect(self, version: int) -> None:

@@ -40,13 +40,14 @@ from trivium.errors import ConfigError, RunDirError
 from trivium.logs import logging_to
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
+from trivium.phases import verdict
 from trivium.protocols import Monitor
 from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, this_rank
 
 _log = logging.getLogger("trivium")
-_CARRIED = ("accuracy_before", "accuracy_after", "seconds")
+_CARRIED = ("accuracy_before", "accuracy_after", "seconds", "time")
 """What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
 
 
@@ -152,7 +153,10 @@ def _train_stages(
             ends.append(store.steps()[-1])
         first_version = last_version
         model_dir = store.directory / f"step-{ends[number]:06d}" / "policy"
-    return {"steps": ends[-1], **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
+    summary = {"steps": ends[-1], **{name: record[name] for name in _CARRIED if record.get(name) is not None}}
+    summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
+    _log.info(summary["verdict"])
+    return summary
 
 
 def _train_stage(

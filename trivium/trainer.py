@@ -83,7 +83,7 @@ class Trainer:
     enable_preview: bool = False
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What else belongs to the run and must survive it: stage, accuracies, seconds. JSON values."""
+    """What else belongs to the run and must survive it: stage, accuracies, seconds, where they went. JSON values."""
     name: str = "trainer"
 
     def __post_init__(self) -> None:
@@ -162,6 +162,8 @@ class Trainer:
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
+        metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
+        self._spend({name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")})
         metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(fresh) / metrics["time/step"]
         self._seconds.clear()
         self.synchronizer.trained(self.train_step_num)
@@ -273,6 +275,8 @@ class Trainer:
         if self._saved_step != self.train_step_num:
             await self.save_checkpoint()
         await self.saved()
+        self._spend(self._seconds)  # of what came after the last step's row
+        self._seconds.clear()
 
     async def save_checkpoint(self) -> None:
         """Saves the whole state of the run at this step. It is complete when this returns or, with
@@ -377,7 +381,9 @@ class Trainer:
         started = time.monotonic()
         metrics = await self._answering(evaluator.run(version))
         self._evaluated_step = version
-        self.monitor.log(version, {**metrics, "time/evaluate": time.monotonic() - started})
+        seconds = time.monotonic() - started
+        self._spend({"evaluate": seconds})
+        self.monitor.log(version, {**metrics, "time/evaluate": seconds})
         best = self.checkpoints.keep_best
         if best is not None:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
@@ -391,6 +397,12 @@ class Trainer:
         """What became of groups that were not trained on, since the last step."""
         before, self._counts = self._counts, await self.buffer.counts()
         return {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
+
+    def _spend(self, seconds: Mapping[str, float]) -> None:
+        """Adds to what the run's time went to, by phase."""
+        before: Mapping[str, float] = self.record.get("time", {})
+        added = {name: before.get(name, 0.0) + taken for name, taken in seconds.items()}
+        self.record["time"] = {**before, **added}  # another one: a save may be writing the one before
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:

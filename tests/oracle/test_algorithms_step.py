@@ -54,12 +54,51 @@ def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
     assert checked(metrics) == pytest.approx({
         "rollout/groups": 4, "rollout/refused": 2, "rollout/refused/too_few_alive": 2, "rollout/trajectories": 4,
         "rollout/failed": 3, "rollout/failed/reward": 2, "rollout/failed/deadline": 1,
-        "rollout/response_tokens": 3.4, "rollout/response_tokens_max": 5, "rollout/truncated": 0.2, "rollout/turns": 1,
+        "rollout/response_tokens": 3.4, "rollout/response_tokens_max": 5, "rollout/response_tokens_min": 3,
+        "rollout/prompt_tokens": 1.8, "rollout/prompt_tokens_max": 2, "rollout/prompt_tokens_min": 1,
+        "rollout/truncated": 0.2, "rollout/aborted": 0, "rollout/turns": 1, "rollout/turns_max": 1,
+        "rollout/turns_min": 1,
         "reward/mean": 0.68, "reward/trained_mean": 0.6, "reward/std": statistics.pstdev(rewards), "reward/min": 0,
         "reward/max": 1, "reward/equal_groups": 0.5, "reward/component/exact": 0.68,
     })  # fmt: skip
     assert [g.slot for g in algorithm(REINFORCE).filter(groups)[0]] == [0, 1, 2]
     assert len(algorithm(GRPO).batch(kept)) == 4
+
+
+def test_broken_off_and_empty_replies_are_counted_by_their_task_s_first_prompt() -> None:
+    broken = trajectory(0, 0.0, turn([1, 2, 3], [4], StopReason.EOS), turn([1, 2, 3, 4, 5], [6], StopReason.ABORT))
+    silent = trajectory(1, 0.0, turn([1], []))
+    metrics = checked(algorithm(GRPO).filter([group(0, broken, silent, trajectory(2, 1.0), trajectory(3, 1.0))])[1])
+    assert metrics["rollout/aborted"] == 0.5
+    assert (metrics["rollout/prompt_tokens_max"], metrics["rollout/prompt_tokens_min"]) == (3, 1)
+    assert (metrics["rollout/turns_max"], metrics["rollout/turns_min"], metrics["rollout/turns"]) == (2, 1, 1.25)
+    assert (metrics["rollout/response_tokens_min"], metrics["rollout/response_tokens_max"]) == (0, 3)
+
+
+def test_a_step_in_which_everything_failed_is_described() -> None:
+    for preset in (GRPO, PPO, SFT):
+        kept, metrics = algorithm(preset).filter([group(0, trajectory(0, None, failure=FAILED))])
+        assert (kept, checked(metrics)["rollout/failed"]) == ([], 1)
+        batch = algorithm(preset).batch(kept)
+        values = {"values": []} if preset is PPO else {}
+        told = algorithm(preset).advantages(batch.with_columns(**values))[1]
+        assert not any("advantage" in key or "return" in key for key in told)
+
+
+def test_what_trained_tokens_are_worth_leaves_out_what_is_not_trained_on() -> None:
+    ppo = algorithm(PPO, advantage={"whiten": False})
+    batch = ppo.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))])
+    values = [np.array([9, 9, 0.9, 0.8, 0.7]), np.array([9, 9, 0.1, 0.1, 0.1])]
+    done, metrics = ppo.advantages(batch.with_columns(values=values))
+    told = checked(metrics)
+    assert (told["train/value_max"], told["train/value_min"]) == (0.9, 0.1)
+    assert told["train/value_mean"] == pytest.approx(0.45)
+    for name, label in (("advantages", "advantage"), ("returns", "return")):
+        numbers = np.concatenate(
+            [row[e.response_mask] for row, e in zip(done.columns[name], done.experiences, strict=True)]
+        )
+        for kind in ("mean", "max", "min"):
+            assert told[f"train/{label}_{kind}"] == pytest.approx(float(getattr(numbers, kind)()), abs=1e-7)
 
 
 def test_nothing_left_is_a_batch_without_experiences() -> None:
@@ -124,7 +163,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_each_token_and_steers_its_coeff
     done, metrics = reinforce.advantages(batch.with_columns(ref_log_prob=ref))
     expected = [0, 0, 1 - 0.5 * 1.2, 1 - 0.5 * 1.0, 1 - 0.5 * 0.6]
     np.testing.assert_allclose(done.columns["advantages"][0], expected, rtol=1e-5)
-    assert checked(metrics) == pytest.approx({"train/kl_coef": 0.5, "train/ref_kl": 0.4})
+    assert [checked(metrics)[key] for key in ("train/kl_coef", "train/ref_kl")] == pytest.approx([0.5, 0.4])
     assert reinforce.state() == pytest.approx({"kl_coef": 0.5 * (1 + 0.2 / 10)})
     other = algorithm(REINFORCE, kl=said)
     other.restore(reinforce.state())
@@ -165,7 +204,8 @@ def test_a_kl_penalty_in_the_loss_is_the_objective_s() -> None:
     assert "ref_log_prob" in grpo.objectives[0].needs
     assert grpo.state() == {}
     metrics = grpo.advantages(grpo.batch([group(0, trajectory(0, 1.0), trajectory(1, 0.0))]))[1]
-    assert metrics == {"train/kl_coef": 0.04}
+    assert metrics["train/kl_coef"] == 0.04
+    assert "train/ref_kl" not in metrics  # the loss measures it
 
 
 def test_supervised_groups_take_the_same_path_without_rewards() -> None:

@@ -395,7 +395,8 @@ def test_a_rejected_member_still_counts_as_what_others_are_compared_with() -> No
 def test_recomputed_log_probs_are_measured_over_the_whole_step_without_a_correction() -> None:
     plain = algorithm(old_log_prob="recompute")
     done, metrics = plain.advantages(batch_of().with_columns(old_log_prob=as_rows(TRAINER)))
-    assert metrics == pytest.approx(mismatch(TRAINER.float(), ENGINE.float(), MASK))
+    said = {key: value for key, value in metrics.items() if key.startswith("mismatch/")}
+    assert said == pytest.approx(mismatch(TRAINER.float(), ENGINE.float(), MASK))
     assert "rollout_is_weights" not in done.columns
 
 

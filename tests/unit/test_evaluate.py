@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.evaluate import maj_at_k, pass_at_k
+from trivium.evaluate import best_at_k, maj_at_k, pass_at_k, worst_at_k
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
@@ -18,6 +18,13 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right: list[bool], data: st.Data
     k = data.draw(st.integers(1, len(right)))
     expected = mean(any(subset) for subset in combinations(right, k))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.lists(st.floats(-9, 9), min_size=1, max_size=8), st.data())
+def test_best_and_worst_at_k_are_means_over_all_subsets(rewards: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    for found, pick in ((best_at_k(rewards, k), max), (worst_at_k(rewards, k), min)):
+        assert found == pytest.approx(mean(pick(subset) for subset in combinations(rewards, k)), abs=1e-9)
 
 
 def _majority(subset: tuple[str, ...]) -> float:

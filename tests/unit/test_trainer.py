@@ -140,6 +140,25 @@ class Run:
         return trainer
 
 
+# --------------------------------------------------------------------------- where time goes
+
+
+async def test_where_the_time_of_a_run_goes_is_summed_over_its_steps_and_evaluations(tmp_path: Path) -> None:
+    cadence = Cadence(save_every=2, evaluate_every=2, evaluate_ends=True)
+    played = Run(tmp_path, steps=3, cadence=cadence, evaluated=True)
+    trainer = await played.play()
+    rows = [row for _, row in played.monitor.rows]
+    spent = trainer.record["time"]
+    for name in ("wait", "train", "advantage", "update/policy", "evaluate"):
+        assert spent[name] == pytest.approx(sum(row.get(f"time/{name}", 0.0) for row in rows))
+    assert spent["checkpoint"] > sum(row.get("time/checkpoint", 0.0) for row in rows)  # one came after the last row
+    assert all(0 <= row["perf/idle"] <= 1 for row in rows if "time/step" in row)
+    assert spent["wait"] + spent["train"] <= trainer.seconds
+    resumed = Run(tmp_path, steps=5, cadence=cadence).trainer().resume
+    assert resumed is not None
+    assert resumed.state["time"].keys() >= {"wait", "train", "update/policy"}
+
+
 # --------------------------------------------------------------------------- when it saves
 
 
@@ -541,7 +560,10 @@ def test_a_stage_whose_data_ends_early_hands_on_what_it_learned(tmp_path: Path) 
     stage = {"schedule": {**SUPERVISED["schedule"], "steps": 4}, **data}
     said = {**SUPERVISED, "run": {"dir": str(tmp_path / "run")}, "stages": [stage, stage], "checkpoint": {"keep": 9}}
     config = RunConfig.from_mapping(said, tmp_path)
-    assert launch(config)["steps"] == 6
+    summary = launch(config)
+    assert summary["steps"] == 6
+    assert summary["verdict"].startswith("bound by ")
+    assert {"train", "update/policy", "checkpoint"} <= summary["time"].keys()
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.steps() == [2, 6]
     assert store.open(6).state["pinned"] == [2]

@@ -22,6 +22,7 @@ from trivium.algorithms.groups import (
     batch_of_pairs,
     column,
     describe,
+    describe_tokens,
     pair_of,
     ragged,
     rewarded,
@@ -200,7 +201,8 @@ class GroupAlgorithm:
         done, said = self._judged(self.estimator, judged)
         columns = {"advantages": ragged(done.advantages, judged), "returns": ragged(done.returns, judged)}
         batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
-        return self._trained(batch if kept is None else batch.masked(kept)), metrics | said
+        batch = self._trained(batch if kept is None else batch.masked(kept))
+        return batch, metrics | said | describe_tokens(batch)
 
     def _judged(self, estimator: Estimator, batch: Batch) -> tuple[Advantages, Metrics]:
         """What the tokens of a batch that the policy itself played were worth."""

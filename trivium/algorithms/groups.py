@@ -80,11 +80,21 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
     if not members:
         return {}
     tokens = [member.num_tokens for member in members]
+    # Of several turns, the first one's prompt is what the task asked; later ones hold replies as well.
+    prompts = [len(member.turns[0].prompt_tokens) for member in members if member.turns] or [0]
+    turns = [len(member.turns) for member in members]
     return {
         "rollout/response_tokens": fmean(tokens),
         "rollout/response_tokens_max": max(tokens),
+        "rollout/response_tokens_min": min(tokens),
+        "rollout/prompt_tokens": fmean(prompts),
+        "rollout/prompt_tokens_max": max(prompts),
+        "rollout/prompt_tokens_min": min(prompts),
         "rollout/truncated": fmean(member.stop_reason == StopReason.LENGTH for member in members),
-        "rollout/turns": fmean(len(member.turns) for member in members),
+        "rollout/aborted": fmean(not member.num_tokens or member.stop_reason == StopReason.ABORT for member in members),
+        "rollout/turns": fmean(turns),
+        "rollout/turns_max": max(turns),
+        "rollout/turns_min": min(turns),
         **_means("workflow/", [member.metrics for member in members]),
     }
 
@@ -109,6 +119,20 @@ def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
         **({"reward/greedy": fmean(greedy)} if greedy else {}),
         **_means("reward/component/", [member.rewards for group in groups for member in group.alive]),
     }
+
+
+def describe_tokens(batch: Batch) -> Metrics:
+    """What the policy's own tokens that are trained on are said to be worth, by the columns that there are."""
+    metrics: Metrics = {}
+    for name, label in (("advantages", "advantage"), ("returns", "return"), ("values", "value")):
+        rows = zip(batch.columns.get(name, ()), batch.experiences, strict=False)
+        chosen = [np.asarray(row, np.float64)[e.response_mask] for row, e in rows if not e.expert]
+        numbers = np.concatenate(chosen) if chosen else np.empty(0)
+        if len(numbers):
+            metrics[f"train/{label}_mean"] = float(numbers.mean())
+            metrics[f"train/{label}_max"] = float(numbers.max())
+            metrics[f"train/{label}_min"] = float(numbers.min())
+    return metrics
 
 
 def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> Metrics:
