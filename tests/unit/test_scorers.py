@@ -117,6 +117,7 @@ def test_the_last_box() -> None:
     assert last_boxed("\\boxed{1} \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
     assert last_boxed("$\\boxed 5$ and") == "5"
     assert last_boxed("\\fbox{x}") == "x"
+    assert last_boxed("\\boxed{x} \\fbox{y}") == "x"
     assert last_boxed("\\boxed") is last_boxed("") is None
 
 

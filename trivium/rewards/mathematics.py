@@ -16,8 +16,9 @@ NO_ANSWER = "[INVALID]"
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`, `\\boxed x` or `\\fbox{...}`; None where there is none, or it is open."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    """What the last `\\boxed{...}` or `\\boxed x`, or else `\\fbox{...}`, holds; None where there is none that ends."""
+    start = text.rfind("\\boxed")
+    start = text.rfind("\\fbox") if start < 0 else start
     if start < 0:
         return None
     if text.startswith("\\boxed ", start):
@@ -62,19 +63,18 @@ def _answer_line(text: str) -> str:
 
 # --------------------------------------------------------------------------- MATH
 
-_MATH_REMOVED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%", "%")
+_LOOKS = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
+"""What says nothing about the value; of the first kind ahead of everything else."""
 
 
 def _math(text: str) -> str:
     """The answer without what does not matter, by the rules of MATH in their order."""
-    for removed in ("\n", "\\!"):
+    for removed in _LOOKS[0]:
         text = text.replace(removed, "")
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for removed in _MATH_REMOVED[2:-2]:
+    for removed in _LOOKS[1]:
         text = text.replace(removed, "")
-    text = text.split("\\text{ ")[0]  # a unit
-    for removed in _MATH_REMOVED[-2:]:
-        text = text.replace(removed, "")
+    text = text.split("\\text{ ")[0].replace("\\%", "")  # units
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
         text = "0" + text
