@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -50,6 +51,7 @@ def launches(config: Path, run_dir: Path, kills: list[dict[str, Any]]) -> list[s
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_the_same_however_it_is_sent_and_wherever_the_run_is_killed(tmp_path: Path) -> None:
     merged, alone = tmp_path / "merged-run", tmp_path / "adapter-run"
     run(RunConfig.load(write_config(tmp_path, "merged"), [f"run.dir={merged}"]))

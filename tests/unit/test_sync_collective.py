@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +213,50 @@ async def test_weights_are_read_a_tensor_at_a_time_and_buckets_let_go_of(monkeyp
     assert reading.most <= 2, "the one that is packed, and the one that is being made"
 
 
+def kill_at_bucket(
+    number: int, run: Run, bob: Synchronizer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Bob dies of a bucket instead of answering for it: the first event says he is at it, the second lets him."""
+    original, there, go_on = wire.Wire.answer, threading.Event(), threading.Event()
+
+    def answer(self: Any, part: int | str, trouble: str = "") -> None:
+        if self._synchronizer is bob and part == number:
+            there.set()
+            assert go_on.wait(20)
+            run.synchronizer.report_death("bob", "killed")
+            raise wire.BrokenOff("killed")
+        original(self, part, trouble)
+
+    monkeypatch.setattr(wire.Wire, "answer", answer)
+    return there, go_on
+
+
+async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
+    run = Run()
+    bob, channel = await run.explorer("bob")
+    there, go_on = kill_at_bucket(1, run, bob, monkeypatch)
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
+    await bob.next_version("bob", None, newest=True)
+    entering = asyncio.create_task(collected(channel, 0))
+    assert await asyncio.to_thread(there.wait, 20)
+    late, late_channel = await run.explorer("cy")
+    go_on.set()
+    with pytest.raises(VersionGone):
+        await entering
+    for delivered in (False, True):
+        await late.next_version("cy", None, newest=True)
+        if delivered:
+            assert len(await collected(late_channel, 0)) == 9
+        else:
+            with pytest.raises(VersionGone, match="it goes on with bucket 1"):
+                await collected(late_channel, 0)
+        assert await offering is delivered
+        offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Reading(9)))
+    late.adopted("cy", 0)
+    assert await offering is False
+
+
 async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are read once; who was there before gets the rest, who came meanwhile gets them anew."""
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
@@ -226,15 +271,7 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     monkeypatch.setattr(wire.Wire, "tell", tell)
     run, made = Run(), iter(Reading(9))
     (ann, channel), (bob, other) = await run.explorer("ann"), await run.explorer("bob")
-    dying = wire.Wire.answer
-
-    def answer(self: Any, part: int | str, trouble: str = "") -> None:
-        if self._synchronizer is bob and part == 2:
-            run.synchronizer.report_death("bob", "killed")
-            raise wire.BrokenOff("killed")
-        dying(self, part, trouble)
-
-    monkeypatch.setattr(wire.Wire, "answer", answer)
+    kill_at_bucket(2, run, bob, monkeypatch)[1].set()
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, made))
     await ann.next_version("ann", None, newest=True)
     entering = [asyncio.create_task(collected(each, 0)) for each in (channel, other)]
