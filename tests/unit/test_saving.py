@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,9 @@ def played(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         train(engine, 3)
         engine.save(folder / f"{dtype}-1")
         found[1][dtype, "straight on"] = Resumed(train(engine, 3), weights(engine))
-    for size in (2, 4):
-        found[size] = run_ranks(size, on_ranks, tmp_path_factory.mktemp("ranks") / "0", size, folder)[0]
+    said = run_ranks([2, 4], on_ranks, tmp_path_factory.mktemp("ranks") / "said", folder)
+    for size, by_rank in said.items():
+        found[size] = by_rank[0]
         for dtype, engine in engines.items():
             found[1][dtype, size] = resumed(engine, folder / f"{dtype}-{size}")
     saving.SHARD_BYTES = 2**31
@@ -239,3 +241,18 @@ def test_the_files_do_not_tell_how_many_ranks_wrote_them(
     assert files(folder / f"{dtype}-1-by-{size}") == files(folder / f"{dtype}-1")
     assert files(folder / f"{dtype}-{size}-beside") == files(folder / f"{dtype}-{size}")
     assert "rank 1's part" in played[size][dtype, "failed"]  # file 1 is rank 1's, and its place was taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_take_turns_where_the_strategy_says_so(
+    size: int, played: dict[int, dict[Any, Any]], folder: Path
+) -> None:
+    """In float64 one process writes at a time: nobody begins before the one before has written its last file."""
+    assert played
+    directory = folder / f"float64-{size}"
+    stems = ("policy/model", "policy-optimizer", "critic/model", "critic/value_head", "critic-optimizer")
+    in_order = [path for stem in stems for path in sorted(directory.glob(f"{stem}*.safetensors"))]
+    written = [[path.stat().st_mtime_ns for path in in_order[rank::size]] for rank in range(size)]
+    assert all(max(before) <= min(after) for before, after in pairwise(written))
+    assert directory.joinpath("engine.json").stat().st_mtime_ns >= max(written[-1])
