@@ -27,6 +27,8 @@ from trivium.training.torch import TorchTrainEngine
 from trivium.training.torchrun import TorchrunRanks, dismiss, follow
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 
+pytestmark = pytest.mark.slow
+
 MAX_RESPONSE_LENGTH = 32
 MODES = tuple(catalogue("aggregations"))
 

@@ -17,6 +17,8 @@ from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.packed import pack
 from trivium.models.sequence import SequenceGroup
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MODELS = {
     "qwen3": {},
