@@ -43,7 +43,7 @@ def write_config(directory: Path, push: str) -> Path:
 def launches(config: Path, run_dir: Path, kills: list[dict[str, Any]]) -> list[str]:
     order = {"arguments": ["run", str(config), f"run.dir={run_dir}"], "kills": kills}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.killing"], cwd=HERE.parents[1], text=True, capture_output=True, timeout=120,
+        [sys.executable, "-m", "tests.e2e.killing"], cwd=HERE.parents[1], text=True, capture_output=True, timeout=240,
         input=json.dumps(order),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
