@@ -20,8 +20,9 @@ from trivium.errors import ConfigError
 from trivium.models.sequence import SequenceGroup
 
 CPU = torch.device("cpu")
-COLLECTIVE_S = 600.0
-"""How long a rank waits for another in a collective call: as long as the slowest of them may take for its share."""
+COLLECTIVE_S = 4000.0
+"""How long a rank waits for another in a collective call. The first rank may be waiting for explorers meanwhile, for
+`sync.deadline_s` at most: longer than the default of that."""
 
 
 @dataclass(frozen=True)
