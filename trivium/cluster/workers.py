@@ -20,7 +20,7 @@ from trivium.cluster.dispatch import Dispatch, register
 from trivium.cluster.orders import Order
 from trivium.cluster.worker import Worker
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
-from trivium.models.heads import ScoreModel
+from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.models.loss import Totals
 from trivium.protocols import Algorithm, Objective, RolloutEngine, TrainEngine, Weights
 from trivium.training.learner import Learner
@@ -215,9 +215,9 @@ class RewardModelWorker(Worker):
     def init_model(self) -> None:
         """Loads the reward model."""
         stage, path = self.config.order.stage(), self.config.reward_model
-        if path is None or not (path / "value_head.safetensors").is_file():
+        if path is None or not (path / f"{VALUE_HEAD}.safetensors").is_file():
             raise ConfigError(
-                f"the reward model {path}", "no directory with a model and value_head.safetensors",
+                f"the reward model {path}", f"no directory with a model and {VALUE_HEAD}.safetensors",
                 "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint) in "
                 "reward_model.model.path",
             )  # fmt: skip

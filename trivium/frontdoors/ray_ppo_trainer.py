@@ -28,14 +28,14 @@ from trivium.assemble import (
     trainer_parts,
 )
 from trivium.board import MemoryBoard
-from trivium.checkpoint import Checkpoint, CheckpointStore
+from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.cluster.instance import connect
 from trivium.cluster.orders import Order
 from trivium.cluster.pools import ResourcePoolManager, Role
 from trivium.cluster.worker_group import RayWorkerGroup
 from trivium.cluster.workers import RoleTrainEngine, WorkerChannel, WorkerConfig, WorkerRolloutEngine, rm_scores
 from trivium.config import RunConfig, build, fingerprint, usable_cores
-from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.errors import ConfigError, RunDirError, TriviumError, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
 from trivium.frontdoors.data import Data, DatasetTasks, fitting, read_files, rows_of, some_rows
@@ -57,6 +57,10 @@ from trivium.trainer import Cadence, Trainer
 from trivium.types import Batch, Metrics
 
 _VALIDATION = "val"
+_TAKEN_UP = "taken_up.txt"
+"""Says which checkpoint of another run this one began with."""
+_HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
+"""What a run directory holds that a checkpoint speaks of."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +182,19 @@ class RayPPOTrainer:
 
     def fit(self) -> dict[str, Any]:
         """Trains to the end, from the latest checkpoint of `trainer.default_local_dir` where there is one. Returns the
-        summary, with the last validation's metrics under `validation`."""
+        summary, with the last validation's metrics under `validation`.
+
+        Raises the first cause of whatever stopped it.
+        """
         if not self._groups:
             raise TriviumError("fit()", "there are no workers", "call init_workers() first")
         if self._get("trainer.val_only"):
             return {"validation": self._validate_alone()}
         self._take_up()
-        summary = train(self.run_config, self._place)
+        try:
+            summary = train(self.run_config, self._place)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
         return summary | ({"validation": self._last} if self._last else {})
 
     def shutdown(self) -> None:
@@ -328,14 +338,17 @@ class RayPPOTrainer:
         )
 
     def _take_up(self) -> None:
-        """With `resume_path`, makes that checkpoint the latest one of the run directory."""
+        """With `resume_path`, makes that checkpoint the latest one of the run directory, and the history of its run the
+        history of this one: what came after the checkpoint is cut off when the run goes on."""
         path = self._get("trainer.resume_from_path")
         if self._get("trainer.resume_mode") != "resume_path" or path is None:
             return
         source, store = Path(path).resolve(), CheckpointStore(Path(self.run_config.run.dir).resolve() / "checkpoints")
         if not (source / MANIFEST).is_file():
             raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
-        newest = store.steps()[-1:]
+        newest, mark = store.steps()[-1:], store.directory.parent / _TAKEN_UP
+        if newest and (mark.is_file() and mark.read_text(encoding="utf-8") == str(source)):
+            return  # an earlier session took it up: this one goes on from the latest
         if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():
             return
         if newest:
@@ -347,6 +360,13 @@ class RayPPOTrainer:
         aside = store.directory / f".{source.name}.partial"
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(source, aside)
+        began = source.parent.parent
+        for name in _HISTORY:
+            if (began / name).is_dir():
+                shutil.copytree(began / name, store.directory.parent / name, dirs_exist_ok=True)
+            elif (began / name).is_file():
+                shutil.copyfile(began / name, store.directory.parent / name)
+        write_aside(mark, str(source))
         aside.rename(store.directory / source.name)
 
     # ------------------------------------------------------------------ what the arguments say
