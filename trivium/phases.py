@@ -92,6 +92,8 @@ def verdict(seconds: Mapping[str, float], total: float) -> str:
     shares = {kind: taken / total for kind, taken in sorted(spent.items(), key=lambda item: -item[1])}
     first = next(iter(shares))
     rest = [f"{BOUNDS[kind][0]} {share:.0%}" for kind, share in shares.items() if kind != first and share >= 0.005]
+    unmeasured = max(0.0, 1 - sum(shares.values()))
+    rest += [f"loading and the rest {unmeasured:.0%}"] if unmeasured >= 0.005 else []
     others = f" ({', '.join(rest)})" if rest else ""
     what, do = BOUNDS[first]
     return f"bound by {what}: {shares[first]:.0%} of the trainer's time{others}; to shorten it, {do}"

@@ -96,8 +96,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _tensor(value: Any, dtype: str) -> Any:
-    return (
-        value
-        if dtype == "str" or (isinstance(value, str) and value not in _SPECIAL)
-        else torch.tensor(_numbers(value), dtype=_DTYPES[dtype])
-    )
+    if dtype == "str" or (isinstance(value, str) and value not in _SPECIAL):
+        return value
+    return torch.tensor(_numbers(value), dtype=_DTYPES[dtype])

@@ -119,5 +119,10 @@ def test_the_verdict_names_what_takes_longest_and_what_to_do(kind: str) -> None:
     assert "\n" not in line
 
 
+def test_what_was_not_measured_is_told_and_small_shares_are_not() -> None:
+    line = verdict({"wait": 3.0, "sync": 1.0, "checkpoint": 0.01}, 10.0)
+    assert "30% of the trainer's time (weight sync 10%, loading and the rest 60%)" in line
+
+
 def test_a_run_in_which_nothing_was_measured_has_no_bound() -> None:
     assert verdict({}, 10.0) == verdict({"wait": 1.0}, 0.0) == "nothing was measured"
