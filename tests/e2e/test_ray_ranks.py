@@ -36,14 +36,14 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_com
 ) -> None:
     arguments = [
         PLAIN, "cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2", "schedule.steps=12",
-        "evaluation.every=0",
+        "evaluation.every=0", "sync.method=nccl",
     ]  # fmt: skip
     killed = 0.0
 
     def kill(run: Run) -> None:
         nonlocal killed
         run.until(lambda: run.steps >= 3)
-        # In an update: rank 0 would wait for it for ever.
+        time.sleep(0.05)  # into the step, in which the other rank waits for it
         os.kill(run.pids()["trainer-rank-1"], signal.SIGKILL)
         killed = time.monotonic()
 

@@ -365,10 +365,10 @@ def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:
     with pytest.raises(TriviumError, match=r"create_resource_pool\(\) first"):
         manager.get_resource_pool(Role.Actor)
     with pytest.raises(
-        ConfigError, match=r"the pool 'b': \[1, 2\] processes with 1 CPUs each\nfound: 2 CPUs are missing: .* has 4, of"
+        ConfigError, match=r"the pool 'b': \[1, 2\] processes with 1 CPU each\nfound: 2 CPUs missing: .* has 4, of"
     ):
         manager.create_resource_pool()
-    with pytest.raises(ConfigError, match="3 GPUs are missing: the cluster has 0"):
+    with pytest.raises(ConfigError, match="3 GPUs missing: the cluster has 0"):
         ResourcePoolManager({"a": [3]}, {Role.Actor: "a"}, device_name="cuda").create_resource_pool()
     with pytest.raises(ConfigError, match="mapped are Actor, Critic"):
         manager.get_resource_pool(Role.RefPolicy)
@@ -387,7 +387,7 @@ def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
     assert pool is manager.get_resource_pool(Role.Actor)
     assert [seat.bundle for seat in pool.seats] == [0, 0]
     late = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=0.5)
-    with pytest.raises(ConfigError, match=r"'late': .*\nfound: [\d.]+ CPUs are missing: [\d.]+ are free after 0 s"):
+    with pytest.raises(ConfigError, match=r"'late': .*\nfound: [\d.]+ CPUs missing: [\d.]+ are free after 0 s"):
         late.create_resource_pool()
     assert pool.admit() == (0.5, 0.0)
     assert pool.admit() == (0.5, 0.0)

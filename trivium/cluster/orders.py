@@ -49,15 +49,16 @@ class Ends:
     buffer: Any
     namespace: str
 
-    def synchronizer(self, stage: Stage, role: str) -> Synchronizer:
-        """This role's view of the board."""
-        table: Any = Proxy(self.hub, SYNCHRONIZER, role)
+    def synchronizer(self, stage: Stage, caller: str) -> Synchronizer:
+        """The view of the board that `caller` has."""
+        table: Any = Proxy(self.hub, SYNCHRONIZER, caller)
         return build_synchronizer(stage.config, SharedBoard(table))
 
-    def meeting(self, stage: Stage, role: str) -> Meeting:
-        """This role's own ends."""
-        synchronizer, hub = self.synchronizer(stage, role), Proxy(self.hub, SYNCHRONIZER, role)
-        buffer: Any = Proxy(self.buffer, BUFFER, role)
+    def meeting(self, stage: Stage, role: str, caller: str | None = None) -> Meeting:
+        """The ends of a role. `caller` tells the processes of one role apart; no two may have the same."""
+        caller = caller or role
+        synchronizer, hub = self.synchronizer(stage, caller), Proxy(self.hub, SYNCHRONIZER, caller)
+        buffer: Any = Proxy(self.buffer, BUFFER, caller)
         if getattr(resolve("channels", stage.config.sync.method), "local", False):
             return Meeting(buffer, synchronizer, ObjectStoreChannel(hub, keep=kept_versions(stage.config)))
         return Meeting(buffer, synchronizer, build_channel(stage, synchronizer, role))

@@ -187,12 +187,16 @@ def _still_waiting(pool: ResourcePool) -> TriviumError:
 
 
 def _missing(pool: ResourcePool, kind: str, number: float, found: str) -> TriviumError:
-    each = f"{pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool.gpus else f"{pool.cpus:g} CPUs"
+    each = " and ".join(_count(amount, of) for amount, of in ((pool.gpus, "GPU"), (pool.cpus, "CPU")) if amount)
     return ConfigError(
         f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {each} each",
-        f"{number:g} {kind}s are missing: {found}",
+        f"{_count(number, kind)} missing: {found}",
         "ask for fewer processes, or wait for, or add, machines (`ray status` shows who uses what)",
     )
+
+
+def _count(number: float, kind: str) -> str:
+    return f"{number:g} {kind}" if number == 1 else f"{number:g} {kind}s"
 
 
 class ResourcePoolManager:

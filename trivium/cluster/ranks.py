@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,7 +27,10 @@ class TrainWorker(Worker):
     def __init__(self, order: Order, ends: Ends) -> None:
         """The first rank offers the weights: they never come to the driver."""
         stage = order.stage()
-        channel = ends.meeting(stage, TRAINER).channel if self.rank == 0 else None
+        meeting = ends.meeting(stage, TRAINER, f"{TRAINER}-rank-0") if self.rank == 0 else None
+        self._to_meet = meeting.synchronizer if meeting is not None else None
+        """Until it has been told who the trainer of this run is; where this rank offers the weights."""
+        channel = meeting.channel if meeting is not None else None
         engine: Any = build_rank_engine(stage, algorithm_of(stage.config), channel)
         self._verbs = RankVerbs(engine)
         ranks = engine.ranks
@@ -35,6 +39,9 @@ class TrainWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def everywhere(self, method: str, args: tuple[Any, ...]) -> Any:
         """Does it; what came of it, on the first rank."""
+        if method == "sync_weight" and self._to_meet is not None:
+            asyncio.run(self._to_meet.meet(TRAINER))
+            self._to_meet = None
         answer = getattr(self._verbs, method)(*args)
         return answer if self.rank == 0 else None
 

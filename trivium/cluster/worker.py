@@ -129,6 +129,7 @@ class Rank(Process):
 
     def __init__(self, name: str, run_dir: Path | None, threads: int) -> None:
         super().__init__(name, run_dir, threads)
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # methods have a thread of their own to wait in
         self._thread = ThreadPoolExecutor(1, "rank")
         self._roles: dict[str, Worker] = {}
         self._numbers: dict[str, int] = {}
