@@ -71,7 +71,9 @@ def config(algorithm: str, folder: Path, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_trainer(algorithm: str, folder: Path, *, steps: int, workers: int = 1, **beside: Any) -> RayPPOTrainer:
+def make_trainer(
+    algorithm: str, folder: Path, *, steps: int, workers: int = 1, kind: Any = RayPPOTrainer, **beside: Any
+) -> RayPPOTrainer:
     """A trainer over `workers` processes; what `beside` says goes before what is said here."""
     if not (folder / "train.parquet").is_file():
         write_data(folder)
@@ -90,7 +92,7 @@ def make_trainer(algorithm: str, folder: Path, *, steps: int, workers: int = 1, 
         "reward_fn": compute_score,
         "device_name": "cpu",
     }
-    return RayPPOTrainer(**(said | beside))
+    return kind(**(said | beside))
 
 
 def main() -> None:

@@ -59,7 +59,9 @@ def small(example: Any, kind: str, folder: Path, steps: int, **more: Any) -> dic
     short = {
         "data": {"train_batch_size": 8},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 4}, "rollout": {"n": 2}},
-        "trainer": {"test_freq": 2, "save_freq": 1, "logger": [], "max_actor_ckpt_to_keep": 2},
+        "trainer": {
+            "test_freq": 2, "save_freq": 1, "logger": [], "max_actor_ckpt_to_keep": 2, "log_val_generations": 2
+        },
     }  # fmt: skip
     return merged(merged(example.config(kind, folder, steps), short), more)
 
@@ -111,31 +113,27 @@ class Overriding(RayPPOTrainer):
         return steps
 
 
-def test_ppo_on_two_ranks_calls_the_users_classes_and_resumes(example: Any, connected: None, tmp_path: Path) -> None:
+def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
+    example: Any, connected: None, tmp_path: Path
+) -> None:
     """PPO with critic, reference and an adaptive KL in the reward; another object goes on from the checkpoint."""
     kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.5, "horizon": 20}}
-    beside = {
-        **roles(ActorRolloutRef=NotingActor, Critic=NotingCritic), **pools(2, "ActorRolloutRef", "Critic"),
-        "train_sampler": torch.utils.data.RandomSampler(range(80)),  # pyright: ignore[reportArgumentType]
-    }  # fmt: skip
 
-    def trainer(steps: int) -> Overriding:
-        made = example.make_trainer(
-            "ppo", tmp_path, steps=steps, config=small(example, "ppo", tmp_path, steps, algorithm=kl), **beside
-        )
-        return Overriding(**{
-            name: getattr(made, name)
-            for name in ("config", "tokenizer", "role_worker_mapping", "reward_fn", "train_sampler", "device_name")
-        }, **pools(2, "ActorRolloutRef", "Critic"))  # fmt: skip
+    def trainer(steps: int, workers: int) -> Overriding:
+        return example.make_trainer(
+            "ppo", tmp_path, steps=steps, kind=Overriding, config=small(example, "ppo", tmp_path, steps, algorithm=kl),
+            train_sampler=torch.utils.data.RandomSampler(range(80)),  # pyright: ignore[reportArgumentType]
+            **roles(ActorRolloutRef=NotingActor, Critic=NotingCritic), **pools(workers, "ActorRolloutRef", "Critic"),
+        )  # fmt: skip
 
     example.write_data(tmp_path)
-    first = trainer(2)
+    first = trainer(2, workers=2)
     fitted(first)
     assert first.seen == ["load 0", "validate 0", "save 1", "validate 2", "save 2"]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").read_text())
     order = json.loads((tmp_path / "run" / "order" / "epoch-000000.json").read_text())
 
-    second = trainer(3)
+    second = trainer(3, workers=1)
     summary = fitted(second)
     assert second.seen == ["load 2", "validate 3", "save 3"]
     assert summary["steps"] == 3
@@ -148,9 +146,9 @@ def test_ppo_on_two_ranks_calls_the_users_classes_and_resumes(example: Any, conn
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step"))
     assert kept == ["step-000002", "step-000003"]
 
-    for rank in (0, 1):
+    for rank, last in (("0", "2"), ("1", "1")):
         actor, critic = calls(tmp_path, f"actor_rollout_ref-{rank}"), calls(tmp_path, f"critic-{rank}")
-        assert actor.count("update_actor 2") == critic.count("update_critic 2") == 2  # mini-batches
+        assert actor.count(f"update_actor {last}") == critic.count(f"update_critic {last}") == 2  # mini-batches
         assert "compute_log_prob old 8" in actor  # half of 8 prompts' 16 replies
         assert "compute_ref_log_prob" in actor
         assert "compute_values" in critic
@@ -171,6 +169,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     try:
         assert trainer.fit()["steps"] == 3
         assert trainer.fit()["steps"] == 3  # nothing is left to do
+        validated = trainer._validate_alone()
     finally:
         trainer.shutdown()
     policies = [folder / "run" / "checkpoints" / "step-000003" / "policy" for folder in (whole, taken_up)]
@@ -182,6 +181,12 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
         for folder in (whole, taken_up)
     )
     assert told == retold
+    (last,) = [row for row in told if row["step"] == 3 and "eval/val/accuracy" in row]
+    assert {"step": 3, **validated} == last
+    table = taken_up / "run" / "tables" / "val_generations.jsonl"
+    shown = [json.loads(line) for line in table.read_text().splitlines()]
+    assert [row["step"] for row in shown] == [0, 0, 2, 2, 3, 3]
+    assert [row["input"] for row in shown[:2]] == [row["input"] for row in shown[4:]]
     (taken_up / "run" / "taken_up.txt").unlink()
     with pytest.raises(RunDirError, match="checkpoints up to step 3"):
         trainer._take_up()

@@ -218,4 +218,4 @@ def test_the_nearest_entry_above_speaks_for_a_key() -> None:
 def test_the_documentation_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
     missing = [key for key, text in table_rows() if f"| `{key}` | {text} |" not in page]
-    assert missing == [], "run tools/generate_docs.py"
+    assert missing == [], "the table at its end is keys.table_rows()"

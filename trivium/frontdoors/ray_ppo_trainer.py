@@ -142,6 +142,7 @@ class RayPPOTrainer:
         self._views: dict[Role, Any] = {}
         self._groups: list[Any] = []
         self._trainer: _DoorTrainer | None = None
+        self._monitor: Monitor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._validating: tuple[asyncio.AbstractEventLoop, Validator, int] | None = None
         self._build_renderer()
@@ -242,9 +243,11 @@ class RayPPOTrainer:
         def played(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
             return self._play(stage, store, resume, monitor, record, board)
 
+        self._monitor = monitor
         try:
             yield played
         finally:
+            self._monitor = None
             monitor.close()
 
     def _play(
@@ -308,10 +311,10 @@ class RayPPOTrainer:
     def _show_generations(self, version: int, samples: list[dict[str, Any]]) -> None:
         """A table of some samples of a validation, the same ones every time."""
         most = self._get("trainer.log_val_generations")
-        if most and self._trainer is not None:
+        if most and self._monitor is not None:
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
             chosen = permutation(len(ordered), "val_generations")[:most]
-            self._trainer.monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])
+            self._monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])
 
     def _train_engine(self, stage: Stage, algorithm: Any, channel: WeightChannel) -> TrainEngine:
         """The engine over the workers, as far as it had come."""
@@ -562,8 +565,9 @@ def _device(name: str | None, config: Any) -> str:
         name = getattr(config.train, "device", "auto")
     if name in (None, "auto"):
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    name = name.partition(":")[0]  # a worker finds its own among those that Ray gives it
+    if name not in ("cpu", "cuda"):
         raise ConfigError(f"device_name {name!r}", "training is built for cpu and cuda", "say one of the two")
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device_name {name!r}", "no GPU that torch can use", "say device_name='cpu'")
     return name

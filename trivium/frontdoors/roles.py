@@ -62,10 +62,12 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
 
 
 def role_name(role: Role, needs: Needs) -> str:
-    """What a worker is told that it is: an actor that is not asked for a reference does not load one."""
-    if role is Role.ActorRolloutRef and (not needs.reference or needs.reference_in_actor):
-        return str(Role.ActorRollout)
-    return str(role)
+    """What a worker is told that it is. The actor holds a reference where one is needed and it is mapped to that, or
+    where its own adapter can be switched off."""
+    if role not in _ACTORS:
+        return str(role)
+    holds = needs.reference and (needs.reference_in_actor or role is Role.ActorRolloutRef)
+    return str(Role.ActorRolloutRef if holds else Role.ActorRollout)
 
 
 def start_groups(
