@@ -294,10 +294,12 @@ declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
 declare(
-    "val-core/*", "RayPPOTrainer's validation: `<data source>/<variable>/<statistic>` of the samples of a task, at the "
-    "most samples: mean@N, and best@N and maj@N over all choices of N", better="up",
+    "val-core/*", "validation by RayPPOTrainer: `<data source>/<variable>/<statistic>` of the samples of a task, at "
+    "the most samples: mean@N, and best@N and maj@N over all choices of N", better="up",
 )  # fmt: skip
-declare("val-aux/*", "the other statistics and variables of RayPPOTrainer's validation, and the turns of its samples")
+declare(
+    "val-aux/*", "the other statistics and variables of a validation by RayPPOTrainer, and the turns of its samples"
+)
 
 # Clock and machine: never part of what two runs must agree on.
 declare("time/step", "a train step, from asking for groups to its row", unit="s", aggregation="sum")
