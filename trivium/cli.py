@@ -16,8 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.config import RunConfig, plan_run, refuse_too_large, usable_cores
+from trivium.config import RunConfig, usable_cores
 from trivium.errors import ConfigError, TriviumError, first_cause
+from trivium.plan import plan_run, refuse_too_large
 
 app = typer.Typer(
     help="Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster.",

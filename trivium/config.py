@@ -1,4 +1,4 @@
-"""What the user says: one frozen RunConfig from YAML, every problem reported at once, and the plan that follows.
+"""What the user says: one frozen RunConfig from YAML, every problem reported at once.
 
 Language: `extends: base.yaml` and `a.b=c`. A plugin section names its class by `kind`; that class owns the section's
 fields. The string under a field is its help. `free()` marks a field that a resumed run may change.
@@ -7,8 +7,6 @@ fields. The string under a field is its help. `free()` marks a field that a resu
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,20 +15,19 @@ from typing import Annotated, Any, Literal, Self, TypeGuard, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
-from pydantic.fields import FieldInfo
 
+from trivium.checks import CHECKS, SETTLED
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
-from trivium.memory import BatchPlan, Machine, plan_batch, plan_memory, refuse_what_cannot_fit
 from trivium.registry import CATALOGUE, resolve, suggest
 from trivium.save_monitor import SaveStrategy
-from trivium.synchronizer import TRAINER, SyncStyle
-from trivium.types import SERVED, Sampling
+from trivium.synchronizer import SyncStyle
+from trivium.types import Sampling
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
 """The folder that relative paths of the config being validated start from."""
 
 
-def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
+def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping)
 
 
@@ -109,7 +106,7 @@ def plugin(room: str, base: type[Plugin] = Plugin, default_kind: str | None = No
             return data
         if isinstance(data, str):
             data = {"kind": data}
-        if not _is_mapping(data):
+        if not is_mapping(data):
             raise ValueError(f"expected a mapping with `kind`, found {type(data).__name__}")
         said: dict[str, Any] = dict(data)
         kind = said.setdefault("kind", default_kind)
@@ -462,9 +459,6 @@ class ServeSection(Config):
     """A conversation without feedback for so long is forgotten, and counted as dropped."""
 
 
-SETTLED = "in a deterministic run that is ahead of its trainer"
-"""How problems speak of a run whose `slots_are_settled`."""
-
 _RunConfigT = TypeVar("_RunConfigT", bound="RunConfig")
 Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_kind="hf"))]
 Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
@@ -567,7 +561,7 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     result = copy.deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
-        if _is_mapping(value) and _is_mapping(old):
+        if is_mapping(value) and is_mapping(old):
             new_kind = "kind" in value and "kind" in old and value["kind"] != old["kind"]
             result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
         else:
@@ -599,7 +593,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "mend the file") from error
-    if not _is_mapping(data):
+    if not is_mapping(data):
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
     said = dict(data)
     parent = said.pop("extends", None)
@@ -628,7 +622,7 @@ def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConf
     try:
         config = cls.model_validate(data)
     except ValidationError as error:
-        return None, list(_flatten(error, cls, ""))
+        return None, list(flatten(error, cls, ""))
     problems: list[Problem] = []
     base = config.model_dump(exclude={"stages"}, exclude_unset=True)
     resolved: list[dict[str, Any]] = []
@@ -642,7 +636,7 @@ def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConf
         try:
             staged = cls.model_validate(merged(base, stage))
         except ValidationError as error:
-            problems += _flatten(error, cls, f"stages[{number}]")
+            problems += flatten(error, cls, f"stages[{number}]")
             continue
         problems += check(staged, f"stages[{number}].")
         said = staged.model_dump(mode="json", exclude_unset=True)
@@ -652,13 +646,13 @@ def _validate(cls: type[_RunConfigT], data: Mapping[str, Any]) -> tuple[_RunConf
     return config.model_copy(update={"stages": tuple(resolved)}), problems
 
 
-def _flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
+def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
     """Pydantic's errors as problems, nested sections included, with the nearest valid name for unknown keys."""
     for item in error.errors(include_url=False):
         where = _dotted(prefix, item["loc"])
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, _Nested) and isinstance(cause.error, ValidationError):
-            yield from _flatten(cause.error, cause.owner or owner, where)
+            yield from flatten(cause.error, cause.owner or owner, where)
         elif isinstance(cause, _Nested) and isinstance(cause.error, TriviumError):
             yield Problem(where, cause.error.asked, cause.error.found, cause.error.do)
         elif item["type"] == "extra_forbidden":
@@ -696,7 +690,7 @@ def _section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseMo
 
 def check(config: RunConfig, prefix: str = "") -> list[Problem]:
     """Everything about the sections' company that cannot work; empty when the config can run."""
-    problems = [problem for look in _CHECKS for problem in look(config)]
+    problems = [problem for look in CHECKS for problem in look(config)]
     for where, section in _sections(config):
         problems += section.problems(config, where)
     return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
@@ -707,406 +701,12 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Config]]:
         value = getattr(config, name)
         if isinstance(value, Config):
             yield name, value
-        elif _is_mapping(value):
+        elif is_mapping(value):
             yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))
         elif isinstance(value, tuple):
             yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def _check_schedule(config: RunConfig) -> Iterator[Problem]:
-    schedule, sync = config.schedule, config.sync
-    if schedule.max_staleness is not None and schedule.max_staleness != config.max_staleness:
-        yield Problem(
-            "sync.offset", f"max_staleness {schedule.max_staleness} and offset {sync.offset}",
-            f"interval - 1 + offset is {config.max_staleness}", "say one of the two",
-        )  # fmt: skip
-    if config.max_staleness < sync.interval - 1:
-        yield Problem(
-            "schedule.max_staleness", f"{config.max_staleness} with sync.interval {sync.interval}",
-            "the explorer would wait for weights that are only published after groups it may not play",
-            f"set schedule.max_staleness to at least {sync.interval - 1}",
-        )  # fmt: skip
-    if schedule.deterministic and sync.style is not SyncStyle.FIXED:
-        yield Problem(
-            "sync.style", f"the style {sync.style} in a deterministic run",
-            "when weights travel would follow who is faster, and with it which version plays a group",
-            "use style fixed, or leave schedule.deterministic out",
-        )  # fmt: skip
-    if schedule.curriculum is not None and not schedule.shuffle:
-        yield Problem(
-            "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
-        )
-    if "train" not in config.tasks:
-        yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
-
-
-def _check_channel(config: RunConfig) -> Iterator[Problem]:
-    """Separate commands need a buffer and a channel that both reach; the channel says what it can do."""
-    sync, mode, buffer = config.sync, config.run.mode, resolve("buffers", config.buffer.kind)
-    shared = hasattr(buffer, "open_board")
-    if mode in ("explore", "train") and getattr(buffer, "explored", True) and not shared:
-        yield Problem(
-            "buffer.kind", f"run.mode {mode!r} over a buffer of kind {config.buffer.kind!r}",
-            "no other process reaches it: the two halves would never meet", "use buffer.kind: sql, or run.mode: both",
-        )  # fmt: skip
-    try:
-        channel = resolve("channels", sync.method)
-    except TriviumError as error:
-        yield Problem("sync.method", f"the method {sync.method!r}", error.found, error.do)
-        return
-    if shared and mode in ("explore", "train", "serve") and getattr(channel, "local", False):
-        yield Problem(
-            "sync.method", f"{sync.method!r} with run.mode {mode!r} over a shared buffer",
-            "trainer and explorers are separate commands, and it carries weights within one process",
-            "use checkpoint (a directory that all see) or nccl (a broadcast)",
-        )  # fmt: skip
-    together = config.cluster.kind == "local" and (mode == "both" or (mode == "serve" and not shared))
-    if together and getattr(channel, "collective", False):
-        yield Problem(
-            "sync.method", f"{sync.method!r} where trainer and explorer are one process",
-            "a broadcast needs processes on both ends", "use memory",
-        )  # fmt: skip
-    if config.slots_are_settled and getattr(channel, "collective", False):
-        yield Problem(
-            "sync.method", f"{sync.method!r} {SETTLED}",
-            "a resumed run plays slots with earlier versions, and of what was broadcast nothing is kept",
-            "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
-        )  # fmt: skip
-    if sync.dir is not None and not getattr(channel, "in_directory", True):
-        yield Problem(
-            "sync.dir", f"sync.dir with sync.method {sync.method!r}", "it keeps no files, so the key has no effect",
-            "use sync.method: checkpoint, or leave the key out",
-        )  # fmt: skip
-
-
-def _check_sampling(config: RunConfig) -> Iterator[Problem]:
-    sampling = config.engine.sampling
-    for name in sampling.changes_distribution():
-        yield Problem(
-            f"engine.sampling.{name}", f"{name} = {getattr(sampling, name)} in training",
-            "it changes the sampled distribution, and the trainer does not replay it",
-            "leave it out here; evaluation.sampling may use it",
-        )  # fmt: skip
-    if sampling.temperature == 0:
-        yield Problem(
-            "engine.sampling.temperature", "greedy sampling in training",
-            "every member of a group would be the same reply", "use a temperature above 0",
-        )  # fmt: skip
-
-
-def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    evaluation, best = config.evaluation, config.checkpoint.keep_best
-    measured = [f"eval/{evaluation.taskset}/{name}" for name in ("accuracy", "reward", "response_tokens")]
-    if best is not None and best not in measured:
-        yield Problem(
-            "checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", suggest(best, measured)
-        )
-    if evaluation.taskset is None:
-        for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
-            yield Problem(
-                f"evaluation.{name}", f"evaluation.{name} without evaluation.taskset",
-                "nothing is evaluated, so the key has no effect", "name a taskset, or leave the key out",
-            )  # fmt: skip
-        return
-    if evaluation.taskset not in config.tasks:
-        known = suggest(evaluation.taskset, config.tasks)
-        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", known)
-    for k in evaluation.k:
-        if not 1 <= k <= evaluation.samples:
-            yield Problem(
-                "evaluation.k", f"pass@{k}", f"{evaluation.samples} sample(s) per task", "use 1 <= k <= samples"
-            )
-    if evaluation.sampling.temperature == 0 and evaluation.samples > 1:
-        yield Problem(
-            "evaluation.samples", f"{evaluation.samples} greedy samples", "they would all be the same",
-            "use samples: 1, or a temperature",
-        )  # fmt: skip
-    if evaluation.every % config.sync.interval:
-        yield Problem(
-            "evaluation.every", f"evaluation every {evaluation.every} steps",
-            f"weights are published every {config.sync.interval} steps, so others would be evaluated",
-            "make it a multiple of sync.interval",
-        )  # fmt: skip
-
-
-def _check_rewards(config: RunConfig) -> Iterator[Problem]:
-    """A workflow class may say that playing earns nothing (`earns = False`): then somebody else must judge.
-
-    An algorithm may not ask what a reply was worth; an evaluation always does.
-    """
-    judged_later = getattr(resolve("sample_strategies", config.buffer.strategy.kind), "judges", False)
-    if config.rewards or judged_later or getattr(resolve("workflows", config.workflow.kind), "earns", True):
-        return
-    explored = getattr(resolve("buffers", config.buffer.kind), "explored", False)
-    played = explored and config.algorithm.reads_rewards and not _served(config)
-    if played or config.evaluation.taskset is not None:
-        yield Problem(
-            "rewards", f"a reward for what is {'played' if played else 'evaluated'}",
-            f"none, and the workflow {config.workflow.kind!r} earns nothing",
-            "name a reward, for example rewards: [exact]",
-        )  # fmt: skip
-
-
-def _served(config: RunConfig) -> bool:
-    """Whether agents bring the tasks, and judge how they were played."""
-    return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
-
-
-def _check_serving(config: RunConfig) -> Iterator[Problem]:
-    """Agents come over HTTP with their own tasks, when they like."""
-    mode, explored = config.run.mode, getattr(resolve("buffers", config.buffer.kind), "explored", False)
-    for name, tasks in config.tasks.items():
-        if tasks.kind == SERVED and (name != "train" or not explored or mode in ("both", "explore")):
-            yield Problem(
-                f"tasks.{name}", f"{SERVED!r} tasks: those that agents bring",
-                f"here run.mode {mode!r} plays or reads tasks itself",
-                "say it of `train` alone, with run.mode: serve (and `train` over a shared buffer), or name tasks",
-            )  # fmt: skip
-    played = config.evaluation.taskset
-    if played is not None and played in config.tasks and config.tasks[played].kind == SERVED:
-        yield Problem(
-            "evaluation.taskset", f"an evaluation on {played!r}", "its tasks come with agents: there is none to play",
-            "name a taskset that has tasks of its own",
-        )  # fmt: skip
-    if mode != "serve":
-        return
-    if config.schedule.deterministic:
-        yield Problem(
-            "schedule.deterministic", "a deterministic run that serves agents",
-            "which task comes when is their affair, no function of the run's seeds",
-            "leave it out; max_staleness: 0 still trains groups in the order in which they were begun",
-        )  # fmt: skip
-    if config.cluster.kind != "local":
-        yield Problem(
-            "cluster.kind", f"run.mode serve on {config.cluster.kind}", "the endpoint lives in the command's process",
-            "use cluster.kind: local; any number of serve commands may share a buffer",
-        )  # fmt: skip
-
-
-def _check_cluster(config: RunConfig) -> Iterator[Problem]:
-    """On Ray one command plays both halves; in one process there is one of each."""
-    cluster, mode = config.cluster, config.run.mode
-    if config.run.explorer == TRAINER:
-        yield Problem(
-            "run.explorer", f"an explorer named {TRAINER!r}", "that is the trainer's name", "choose another one"
-        )
-    if cluster.kind == "ray" and mode in ("explore", "train"):
-        yield Problem(
-            "run.mode", f"{mode!r} on Ray", "on a cluster one command starts explorers and trainer",
-            "use run.mode: both, or cluster.kind: local for commands that meet in a shared buffer",
-        )  # fmt: skip
-    for name in ("address", "explorers", "engines", "ranks", "max_restarts"):
-        if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
-            yield Problem(
-                f"cluster.{name}", f"cluster.{name} without a cluster", "all roles are one process, one of each",
-                "set cluster.kind to ray, or leave the key out",
-            )  # fmt: skip
-    if cluster.kind == "ray" and config.run.explorer:
-        yield Problem(
-            "run.explorer", f"an explorer named {config.run.explorer!r}", "on Ray they are named explorer-0, -1, ...",
-            "leave the key out",
-        )  # fmt: skip
-
-
-def _check_replaced(config: RunConfig) -> Iterator[Problem]:
-    """What would make it depend on timing who plays what, and with which weights."""
-    schedule, workflow = config.schedule, config.workflow
-    if workflow.min_members > schedule.group_size:
-        yield Problem(
-            "workflow.min_members", f"groups with at least {workflow.min_members} living members",
-            f"schedule.group_size is {schedule.group_size}, so every group would be dropped", "lower it",
-        )  # fmt: skip
-    if workflow.min_members > 1 and workflow.max_failed_fraction == 1:
-        yield Problem(
-            "workflow.max_failed_fraction", "1 with workflow.min_members",
-            "dropped groups would be replaced for ever, and nothing would end the run", "set it below 1",
-        )  # fmt: skip
-    if workflow.min_members > 1 and config.slots_are_settled:
-        yield Problem(
-            "workflow.min_members", f"dropped groups replaced {SETTLED}",
-            "which version plays a slot would depend on what is dropped before it",
-            "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
-        )  # fmt: skip
-    if schedule.over_rollout and schedule.deterministic:
-        yield Problem(
-            "schedule.over_rollout", "more groups than a step needs in a deterministic run",
-            "which of them are trained on depends on timing", "leave one of the keys out",
-        )  # fmt: skip
-
-
-def _check_in_flight(config: RunConfig) -> Iterator[Problem]:
-    if config.sync.in_flight == "finish":
-        return
-    if config.schedule.deterministic:
-        yield Problem(
-            "sync.in_flight", "weights that change in mid-reply in a deterministic run",
-            "which token is sampled by which version depends on timing", "leave one of the keys out",
-        )  # fmt: skip
-    if not getattr(resolve("engines", config.engine.kind), "updates_in_flight", False):
-        yield Problem(
-            "sync.in_flight", "weights that change in mid-reply",
-            f"engine.kind {config.engine.kind!r} does not offer it", "set sync.in_flight to finish",
-        )  # fmt: skip
-
-
-_CHECKS = (
-    _check_schedule,
-    _check_channel,
-    _check_replaced,
-    _check_in_flight,
-    _check_sampling,
-    _check_evaluation,
-    _check_rewards,
-    _check_serving,
-    _check_cluster,
-)
-
-
-# --------------------------------------------------------------------------- what follows
-
-
-class StagePlan(Config):
-    """The arithmetic of one stage."""
-
-    first_step: int
-    last_step: int
-    groups_per_step: int
-    played_groups_per_step: int
-    trajectories_per_step: int
-    max_response_tokens_per_step: int
-    max_staleness: int
-    weights: str
-    slots: int
-    algorithm: dict[str, str]
-    """What the algorithm takes from the rest of the config."""
-    batch: BatchPlan
-    """What a train step is cut into."""
-    memory: dict[str, Any] | None
-    """An estimate, where the model tells its size."""
-
-
-class Plan(Config):
-    """What follows from a config and a machine; printed, saved, never written to."""
-
-    stages: tuple[StagePlan, ...]
-    total_steps: int
-    threads: int
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=1000)
-
-
 def usable_cores() -> int:
     """The cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
-    """The batch arithmetic of every stage and the memory it wants, with that many cores and training ranks."""
-    machine = machine or Machine()
-    stages: list[StagePlan] = []
-    step = 0
-    for stage in config.stage_configs():
-        schedule = stage.schedule
-        played = schedule.groups_per_step - stage.buffer.strategy.others(schedule.groups_per_step)
-        batch = plan_batch(stage, ranks)
-        memory = plan_memory(stage, batch, machine)
-        stages.append(
-            StagePlan(
-                first_step=step + 1,
-                last_step=step + schedule.steps,
-                groups_per_step=schedule.groups_per_step,
-                played_groups_per_step=played,
-                trajectories_per_step=played * schedule.group_size,
-                max_response_tokens_per_step=played * schedule.group_size * stage.engine.sampling.max_new_tokens,
-                max_staleness=stage.max_staleness,
-                weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
-                slots=schedule.steps * played,
-                algorithm=stage.algorithm.describe(stage),
-                batch=batch,
-                memory=None if memory is None else memory.summary(machine),
-            )
-        )
-        step += schedule.steps
-    return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
-
-
-def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
-    """Raises ConfigError for a stage that cannot fit the machine. A cluster that runs already is not measured here."""
-    if config.cluster.address is not None:
-        return
-    stages = config.stage_configs()
-    for number, stage in enumerate(stages):
-        memory = plan_memory(stage, plan_batch(stage, ranks), machine)
-        if memory is not None:
-            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if len(stages) > 1 else "")
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The config in full, defaults included, as it is saved in the run directory."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def fingerprint(config: RunConfig) -> str:
-    """A digest of what separate commands of one run must agree on: what a resumed run may not change, and its length.
-
-    Paths count by their last part, for they differ between machines; the address of a buffer does not count at all.
-    """
-    stages = [(_lasting(stage), stage.schedule.steps) for stage in config.stage_configs()]
-    return hashlib.blake2b(json.dumps(stages, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _lasting(value: Any) -> Any:
-    """The fields that a resumed run may not change, as JSON values."""
-    if isinstance(value, BaseModel):
-        fields = {
-            name: getattr(value, name) for name, field in type(value).model_fields.items()
-            if not _is_free(field) and not (isinstance(value, BufferConfig) and name == "url")
-        }  # fmt: skip
-        return _lasting(fields)
-    if _is_mapping(value):
-        return {str(key): _lasting(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_lasting(part) for part in value]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, str) and os.path.isabs(value):
-        return Path(value).name
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _is_free(field: FieldInfo) -> bool:
-    return _is_mapping(field.json_schema_extra) and field.json_schema_extra.get("resume") == "free"
-
-
-def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
-    """The fields that a resumed run may not change and that differ from the saved config.
-
-    Stages are compared one by one as the configs they stand for; the last one may also change its length.
-    """
-    try:
-        before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
-    except ValidationError as error:  # the saved one: `config` itself is valid
-        return list(_flatten(error, type(config), "the saved config"))
-    if len(before) != len(now):
-        return [Problem("stages", f"{len(now)} stage(s)", f"the run began with {len(before)}", "start another run.dir")]
-    problems: dict[Problem, None] = {}
-    for number, (old, new) in enumerate(zip(before[:-1], now[:-1], strict=True)):
-        if old.schedule.steps != new.schedule.steps:  # the next stage began from the last step of this one
-            where = f"stages[{number}].schedule.steps"
-            problems |= dict.fromkeys(_differences(old.schedule.steps, new.schedule.steps, None, where))
-    for old, new in zip(before, now, strict=True):
-        problems |= dict.fromkeys(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, ""))
-    return list(problems)
-
-
-def _differences(old: Any, new: Any, section: Any, where: str) -> Iterator[Problem]:
-    if isinstance(section, BaseModel) and _is_mapping(old) and _is_mapping(new):
-        for name, field in type(section).model_fields.items():
-            if _is_free(field):
-                continue
-            path = f"{where}.{name}" if where else name
-            yield from _differences(old.get(name), new.get(name), getattr(section, name), path)
-    elif _is_mapping(section) and _is_mapping(old) and _is_mapping(new) and set(old) == set(new):
-        for key, value in section.items():
-            yield from _differences(old[key], new[key], value, f"{where}.{key}")
-    elif old != new:
-        yield Problem(where, f"{new!r}", f"the run began with {old!r}", "start another run.dir, or put the value back")

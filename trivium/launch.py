@@ -35,13 +35,15 @@ from trivium.assemble import (
 )  # fmt: skip
 from trivium.checkpoint import Checkpoint, CheckpointStore, write_aside
 from trivium.checkpoint import export as export_checkpoint
-from trivium.config import RunConfig, build, fingerprint, plan_run, resume_differences, to_yaml, usable_cores
+from trivium.config import RunConfig, build, usable_cores
 from trivium.errors import ConfigError, RunDirError
 from trivium.logs import logging_to
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
 from trivium.phases import verdict
+from trivium.plan import plan_run
 from trivium.protocols import Monitor
+from trivium.sameness import fingerprint, resume_differences, to_yaml
 from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, this_rank

@@ -15,15 +15,13 @@ from pydantic import ValidationError
 from trivium.config import (
     RunConfig,
     check,
-    fingerprint,
     merged,
     parse_override,
-    plan_run,
     read_yaml,
-    resume_differences,
-    to_yaml,
 )
 from trivium.errors import ConfigError
+from trivium.plan import plan_run
+from trivium.sameness import fingerprint, resume_differences, to_yaml
 
 PARTS = """
 from pydantic import Field

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, catalogue
-from trivium.config import RunConfig, plan_run
+from trivium.config import RunConfig
 from trivium.errors import ConfigError
+from trivium.plan import plan_run
 
 NAMED = catalogue("corrections")
 

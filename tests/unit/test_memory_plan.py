@@ -23,9 +23,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from trivium.cli import app
-from trivium.config import RunConfig, plan_run, refuse_too_large
+from trivium.config import RunConfig
 from trivium.errors import ConfigError, DataError
 from trivium.memory import MIB, Machine, adapter_parameters, engine_memory, host_memory, memory_plan
+from trivium.plan import plan_run, refuse_too_large
 from trivium.shape import read_shape, shape_of
 from trivium.text.tiny import TinyModel
 from trivium.training.device import machine

@@ -22,8 +22,9 @@ from trivium.algorithms import build_algorithm
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.replay import Replay, _Kept
 from trivium.buffers.strategies import Mix, StalenessControl, interleaved
-from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plan_run, plugin
+from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plugin
 from trivium.errors import ConfigError
+from trivium.plan import plan_run
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer

@@ -44,7 +44,8 @@ from trivium.algorithms.registered import (
 )
 from trivium.algorithms.shaping import Moments, Shaping
 from trivium.algorithms.teacher import TeacherConfig, teacher_problems
-from trivium.config import SETTLED, Plugin, RunConfig
+from trivium.checks import SETTLED
+from trivium.config import Plugin, RunConfig
 from trivium.errors import Problem
 from trivium.registry import resolve
 

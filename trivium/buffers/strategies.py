@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import Field
 
 from trivium.buffers.files import FileBuffer
-from trivium.config import SETTLED, RunConfig, StrategyConfig
+from trivium.checks import SETTLED
+from trivium.config import RunConfig, StrategyConfig
 from trivium.errors import Problem
 from trivium.protocols import Buffer, Renderer, TaskSource
 from trivium.registry import resolve, suggest

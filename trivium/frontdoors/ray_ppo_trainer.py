@@ -34,7 +34,7 @@ from trivium.cluster.orders import Order
 from trivium.cluster.pools import ResourcePoolManager, Role
 from trivium.cluster.worker_group import RayWorkerGroup
 from trivium.cluster.workers import RoleTrainEngine, WorkerChannel, WorkerConfig, WorkerRolloutEngine, rm_scores
-from trivium.config import RunConfig, build, fingerprint, usable_cores
+from trivium.config import RunConfig, build, usable_cores
 from trivium.errors import ConfigError, RunDirError, TriviumError, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
@@ -50,6 +50,7 @@ from trivium.logs import logging_to
 from trivium.loops import Parts
 from trivium.protocols import Monitor, Renderer, TrainEngine, WeightChannel
 from trivium.randomness import permutation
+from trivium.sameness import fingerprint
 from trivium.sealing import MANIFEST
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
