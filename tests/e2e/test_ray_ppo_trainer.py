@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from trivium.config import RunConfig, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import VALUE_HEAD, ScoreModel
+from trivium.types import Group, StopReason, Trajectory, Turn
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -284,3 +286,19 @@ def test_a_run_config_is_taken_as_it_is(example: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     assert given.run_config.rewards == ()
     assert given.run_config.tasks["train"].kind.endswith("DatasetTasks")
+
+
+def test_rewards_come_from_the_config_where_none_are_passed(example: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 3\n"
+    )
+    said = merged(
+        example.config("grpo", tmp_path, 1),
+        {"custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "score"},
+         "reward_model": {"reward_manager": "naive", "reward_kwargs": {}}},
+    )  # fmt: skip
+    trainer = example.make_trainer("grpo", tmp_path, steps=1, config=said, reward_fn=None)
+    task = trainer.run_config.tasks["train"].data.visit(0, 0)
+    turn = Turn(np.array([1, 2]), np.array([3]), np.zeros(1), np.zeros(1), StopReason.EOS, "3")  # pyright: ignore[reportArgumentType]
+    judged, _ = trainer._scoring([Group(0, task, (Trajectory(0, (turn,)),))])
+    assert judged[0].trajectories[0].reward == 3.0
