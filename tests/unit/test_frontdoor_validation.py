@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.frontdoors.scoring import Scoring, as_manager
-from trivium.frontdoors.validation import of_task, statistics
+from trivium.frontdoors.validation import _table, of_task, statistics
 from trivium.metrics import checked
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -59,6 +60,18 @@ def test_names_are_those_of_the_original_and_declared() -> None:
     assert found["val-core/words/reward/mean@2"] == 0.5
     assert not any("/pred/" in name for name in found)
     assert checked(found) == {name: found[name] for name in sorted(found)}
+
+
+@pytest.mark.parametrize("values", [({"a": 1}, {"a": 2}), (["x"], []), ("12", 7.5), (10**400, 1), (np.ones(2), None)])
+def test_what_is_no_number_is_no_statistic(values: tuple[Any, Any]) -> None:
+    found = statistics([("d", {"reward": [1.0, 0.0], "said": values}), ("d", {"reward": [0.0, 0.0], "said": ["x", 1]})])
+    assert found == statistics([("d", {"reward": [1.0, 0.0]}), ("d", {"reward": [0.0, 0.0]})])
+
+
+def test_arrays_among_the_extras_make_no_table_fail() -> None:
+    played = group(1, "2", "3")
+    table = _table(played, {(played.group_id, index): {"vector": np.ones(2)} for index in range(2)})
+    assert [len(column) for column in table.values()] == [2, 2]
 
 
 # --------------------------------------------------------------------------- rewards over a whole step
@@ -109,6 +122,16 @@ def test_a_reward_models_scores_lie_where_managers_look() -> None:
     assert manager.calls[0].batch["rm_scores"].tolist() == [[0.0, 4.0], [3.0, 0.0]]
 
 
+def test_a_trajectory_that_said_nothing_has_no_score_of_a_model() -> None:
+    silent = replace(group(1, "12"), trajectories=(Trajectory(0, ()), member(1, "12")))
+    judge = Scoring(lambda data: data.batch["rm_scores"], 0, lambda batch: [7.0] * len(batch))
+    judged, _ = judge([silent])
+    assert [t.reward for t in judged[0].trajectories] == [0.0, 7.0]
+    alone = replace(silent, trajectories=(Trajectory(0, ()),))
+    judged, _ = judge([alone])
+    assert judged[0].trajectories[0].reward == 0.0
+
+
 def test_plain_functions_are_managers_too() -> None:
     def score(prompt: str, completion: str, answer: str) -> float:
         assert prompt == "1+1="
@@ -138,5 +161,10 @@ def test_nothing_is_scored_in_silence() -> None:
     assert "no idea" in str(error.value)
     with pytest.raises(RewardError, match="nan"):
         Scoring(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
+    with pytest.raises(RewardError, match="rewards of 1 samples from") as error:
+        Scoring(lambda data, return_dict: {}["no such source"], 0)([group(1, "2")])
+    assert "no such source" in str(error.value)
+    with pytest.raises(RewardError, match="a reward tensor"):
+        Scoring(lambda data: [1.0], 0)([group(1, "2")])
     with pytest.raises(DataError, match="one number per response token"):
         Scoring(lambda data, return_dict: torch.zeros(3, 3), 0)([group(1, "2")])

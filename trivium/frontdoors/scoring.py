@@ -17,6 +17,7 @@ from pydantic import PrivateAttr
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.errors import ConfigError, RewardError
 from trivium.rewards.batch_view import BatchView, living, scored_rows
+from trivium.rewards.loading import compute_reward
 from trivium.types import Batch, Group, Sample, Trajectory, experiences_of
 
 _KIND = "trivium.frontdoors.scoring:Judged"
@@ -37,7 +38,7 @@ class Scoring:
     def __call__(self, groups: Sequence[Group], **meta: Any) -> tuple[list[Group], list[Extras]]:
         """(the groups with rewards, what else was said of each living member, in order). `meta` becomes `meta_info`.
 
-        Raises what the manager raises, DataError where it does not give one finite reward for each.
+        Raises as `compute_reward` does, and DataError where the manager does not give one finite reward for each.
         """
         played = [*groups, *(_greedy(group) for group in groups if group.greedy is not None)]
         view = BatchView.of(played, self.pad_token_id, meta_info=meta)
@@ -45,8 +46,8 @@ class Scoring:
             return list(groups), []
         if self.model is not None:
             self._add_model_scores(view, played)
-        tensor, extra = _rewards(self.manager(view, return_dict=True))
-        rows = scored_rows(torch.as_tensor(tensor), view, extra)
+        rewards, extra = compute_reward(view, self.manager)
+        rows = scored_rows(rewards, view, extra)
         by_member = {
             (id(group), member.index): _rewarded(member, row.score, row.extra)
             for (group, member), row in zip(living(played), rows, strict=True)
@@ -65,12 +66,13 @@ class Scoring:
         return judged, [row.extra for row in rows[: len(living(groups))]]
 
     def _add_model_scores(self, view: BatchView, played: Sequence[Group]) -> None:
-        """The score of the last sequence of each trajectory, on its last response token."""
+        """The score of the last sequence of each trajectory, on its last response token; none where it said nothing."""
         assert self.model is not None
-        scores = self.model(Batch(tuple(experiences_of(group, member)[-1] for group, member in living(played))))
-        where = (view.response_lengths - 1).clamp(min=0)
-        table = torch.zeros(view.batch["responses"].shape)
-        table[torch.arange(len(view)), where] = torch.tensor(scores, dtype=torch.float32)
+        rows = view.response_lengths.nonzero().flatten()
+        table, members = torch.zeros(view.batch["responses"].shape), living(played)
+        if len(rows):
+            scores = self.model(Batch(tuple(experiences_of(*members[row])[-1] for row in rows.tolist())))
+            table[rows, view.response_lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)
         view.batch["rm_scores"] = table
 
 
@@ -79,19 +81,21 @@ def _greedy(group: Group) -> Group:
     return replace(group, trajectories=group.played[-1:], greedy=None)
 
 
-def _rewards(said: Any) -> tuple[Any, Mapping[str, Sequence[Any]]]:
-    if isinstance(said, Mapping):
-        return said["reward_tensor"], dict(said.get("reward_extra_info") or {})
-    return said, {}
-
-
 def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
     """The member with its reward. Numbers among the extras are logged under `workflow/`."""
     numbers = {
-        name: float(value) for name, value in extra.items()
-        if isinstance(value, Real | np.bool_ | np.number) and math.isfinite(float(value)) and name != "score"
-    }  # fmt: skip
+        name: number for name, value in extra.items() if name != "score" and (number := number_of(value)) is not None
+    }
     return replace(member, rewards={**member.rewards, "reward": score}, metrics={**member.metrics, **numbers})
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number among what a manager says, which alone can be logged and averaged; None for all else."""
+    try:
+        number = float(value) if isinstance(value, Real | np.bool_ | np.number) else math.nan
+    except OverflowError:  # an integer beyond what a float holds
+        return None
+    return number if math.isfinite(number) else None
 
 
 class Judged(DefaultStrategy):

@@ -10,7 +10,7 @@ from math import comb
 from typing import Any
 
 from trivium.evaluate import Evaluator, maj_at_k
-from trivium.frontdoors.scoring import Scoring
+from trivium.frontdoors.scoring import Scoring, number_of
 from trivium.rewards.batch_view import living
 from trivium.types import Group, Metrics
 
@@ -70,20 +70,22 @@ def _table(group: Group, said: Mapping[tuple[str, int], Mapping[str, Any]]) -> T
     table: dict[str, list[Any]] = {}
     for name in names:
         values = [0.0 if row is None and name in _ALWAYS else None if row is None else row.get(name) for row in rows]
-        if None not in values:
+        if all(value is not None for value in values):
             table[name] = values
     return table or {"reward": [0.0] * len(rows)}
 
 
 def statistics(tables: Sequence[tuple[str, Table]]) -> Metrics:
-    """`val-core/` and `val-aux/` metrics of (data source, table) pairs: means over the tasks of a source."""
+    """`val-core/` and `val-aux/` metrics of (data source, table) pairs: means over the tasks of a source. A variable
+    that is not a number in every sample of a task (`number_of`) is left out there."""
     rows: dict[tuple[str, str, str], list[float]] = {}
     largest = max((len(values) for _, table in tables for values in table.values()), default=0)
     for source, table in tables:
         for name, values in table.items():
-            if all(isinstance(value, str) for value in values):
+            numbers = [number for value in values if (number := number_of(value)) is not None]
+            if len(numbers) < len(values):
                 continue
-            for metric, number in of_task([float(value) for value in values], table.get("pred")).items():
+            for metric, number in of_task(numbers, table.get("pred")).items():
                 rows.setdefault((source, name, metric), []).append(number)
     core = {source: "acc" if any("acc" in table for s, table in tables if s == source) else "reward"
             for source, _ in tables}  # fmt: skip
