@@ -33,7 +33,7 @@ from trivium.synchronizer import TRAINER, Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
-from trivium.training.ranks import Ranks, join_ranks, launched_ranks
+from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, Metrics
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def threads(self) -> int:
-        return self.config.cluster.threads or usable_cores()
+        return self.config.cluster.threads or max(1, usable_cores() // ranks_here())
 
     @property
     def renderer(self) -> ChatRenderer:
@@ -340,6 +340,7 @@ def build_rank_engine(
             sequence=cast(Any, config.train).sequence_parallel,
             shard=cast(Any, config.train).shard,
             device=train_device(config),
+            deadline_s=collective_deadline(config),
         )
     sampled = is_sampled(resolve("buffers", config.buffer.kind))
     engine = build(
@@ -361,6 +362,11 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
         checkpoint.save_strategy, str(stage.run_dir / "weights"), deadline_s=stage.config.sync.deadline_s
     )
     return engine
+
+
+def collective_deadline(config: RunConfig) -> float:
+    """How long ranks wait for each other: longer than the first of them may wait for explorers, in any stage."""
+    return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
 
 
 def train_device(config: RunConfig) -> str:

@@ -21,6 +21,7 @@ from trivium.assemble import (
     build_synchronizer,
     build_trainer,
     claim_name,
+    collective_deadline,
     evaluate,
     explorer_name,
     explorer_parts,
@@ -59,8 +60,10 @@ def run(config: RunConfig) -> dict[str, Any]:
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of whatever stopped the run.
     """
-    if this_rank() > 0:
-        return follow(config)
+    if launched_ranks() > 1:
+        _meet_ranks(config)
+        if this_rank() > 0:
+            return follow(config)
     match config.run.mode:
         case "bench":
             return bench(config)
@@ -93,6 +96,20 @@ def train(config: RunConfig, place: Place | None = None) -> dict[str, Any]:
         asyncio.run(store.copied())  # what could not be copied on the way has to be now
         write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
+
+
+def _meet_ranks(config: RunConfig) -> None:
+    """Raises ConfigError, on every rank, for what several processes of one command cannot do."""
+    from trivium.training.torchrun import open_lines
+
+    mode = config.run.mode
+    if mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config)) or config.cluster.kind == "ray":
+        raise ConfigError(
+            f"run.mode {mode!r} with cluster.kind {config.cluster.kind!r} on {launched_ranks()} ranks of torchrun",
+            "torchrun's ranks train together, and nothing else",
+            "start one process; on Ray, cluster.ranks says how many train",
+        )  # fmt: skip
+    open_lines(train_device(config), collective_deadline(config))
 
 
 def follow(config: RunConfig) -> dict[str, Any]:

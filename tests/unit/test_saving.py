@@ -22,6 +22,7 @@ from trivium.protocols import TrainEngine
 from trivium.save_monitor import CheckpointMonitor, SaveStrategy
 from trivium.training import saving
 from trivium.training.ranks import ALONE, Ranks, join_ranks
+from trivium.training.saving import Saved
 from trivium.training.split import SplitTrainEngine
 from trivium.training.torch import TorchTrainEngine
 from trivium.training.torchrun import TorchrunRanks, dismiss, follow
@@ -198,18 +199,18 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def played(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     """What became of runs on one, two and four ranks, by their number."""
     found: dict[int, dict[Any, Any]] = {1: {}}
-    saving.SHARD_BYTES = LIMIT
-    engines = {dtype: make_engine(folder, dtype) for dtype in TYPES}
-    for dtype, engine in engines.items():
-        train(engine, 3)
-        engine.save(folder / f"{dtype}-1")
-        found[1][dtype, "straight on"] = Resumed(train(engine, 3), weights(engine))
-    said = run_ranks([2, 4], on_ranks, tmp_path_factory.mktemp("ranks") / "said", folder)
-    for size, by_rank in said.items():
-        found[size] = by_rank[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "SHARD_BYTES", LIMIT)
+        engines = {dtype: make_engine(folder, dtype) for dtype in TYPES}
         for dtype, engine in engines.items():
-            found[1][dtype, size] = resumed(engine, folder / f"{dtype}-{size}")
-    saving.SHARD_BYTES = 2**31
+            train(engine, 3)
+            engine.save(folder / f"{dtype}-1")
+            found[1][dtype, "straight on"] = Resumed(train(engine, 3), weights(engine))
+        said = run_ranks([2, 4], on_ranks, tmp_path_factory.mktemp("ranks") / "said", folder)
+        for size, by_rank in said.items():
+            found[size] = by_rank[0]
+            for dtype, engine in engines.items():
+                found[1][dtype, size] = resumed(engine, folder / f"{dtype}-{size}")
     return found
 
 
@@ -256,3 +257,9 @@ def test_ranks_take_turns_where_the_strategy_says_so(
     written = [[path.stat().st_mtime_ns for path in in_order[rank::size]] for rank in range(size)]
     assert all(max(before) <= min(after) for before, after in pairwise(written))
     assert directory.joinpath("engine.json").stat().st_mtime_ns >= max(written[-1])
+
+
+def test_what_is_read_as_one_file_is_written_as_one() -> None:
+    tensors = {name: torch.zeros(4) for name in "abc"}
+    assert len(Saved("model", tensors).files(20)) == 3
+    assert Saved("adapter_model", tensors, single=True).files(20) == [("adapter_model.safetensors", ["a", "b", "c"])]

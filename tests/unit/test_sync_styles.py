@@ -122,13 +122,14 @@ async def test_a_trainer_whose_interval_is_over_asks_and_is_answered(tmp_path: P
         for step in range(1, 6):
             waiting = asyncio.ensure_future(sync.next_version("hand", loaded, newest=True))
             await feed(loaded)
-            await asyncio.sleep(0.05)
-            assert waiting.done() == (step % 2 == 0), step
-            if waiting.done():
-                loaded = waiting.result()
+            if step % 2 == 0:
+                loaded = await asyncio.wait_for(waiting, 10)
                 sync.adopted("hand", loaded)
                 assert loaded == step
                 assert sync.trainer_status is RunningStatus.RUNNING
+            else:
+                await asyncio.sleep(0.05)
+                assert not waiting.done(), step
             waiting.cancel()
         assert board.published == [0, 2, 4]
 

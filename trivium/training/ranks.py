@@ -20,9 +20,8 @@ from trivium.errors import ConfigError
 from trivium.models.sequence import SequenceGroup
 
 CPU = torch.device("cpu")
-COLLECTIVE_S = 4000.0
-"""How long a rank waits for another in a collective call. The first rank may be waiting for explorers meanwhile, for
-`sync.deadline_s` at most: longer than the default of that."""
+COLLECTIVE_S = 600.0
+"""How long a rank waits for another in a collective call, where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,19 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def join_ranks(*, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu") -> Ranks:
+def ranks_here() -> int:
+    """How many of them share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def join_ranks(
+    *, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu", deadline_s: float = COLLECTIVE_S
+) -> Ranks:
     """Meets the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
 
     `sequence` ranks share each sequence; parameters are sharded over groups of `shard` ranks (0: all) and replicated
-    across the groups. Without a launcher this process is alone. Raises ConfigError for sizes that do not divide.
+    across the groups. They wait `deadline_s` for each other in a collective call, unless they have met before. Without
+    a launcher this process is alone. Raises ConfigError for sizes that do not divide.
     """
     size, kind = launched_ranks(), torch.device(device).type
     for name, number in (("sequence_parallel", sequence), ("shard", shard)):
@@ -113,7 +120,7 @@ def join_ranks(*, sequence: int = 1, shard: int = 0, device: torch.device | str 
     here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(here)
-    open_process_group(kind)
+    open_process_group(kind, deadline_s)
     shard = shard or size
     if shard == size:
         mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
@@ -127,11 +134,11 @@ def join_ranks(*, sequence: int = 1, shard: int = 0, device: torch.device | str 
     return Ranks(rank, size, sequence, here, mesh, group)
 
 
-def open_process_group(kind: str) -> None:
+def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
     """Opens the group of all ranks, once, for tensors on a `cpu` or on `cuda` devices too."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_S))
+        dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
 
 
 def leave_ranks() -> None:

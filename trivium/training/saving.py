@@ -39,7 +39,7 @@ SHARD_BYTES = 2**31
 MEET_S = 3600.0
 """How long the ranks wait for the slowest of them to write its files."""
 _INDEX = "model.safetensors.index.json"
-_BEAT_S, _SILENT_S, _LOOK_S = 0.5, 20.0, 0.05
+_BEAT_S, _SILENT_S, _LOOK_S = 0.5, 120.0, 0.05
 """How often a save in the background says that it goes on; how long it may be silent; how often somebody looks."""
 
 Named = Mapping[str, torch.Tensor]
@@ -57,6 +57,8 @@ class Saved:
     """The model whose weights they are, if they are one's: its directory is one that transformers loads."""
     added: Callable[[Named, str], torch.Tensor] | None = None
     """What is saved of one of the tensors, whole, where that is more than the tensor."""
+    single: bool = False
+    """Whether whoever reads it expects one file, however large."""
 
     def gathered(self, name: str) -> torch.Tensor:
         """What is saved under a name. All ranks must ask for it."""
@@ -66,8 +68,10 @@ class Saved:
         """(path, names of the tensors) of each file, in order."""
         parts: list[list[str]] = []
         size = 0
+        # What transformers converts when it saves may be made of any number of tensors: none can be written apart.
+        together = self.single or bool(getattr(self.model, "_weight_conversions", None))
         for name, tensor in self.tensors.items():
-            if not parts or (size + tensor.nbytes > limit and not self._whole):
+            if not parts or (size + tensor.nbytes > limit and not together):
                 parts.append([])
                 size = 0
             parts[-1].append(name)
@@ -75,11 +79,6 @@ class Saved:
         if len(parts) < 2:
             return [(f"{self.stem}.safetensors", [*self.tensors])]
         return [(f"{self.stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
-
-    @property
-    def _whole(self) -> bool:
-        """Whether what is on disk may be made of any number of these tensors, so that none can be written apart."""
-        return bool(getattr(self.model, "_weight_conversions", None))
 
     def converted(self, tensors: Named) -> dict[str, torch.Tensor]:
         """As they are called, and shaped, on disk."""
@@ -103,6 +102,8 @@ class Held:
     """By path of their directories in the checkpoint."""
     finish: Callable[[Path], None]
     """Writes what else belongs to the checkpoint; the first rank calls it, last."""
+    beside: bool
+    """Whether it is written beside whatever else the ranks do."""
 
     def write(self, directory: Path) -> None:
         """Writes every file, the ranks in turns; on return all of them are there.
@@ -133,10 +134,18 @@ class Held:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            problems = _all_said(self.ranks, problem)
+            problems = self._all_said(problem)
         for rank, found in enumerate(problems):
             if found:
                 raise RunDirError(f"rank {rank}'s part of {directory.name}", found, "mend the cause and run it again")
+
+    def _all_said(self, problem: str) -> list[str]:
+        """What each rank has to say, once all have come."""
+        if self.ranks.size == 1:
+            return []
+        said: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(said, problem, group=_groups()[self.beside])
+        return said
 
 
 def weights_of(model: LanguageModel | ValueModel, folder: str) -> list[Saved]:
@@ -177,7 +186,7 @@ def hold(
         if mine:
             files[path] = group, tensors
     models = {str(Path(group.stem).parent): group.model for group in saved if group.model is not None}
-    return Held(ranks, turn, turns, files, models, finish)
+    return Held(ranks, turn, turns, files, models, finish, beside=copy)
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -221,11 +230,13 @@ def _describe(model: PreTrainedModel, folder: Path) -> None:
 
 
 @cache
-def _group() -> dist.ProcessGroup:
-    """Where savers meet: training may be in a collective call of its own meanwhile."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_S))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Where savers meet: those that the ranks wait for, and those beside training, which may be in a collective call
+    of its own, or in another save, meanwhile."""
+    waited_for, beside = (dist.new_group(backend="gloo", timeout=timedelta(seconds=MEET_S)) for _ in range(2))
+    assert isinstance(waited_for, dist.ProcessGroup)
+    assert isinstance(beside, dist.ProcessGroup)
+    return waited_for, beside
 
 
 @cache
@@ -234,7 +245,7 @@ def _hosts(size: int) -> tuple[str, ...]:
     hosts: list[Any] = [socket.gethostname()]
     if size > 1:
         hosts = [None] * size
-        dist.all_gather_object(hosts, socket.gethostname(), group=_group())
+        dist.all_gather_object(hosts, socket.gethostname(), group=_groups()[0])
     return tuple(hosts)
 
 
@@ -249,15 +260,6 @@ def _turns(ranks: Ranks, strategy: SaveStrategy) -> tuple[int, int]:
             return nodes.index(hosts[ranks.rank]), len(nodes)
         case SaveStrategy.SINGLE_PROCESS | SaveStrategy.SINGLE_THREAD:  # a rank writes in one thread
             return ranks.rank, ranks.size
-
-
-def _all_said(ranks: Ranks, problem: str) -> list[str]:
-    """What each rank has to say, once all have come."""
-    if ranks.size == 1:
-        return []
-    said: list[Any] = [None] * ranks.size
-    dist.all_gather_object(said, problem, group=_group())
-    return said
 
 
 def _nothing(directory: Path) -> None:

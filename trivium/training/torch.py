@@ -274,7 +274,7 @@ class TorchTrainEngine(TrainEngine):
                 saved.append(Saved(f"{role}-optimizer", learner.optimizer.state()))
         adapted = self.config.lora is not None and "policy" in self._learners
         if adapted:
-            saved.append(Saved(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module)))
+            saved.append(Saved(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module), single=True))
         version = self.version
 
         def finish(directory: Path) -> None:

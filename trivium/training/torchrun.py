@@ -8,27 +8,45 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from trivium.errors import RoleFailed
-from trivium.training.ranks import Ranks, open_process_group
+from trivium.training.ranks import COLLECTIVE_S, Ranks, open_process_group
 from trivium.training.split import RankVerbs
 
 _IDLE = timedelta(days=365)
 """How long a rank may wait to be told something: for as long as rollouts take. The leader's death ends the wait."""
 
 
-@cache
-def _orders(device: str) -> dist.ProcessGroup:
-    """The group over which orders go out and answers come back."""
-    open_process_group(device)
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"trivium/place/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
-    group = dist.new_group(backend="gloo", timeout=_IDLE)
+@dataclass(frozen=True)
+class _Lines:
+    """Between the leader and the others."""
+
+    orders: dist.ProcessGroup
+    answers: dist.ProcessGroup
+    """Whoever was told something answers within the deadline of a collective call."""
+
+
+_OPEN: list[_Lines] = []
+"""Those of this process, once they are open."""
+
+
+def open_lines(device: str, deadline_s: float = COLLECTIVE_S) -> _Lines:
+    """Meets the other ranks. `deadline_s`: how long they wait for each other while they are at work."""
+    if not _OPEN:
+        open_process_group(device, deadline_s)
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"trivium/place/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
+        _OPEN.append(_Lines(_group(_IDLE), _group(timedelta(seconds=deadline_s))))
+    return _OPEN[0]
+
+
+def _group(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -38,7 +56,7 @@ class TorchrunRanks:
 
     def __init__(self, device: str, announcement: Any, make: Callable[[], tuple[Ranks, Any]]) -> None:
         """Tells the others what to build, and builds this rank's engine: `make` meets them in `join_ranks`."""
-        self._group = _orders(device)
+        self._lines = open_lines(device)
         self._tell([announcement] * dist.get_world_size())
         self._ranks, engine = make()
         self._verbs = RankVerbs(engine)
@@ -56,14 +74,15 @@ class TorchrunRanks:
         return self._do(method, given)[::each]
 
     def close(self) -> None:
-        """Nothing to do: the others wait for the next order, or for the end."""
+        """Lets go of this rank's models; the others do when they are told of the next stage, or of the end."""
+        self._verbs.engine.close()
 
     def _do(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         self._tell([(method, mine) for mine in args])
         answers: list[Any] = [None] * self._ranks.size
         try:
             answer = getattr(self._verbs, method)(*args[0])
-            dist.gather_object(answer, answers, group=self._group)
+            dist.gather_object(answer, answers, group=self._lines.answers)
         except RuntimeError as error:
             raise _lost(error) from error
         return answers
@@ -71,7 +90,7 @@ class TorchrunRanks:
     def _tell(self, orders: Sequence[Any]) -> None:
         mine: list[Any] = [None]
         try:
-            dist.scatter_object_list(mine, list(orders), group=self._group)
+            dist.scatter_object_list(mine, list(orders), group=self._lines.orders)
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -81,21 +100,23 @@ def follow(device: str, build: Callable[[Any], Any]) -> None:
 
     Raises RoleFailed if the leader is gone, and whatever an engine raises.
     """
-    group = _orders(device)
+    lines = open_lines(device)
     verbs: RankVerbs | None = None
-    while (order := _told(group)) is not None:
+    while (order := _told(lines.orders)) is not None:
         if not isinstance(order, tuple):
+            verbs = None  # the models of the stage before go before those of the next one come
             verbs = RankVerbs(build(order))
             continue
         assert verbs is not None
         method, args = order
         answer = getattr(verbs, method)(*args)
-        dist.gather_object(answer if method in ("score", "update") else None, group=group)
+        dist.gather_object(answer if method in ("score", "update") else None, group=lines.answers)
 
 
 def dismiss(device: str) -> None:
     """The leader's last word: the run is over."""
-    dist.scatter_object_list([None], [None] * dist.get_world_size(), group=_orders(device))
+    orders = open_lines(device).orders
+    dist.scatter_object_list([None], [None] * dist.get_world_size(), group=orders)
 
 
 def _told(group: dist.ProcessGroup) -> Any:
@@ -108,12 +129,14 @@ def _told(group: dist.ProcessGroup) -> Any:
 
 
 def _lost(error: RuntimeError) -> Exception:
-    """Who is gone, as far as this machine knows; the error itself where everybody is there."""
+    """Who is gone, as far as this machine knows, or that somebody is late; else the error itself."""
     store = dist.distributed_c10d._get_default_store()
     for rank in range(1, dist.get_world_size()):
         host, _, pid = store.get(f"trivium/place/{rank}").decode().partition(" ")
         if host == socket.gethostname() and not _alive(int(pid)):
             return RoleFailed(f"trainer rank {rank}", "its process died")
+    if "timed out" in str(error).lower():
+        return RoleFailed("trainer", f"a rank did not answer in time: {str(error).splitlines()[0]}")
     return error
 
 
