@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +17,9 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -156,11 +156,15 @@ class Sandbox:
         return {0: "done", -signal.SIGXCPU: "cpu", -signal.SIGKILL: "killed"}.get(code, "error")
 
     def _full(self, folder: str) -> bool:
-        entries = size = 0
-        for entries, each in enumerate(_entries(folder), 1):
-            size += each
-            if entries > _ENTRIES or size > self._limits.disk:
-                return True
+        """Whether its files take too much; also where that cannot be seen: a folder closed, or too deep for a path."""
+        size = 0
+        try:
+            for entries, each in enumerate(_entries(folder), 1):
+                size += each
+                if entries > _ENTRIES or size > self._limits.disk:
+                    return True
+        except OSError:
+            return True
         return False
 
     def _confined(self, said: str, ran: Ran) -> None:
@@ -220,33 +224,41 @@ def _folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, onerror=_open_up)
+        _remove(folder)
 
 
-def _open_up(again: Callable[[str], object], path: str, error: object) -> None:
-    """Removes what lies in a folder that its maker closed to everybody."""
-    del again, error
-    os.chmod(os.path.dirname(path), 0o700)
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.chmod(path, 0o700)
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
+def _remove(folder: str) -> None:
+    """Removes a folder, however deep and however closed: each folder in it is moved up to its top before it is looked
+    into, so that no path grows long."""
+    folders = [folder]
+    for each in folders:  # which grows meanwhile
+        os.chmod(each, 0o700)
+        with os.scandir(each) as found:
+            entries = list(found)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(os.path.join(folder, uuid.uuid4().hex))
+                os.chmod(entry.path, 0o700)
+                os.rename(entry.path, folders[-1])
+            else:
+                os.unlink(entry.path)
+    for each in reversed(folders):
+        os.rmdir(each)
 
 
 def _entries(folder: str) -> Iterator[int]:
-    """The bytes that each file or folder takes on the disk; what cannot be looked into counts as one."""
-    try:
-        with os.scandir(folder) as found:
-            for entry in found:
-                try:
-                    yield entry.stat(follow_symlinks=False).st_blocks * 512
-                except FileNotFoundError:
-                    continue  # it was there a moment ago
-                if entry.is_dir(follow_symlinks=False):
-                    yield from _entries(entry.path)
-    except (PermissionError, FileNotFoundError):
-        return
+    """The bytes that each file or folder takes on the disk. Raises OSError where one cannot be looked into."""
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as found:
+                for entry in found:
+                    with suppress(FileNotFoundError):  # it was there a moment ago
+                        yield entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+        except FileNotFoundError:
+            continue
 
 
 def _text(file: IO[bytes], limit: int) -> str:
