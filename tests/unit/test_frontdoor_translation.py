@@ -95,6 +95,8 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({ACTOR + "grad_clip": 0.5, "critic__grad_clip": 0.5}, "train.max_grad_norm", 0.5),
     ({}, "train.gradient_checkpointing", True),
     ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
+    ({ACTOR + "fsdp_config__mixed_precision": {"param_dtype": "bf16"}}, "train.dtype", "bfloat16"),
+    ({"trainer__critic_warmup": 3}, "algorithm.critic_warmup", 3),
     ({}, "engine.sampling.max_new_tokens", 4),
     ({ROLLOUT + "temperature": 0.7}, "engine.sampling.temperature", 0.7),
     ({ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
@@ -171,6 +173,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "paid for twice"),
     ({"algorithm__rollout_correction": {"rollout_rs": "token_k1"}},
      "algorithm.rollout_correction.rollout_rs_threshold", "one number"),
+    ({"critic__optim__clip_grad": 0.01}, "critic.optim.clip_grad", "the actor has 1.0"),
+    ({"critic__ulysses_sequence_parallel_size": 2}, "critic.ulysses_sequence_parallel_size", "the actor has 1"),
+    ({ACTOR + "optim__clip_grad": 0.5, "critic__grad_clip": 1.0}, "critic.grad_clip", "the actor has 0.5"),
+    ({ACTOR + "fsdp_config__mixed_precision": "bf16"}, "actor_rollout_ref.actor.fsdp_config.mixed_precision",
+     "say mixed_precision.param_dtype"),
+    ({ACTOR + "fsdp_config__mixed_precision": {"reduce_dtype": "bf16"}},
+     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "summed in float32"),
+    ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
+    ({"sandbox_fusion__memory_limit_mb": 9}, "sandbox_fusion.memory_limit_mb", "reward_model.sandbox_fusion"),
+    ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
+    ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
+    ({"reward_model__model__input_tokenizer": "/elsewhere"}, "reward_model.model.input_tokenizer",
+     "the policy's tokens"),
+    ({"reward_model__reward_manager": "naive", "reward_manager__name": "dapo"}, "reward_manager",
+     "more than one reward manager"),
     ({"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}}, "trainer.max_critic_ckpt_to_keep",
      "holds both"),
 ]  # fmt: skip
@@ -179,6 +196,43 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("more", "where", "says"), REFUSED)
 def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str, Any], where: str, says: str) -> None:
     assert says in problems_of(said(model, **more))[where]
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["reward_model", "reward_model.model", "reward_model.reward_manager", "reward_manager", "reward_manager.module",
+     "custom_reward_function", "sandbox_fusion", "reward_model.sandbox_fusion", "actor_rollout_ref.ref",
+     "actor_rollout_ref.ref.fsdp_config", "critic", "algorithm", "actor_rollout_ref.actor.policy_loss", "trainer"],
+)  # fmt: skip
+def test_no_section_takes_a_key_that_nobody_reads(model: str, section: str) -> None:
+    key = f"{section}.nonsense"
+    assert "no key of that name" in problems_of(said(model, **{key.replace(".", "__"): 1}))[key]
+
+
+def test_a_section_that_says_nothing_asks_for_nothing(model: str) -> None:
+    empty = dict.fromkeys(["reward_model", "sandbox_fusion", "custom_reward_function"], None)
+    assert config_of(said(model, **empty)) == config_of(said(model))
+    idle = said(model, **GRPO, critic__optim__clip_grad=0.01, critic__ppo_epochs=3)
+    assert config_of(idle) == config_of(said(model, **GRPO)), "there is no critic to ask for anything"
+
+
+def test_what_chooses_rewards_is_no_list_of_errors(model: str) -> None:
+    """Sections as the original's launcher merges them, and a manager of one's own."""
+    more = {
+        "reward_model": {
+            "reward_manager": {"source": "importlib", "name": "Mine", "module": {"path": "m.py", "name": "custom"}},
+            "reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 4}, "anything": 1},
+            "model": {
+                "path": "/judge",
+                "input_tokenizer": model,
+                "fsdp_config": {"wrap_policy": {"min_num_params": 0}},
+            },
+            "sandbox_fusion": {"url": None, "max_concurrent": 64, "memory_limit_mb": 512},
+        },
+        "custom_reward_function": {"path": "f.py", "name": "score", "reward_kwargs": {"a": 1}},
+        "sandbox_fusion": {"url": None, "max_concurrent": 64, "memory_limit_mb": 1024},
+    }
+    assert config_of(said(model, **more)) == config_of(said(model))
 
 
 def test_everything_is_reported_at_once(model: str) -> None:
@@ -197,7 +251,7 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
     """Every key at the value that the original has, as its launcher merges it."""
     whole: dict[str, Any] = said(model)
     for key, entry in TABLE.items():
-        if key in ("actor_rollout_ref.ref", "reward_model", "_target_") or f"{key}." in " ".join(TABLE):
+        if key == "_target_" or f"{key}." in " ".join(TABLE):
             continue
         value: Any = entry.default if isinstance(entry, Becomes) else None
         if isinstance(entry, Only):
@@ -210,7 +264,7 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
 
 
 def test_the_nearest_entry_above_speaks_for_a_key() -> None:
-    assert entry_of("actor_rollout_ref.ref.fsdp_config.param_offload") is TABLE["actor_rollout_ref.ref"]
+    assert entry_of("actor_rollout_ref.ref.megatron.seed") is TABLE["actor_rollout_ref.ref.megatron"]
     assert entry_of("actor_rollout_ref.actor.optim._target_") is TABLE["_target_"]
     assert entry_of("actor_rollout_ref.actor.optimiser") is None
 

@@ -109,7 +109,10 @@ _FSDP: dict[str, Entry] = {
     "fsdp_size": Becomes("train.shard", -1),
     "ulysses_sequence_parallel_size": Becomes("train.sequence_parallel", 1),
     "dtype": Becomes("train.dtype"),
-    "mixed_precision": Becomes("train.dtype, by its param_dtype"),
+    "mixed_precision": Only((None,), "say mixed_precision.param_dtype"),
+    "mixed_precision.param_dtype": Becomes("train.dtype, where fsdp_config.dtype is not said"),
+    "mixed_precision.reduce_dtype": Only((None, "fp32", "float32"), "gradients are summed in float32"),
+    "mixed_precision.buffer_dtype": Idle("buffers are as the model makes them"),
     "model_dtype": Only(
         (None, "fp32", "float32"), "weights and optimizer are float32; fsdp_config.dtype says how is computed"
     ),
@@ -193,6 +196,12 @@ _ACTOR: dict[str, Entry] = {
 _CRITIC: dict[str, Entry] = {
     **_UPDATE,
     "enable": Becomes("algorithm.advantage: a critic is there where the estimator reads values"),
+    "ppo_mini_batch_size": Becomes("algorithm.mini_batches: the actor's, or refused"),
+    "ppo_epochs": Becomes("algorithm.epochs: the actor's, or refused"),
+    "ppo_max_token_len_per_gpu": Idle("the actor's cuts the micro-batches of both; the gradient does not depend on it"),
+    "loss_agg_mode": Becomes("algorithm.critic.aggregate, where it is not the actor's"),
+    "grad_clip": Becomes("train.max_grad_norm: the actor's, or refused"),
+    "ulysses_sequence_parallel_size": Becomes("train.sequence_parallel: the actor's, or refused"),
     "cliprange_value": Becomes("algorithm.critic.clip", 0.5),
     "model.path": Becomes("the critic starts from the actor's backbone: must be the actor's path"),
     "model.tokenizer_path": Idle("RayPPOTrainer is given the tokenizer"),
@@ -207,6 +216,64 @@ _CRITIC: dict[str, Entry] = {
     "model.lora_alpha": Idle("the critic is trained whole"),
     "model.target_modules": Idle("the critic is trained whole"),
 }
+
+_REFERENCE: dict[str, Entry] = {
+    "strategy": Only((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "model": Only((None,), "the reference is the actor as it began"),
+    "megatron": Idle("Megatron is not built here; ref.strategy must be fsdp or fsdp2"),
+    "load_weight": Only((None, True), "leave it out"),
+    **{name: Idle("the reference is scored as the actor is, in parts that change no result") for name in (
+        "rollout_n", "use_torch_compile", "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu",
+        "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu",
+        "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking", "entropy_checkpointing",
+        "use_dynamic_bsz", "use_remove_padding", "use_fused_kernels", "nccl_timeout", "profiler", "router_replay",
+    )},
+}  # fmt: skip
+
+_MANAGER: dict[str, Entry] = {
+    "reward_manager": Becomes("rewards.load_reward_manager, where no reward_fn is passed: its name"),
+    "reward_manager.name": Becomes("rewards.load_reward_manager: the manager's name"),
+    "reward_manager.source": Only((None, "register", "importlib"), "say register, or importlib and module.path"),
+    "reward_manager.module.path": Becomes("rewards.load_reward_manager: the manager's file or package"),
+    "reward_manager.module.name": Idle("modules go by their paths"),
+}
+_SANDBOX: dict[str, Entry] = {
+    "url": Only((None, ""), "programs run in a sandbox on this machine (docs/extend-rewards.md): leave it out"),
+    "max_concurrent": Idle("programs run on this machine, as many at a time as reward_kwargs.workers says"),
+}
+_WHOLE = "the reward model is whole on every rank"
+
+_REWARD_MODEL: dict[str, Entry] = {
+    "enable": Becomes("whether Role.RewardModel must be mapped", False),
+    "strategy": Only((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "model.path": Becomes("the model of Role.RewardModel"),
+    "model.input_tokenizer": Becomes("the reward model reads the policy's tokens: the actor's path, or refused"),
+    "model.use_shm": Only(_OFF, "leave it out"),
+    "model.external_lib": Only((None,), "import it in your script"),
+    "model.override_config": Only((None, {}), "change config.json of the model"),
+    "model.trust_remote_code": Only(_OFF, "use a model class that transformers ships"),
+    "model.use_remove_padding": Idle("sequences are always packed"),
+    "model.use_fused_kernels": Idle("a reward model makes no logits"),
+    "megatron": Idle("Megatron is not built here; reward_model.strategy must be fsdp or fsdp2"),
+    "max_length": Only((None,), "leave it out: the reward model reads whole sequences"),
+    "reward_kwargs": Becomes("what the reward manager is built with", {}),
+    "reward_loop_source": Only((None, "register"), "say reward_model.reward_manager"),
+    "reward_loop_module_path": Only((None,), "say reward_model.reward_manager"),
+    "reward_loop_class_name": Only((None,), "say reward_model.reward_manager"),
+    "use_reward_loop": Idle("rewards are the reward manager's, one way"),
+    "launch_reward_fn_async": Idle("rewards are always made in a thread of their own"),
+    "num_workers": Idle("reward_kwargs.workers says how many processes score"),
+    "enable_resource_pool": Only(_OFF, "give Role.RewardModel a pool of its own in resource_pool_manager"),
+    "n_gpus_per_node": Idle("the resource_pool_manager says where it runs"),
+    "nnodes": Idle("the resource_pool_manager says where it runs"),
+    "rollout": Idle("a reward model scores, and samples nothing"),
+    "profiler": Idle("phases are timed in every step"),
+    "ulysses_sequence_parallel_size": Idle(_WHOLE),
+    **{name: Idle(_CUT) for name in (
+        "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu",
+    )},
+    **_MANAGER,
+}  # fmt: skip
 
 _MODEL: dict[str, Entry] = {
     "path": Becomes("model.path"),
@@ -364,24 +431,26 @@ TABLE: dict[str, Entry] = {
     **_under(f"{_ROLE}.actor.optim", _OPTIM | {"lr": Becomes("optimizer.lr", 1e-6)}),
     **_under(f"{_ROLE}.actor.fsdp_config", _FSDP),
     f"{_ROLE}.actor.megatron": Idle("Megatron is not built here; actor.strategy must be fsdp or fsdp2"),
-    f"{_ROLE}.ref": Idle("the reference is scored as the actor is; Megatron is not built here"),
-    f"{_ROLE}.ref.strategy": Only((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
-    f"{_ROLE}.ref.model": Only((None,), "the reference is the actor as it began"),
+    **_under(f"{_ROLE}.ref", _REFERENCE),
+    **_under(f"{_ROLE}.ref.fsdp_config", {name: Idle("actor.fsdp_config holds for every role") for name in _FSDP}),
     **_under(f"{_ROLE}.rollout", _ROLLOUT),
     **_under(f"{_ROLE}.rollout.val_kwargs", _VAL),
     **_under("critic", _CRITIC),
     **_under("critic.optim", _OPTIM | {"lr": Becomes("critic_optimizer.lr", 1e-5)}),
+    "critic.optim.clip_grad": Becomes("as critic.grad_clip, where that is not said"),
     **_under("critic.fsdp_config", {name: Idle("actor.fsdp_config holds for every role") for name in _FSDP}),
     **_under("critic.model.fsdp_config", {name: Idle("actor.fsdp_config holds for every role") for name in _FSDP}),
     "critic.megatron": Idle("Megatron is not built here; critic.strategy must be fsdp or fsdp2"),
-    "reward_model.enable": Becomes("whether Role.RewardModel must be mapped", False),
-    "reward_model.strategy": Only((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
-    "reward_model.model.path": Becomes("the model of Role.RewardModel"),
-    "reward_model.reward_kwargs": Becomes("what the reward manager is built with", {}),
-    "reward_model": Becomes("rewards.load_reward_manager, where no reward_fn is passed"),
-    "reward_manager": Becomes("rewards.load_reward_manager, where no reward_fn is passed"),
-    "custom_reward_function": Becomes("rewards.load_reward_manager, where no reward_fn is passed"),
-    "sandbox_fusion": Becomes("rewards.load_reward_manager, where no reward_fn is passed"),
+    **_under("reward_model", _REWARD_MODEL),
+    **_under("reward_model.model.fsdp_config", {name: Idle(_WHOLE) for name in _FSDP}),
+    **_under("reward_model.sandbox_fusion", _SANDBOX),
+    "reward_model.sandbox_fusion.memory_limit_mb": Becomes("the memory of a program that is scored, in MiB"),
+    **_MANAGER,
+    "custom_reward_function.path": Becomes("rewards.load_reward_manager, where no reward_fn is passed: the scorer"),
+    "custom_reward_function.name": Becomes("the scorer's name in that file (default 'compute_score')"),
+    "custom_reward_function.reward_kwargs": Becomes("further arguments of the scorer"),
+    **_under("sandbox_fusion", _SANDBOX),
+    "sandbox_fusion.memory_limit_mb": Only((None, 1024), "say reward_model.sandbox_fusion.memory_limit_mb"),
     **_under("algorithm", _ALGORITHM),
     **_under("trainer", _TRAINER),
     "ray_kwargs": Becomes("ray.init, where Ray does not run yet (its ray_init)"),
@@ -390,16 +459,18 @@ TABLE: dict[str, Entry] = {
     "transfer_queue": Only((None, {}, {"enable": False}), "leave it out: tensors do not pass through the driver twice"),
     "_target_": Idle("a mark of Hydra's"),
 }  # fmt: skip
-"""Dotted key -> what becomes of it. An entry for `a` holds for every `a.b` that has none of its own."""
+"""Dotted key -> what becomes of it. `Idle` and `Only` for `a` hold for every `a.b` that has no entry of its own."""
 
 
 def entry_of(key: str) -> Entry | None:
-    """The entry of a key: its own, or that of the nearest key above it."""
+    """The entry of a key: its own, or that of the nearest key above it, if that one decides nothing."""
     if key.rpartition(".")[2] == "_target_":
         return TABLE["_target_"]
-    while key and key not in TABLE:
-        key = key.rpartition(".")[0]
-    return TABLE.get(key)
+    above = key
+    while above and above not in TABLE:
+        above = above.rpartition(".")[0]
+    entry = TABLE.get(above)
+    return None if isinstance(entry, Becomes) and above != key else entry
 
 
 def default_of(key: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.keys import TABLE, Only, default_of, entry_of
 
+_ACTOR = "actor_rollout_ref.actor"
 _KEEP_ALL = 1_000_000
 _NAMES = {
     "verl_megatron": "Megatron", "megatron": "Megatron", "sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM",
@@ -85,6 +86,8 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _problems(key: str, value: Any) -> Iterator[Problem]:
     entry = entry_of(key)
+    if entry is None and value is None and any(other.startswith(f"{key}.") for other in TABLE):
+        return  # a section that says nothing
     if entry is None:
         near = difflib.get_close_matches(key, TABLE, n=1, cutoff=0.5)
         last = [k for k in TABLE if k.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -181,10 +184,7 @@ def _company(said: Said, has_validation: bool) -> Iterator[Problem]:
             "actor_rollout_ref.actor.ppo_mini_batch_size", f"mini-batches of {mini} prompts",
             f"a step has {batch} (data.train_batch_size)", "make it a divisor of data.train_batch_size",
         )  # fmt: skip
-    for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "grad_clip"):
-        mine, actors = said.values.get(f"critic.{name}"), said[f"actor_rollout_ref.actor.{name}"]
-        if mine is not None and mine != actors and name != "ppo_max_token_len_per_gpu":
-            yield Problem(f"critic.{name}", repr(mine), f"the actor has {actors!r}", "the critic follows the actor")
+    yield from _critic_follows(said)
     path, critic = said["actor_rollout_ref.model.path"], said.values.get("critic.model.path")
     if not path:
         yield Problem("actor_rollout_ref.model.path", "a model", "nothing", "name a Hugging Face directory")
@@ -197,6 +197,19 @@ def _company(said: Said, has_validation: bool) -> Iterator[Problem]:
         yield Problem(
             "critic.enable", repr(said["critic.enable"]), f"adv_estimator is {said['algorithm.adv_estimator']!r}",
             "a critic is trained where the estimator reads values (gae), and nowhere else: leave it out",
+        )  # fmt: skip
+    tokenizer = said["reward_model.model.input_tokenizer"]
+    if tokenizer not in (None, path):
+        yield Problem(
+            "reward_model.model.input_tokenizer", repr(tokenizer), f"the actor's model is {path!r}",
+            "the reward model reads the policy's tokens: name the same, or leave it out",
+        )  # fmt: skip
+    named = [f"{where}reward_manager{name}" for where in ("", "reward_model.") for name in ("", ".name")]
+    managers = {repr(said.values[key]) for key in named if said.says(key)}
+    if len(managers) > 1:
+        yield Problem(
+            "reward_manager", " and ".join(sorted(managers)), "more than one reward manager is named",
+            "say reward_model.reward_manager or reward_manager.name alone, or the same in both",
         )  # fmt: skip
     mode = said["trainer.resume_mode"]
     if mode not in ("auto", "disable", "resume_path"):
@@ -219,6 +232,30 @@ def _company(said: Said, has_validation: bool) -> Iterator[Problem]:
             "trainer.max_critic_ckpt_to_keep", "another number than the actor's", "a checkpoint holds both",
             "say max_actor_ckpt_to_keep alone",
         )  # fmt: skip
+
+
+def _critic_follows(said: Said) -> Iterator[Problem]:
+    """Keys of a critic that is trained and that ask for something else than the actor's."""
+    if said["algorithm.adv_estimator"] != "gae":
+        return
+    clip = "grad_clip" if said.says("critic.grad_clip") else "optim.clip_grad"
+    actors = {
+        "ppo_mini_batch_size": said[f"{_ACTOR}.ppo_mini_batch_size"], "ppo_epochs": said[f"{_ACTOR}.ppo_epochs"],
+        clip: _max_grad_norm(said), "ulysses_sequence_parallel_size": _sequence_parallel(said),
+    }  # fmt: skip
+    for name, actor in actors.items():
+        mine = said.values.get(f"critic.{name}")
+        if mine is not None and mine != actor:
+            yield Problem(f"critic.{name}", repr(mine), f"the actor has {actor!r}", "the critic follows the actor")
+
+
+def _max_grad_norm(said: Said) -> Any:
+    return said.first(f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad")
+
+
+def _sequence_parallel(said: Said) -> Any:
+    name = "ulysses_sequence_parallel_size"
+    return said.first(f"{_ACTOR}.{name}", f"{_ACTOR}.fsdp_config.{name}")
 
 
 def _engine(said: Said, device: str) -> dict[str, Any]:
@@ -270,21 +307,19 @@ def _monitors(said: Said) -> list[dict[str, Any]]:
 
 
 def _train(said: Said, device: str, steps: int) -> dict[str, Any]:
-    actor = "actor_rollout_ref.actor"
-    fsdp, model = f"{actor}.fsdp_config", "actor_rollout_ref.model"
-    mixed = said[f"{fsdp}.mixed_precision"]
-    dtype = said[f"{fsdp}.dtype"] or (mixed or {}).get("param_dtype") or ("fp32" if device == "cpu" else "bf16")
+    fsdp, model = f"{_ACTOR}.fsdp_config", "actor_rollout_ref.model"
+    dtype = said.first(f"{fsdp}.dtype", f"{fsdp}.mixed_precision.param_dtype")
+    dtype = dtype or ("fp32" if device == "cpu" else "bf16")
     train: dict[str, Any] = {
         "kind": "torch", "device": device, "dtype": _DTYPES.get(str(dtype), dtype),
-        "max_tokens_per_micro_batch": said[f"{actor}.ppo_max_token_len_per_gpu"],
+        "max_tokens_per_micro_batch": said[f"{_ACTOR}.ppo_max_token_len_per_gpu"],
         "gradient_checkpointing": bool(said[f"{model}.enable_gradient_checkpointing"]),
-        "max_grad_norm": said.first(f"{actor}.grad_clip", f"{actor}.optim.clip_grad"),
-        "optimizer": _optimizer(said, f"{actor}.optim", steps),
+        "max_grad_norm": _max_grad_norm(said),
+        "optimizer": _optimizer(said, f"{_ACTOR}.optim", steps),
     }  # fmt: skip
     if said["algorithm.adv_estimator"] == "gae":
         train["critic_optimizer"] = _optimizer(said, "critic.optim", steps)
-    sequence = said.first(f"{actor}.ulysses_sequence_parallel_size", f"{fsdp}.ulysses_sequence_parallel_size")
-    if sequence != 1:
+    if (sequence := _sequence_parallel(said)) != 1:
         train["sequence_parallel"] = sequence
     if any(said[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload", "offload_policy")):
         train["cpu_offload"] = True
