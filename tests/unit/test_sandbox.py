@@ -270,6 +270,22 @@ def test_other_processes_and_its_own_limits(sandbox: Sandbox) -> None:
     assert [each for each in found[5:] if each not in ("PermissionError", "ValueError", "-1")] == []
 
 
+@pytest.mark.parametrize("written", [b"", b"garbage", b'{"missing": {"files": "a lie"}}\n', b"\xff\n[[["])
+def test_what_a_program_writes_over_its_report_is_its_own_failure(sandbox: Sandbox, written: bytes) -> None:
+    code = f"""
+import os
+for number in range(3, 32):
+    try:
+        os.ftruncate(number, 0)
+        os.pwrite(number, {written!r}, 0)
+    except OSError:
+        pass
+os._exit(0)
+"""
+    ran = sandbox.run(code, check=Check("6 * 7"))
+    assert (ran.end, ran.given) == ("done", written.decode(errors="replace") or None)
+
+
 def test_a_folder_that_was_closed_is_removed_all_the_same(sandbox: Sandbox) -> None:
     code = "import os\nos.mkdir('a')\nopen('a/f', 'w').close()\nos.mkdir('a/b', 0)\nos.umask(0o777)\nos.mkdir('c')"
     assert sandbox.run(code).end in ("done", "disk")  # nobody but root can look into them

@@ -1,9 +1,10 @@
 """The inside of the sandbox: takes every right from its own process, then runs code that nobody trusts.
 
-python -s -P -S -B jail.py ORDER REPORT      two open files: what to do, and where to say what came of it
+python -s -P -S -B jail.py ORDER REPORT GIVEN      three open files: what to do, what holds, what came of it
 
 This file runs by itself, with nothing but the standard library, and imports nothing from the rest of the project. The
-report's first line is `{"missing": {limit: why}}`, written before the code begins; the second is what it gave.
+report is `{"missing": {limit: why}}`, written and closed before the code begins. Whatever stands in the third file may
+be the code's own writing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     order = json.loads(_whole(int(sys.argv[1])))
     missing = confine(order)
-    report = int(sys.argv[2])
-    os.write(report, json.dumps({"missing": missing}).encode() + b"\n")
+    report, given = int(sys.argv[2]), int(sys.argv[3])
+    os.write(report, json.dumps({"missing": missing}).encode())
+    os.close(report)
     if set(missing) - set(order["without"]):
         return
     os.chdir(order["folder"])
@@ -47,14 +49,14 @@ def main() -> None:
     sys.setrecursionlimit(10_000)
     names: dict[str, Any] = {"__name__": "__main__"}
     if order["expression"] is None:
-        os.close(report)
+        os.close(given)
     code, expression, statements, token = (order.pop(k) for k in ("code", "expression", "statements", "token"))
     exec(compile(code, "solution.py", "exec"), names)
     if expression is not None:
         names.update(order["names"])
         exec(compile(statements, "check.py", "exec"), names)
-        given = token if token is not None else repr(eval(compile(expression, "check.py", "eval"), names))
-        os.write(report, given.encode())
+        value = token if token is not None else repr(eval(compile(expression, "check.py", "eval"), names))
+        os.write(given, value.encode())
 
 
 def confine(order: dict[str, Any]) -> dict[str, str]:

@@ -105,18 +105,19 @@ class Sandbox:
         Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
         """
         with _PLACES, _folder() as folder, ExitStack() as files:
-            order, given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(5))
+            order, report, given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(6))
+            asked = tuple(file.fileno() for file in (order, report, given))
             order.write(json.dumps(self._order(code, check, folder)).encode())
             source.write(stdin.encode("utf-8", "surrogatepass"))
             for file in (order, source):
                 file.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-S", "-B", _JAIL, str(order.fileno()), str(given.fileno())],
+                [sys.executable, "-s", "-P", "-S", "-B", _JAIL, *map(str, asked)],
                 stdin=source, stdout=out, stderr=err, cwd="/", start_new_session=True,
-                pass_fds=(order.fileno(), given.fileno()), env=_environment(folder),
+                pass_fds=asked, env=_environment(folder),
             )  # fmt: skip
             end = self._watched(process, folder)
-            said, _, value = _text(given, _SHOWN).partition("\n")
+            said, value = _text(report, _SHOWN), _text(given, _SHOWN)
             ran = Ran(end, _text(out, self._limits.file_size), _text(err, _SHOWN), value or None)
         self._confined(said, ran)
         return ran
