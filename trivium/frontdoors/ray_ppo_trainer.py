@@ -441,6 +441,12 @@ class RayPPOTrainer:
                 "schedule.deterministic ahead of the trainer", "the workers' engines keep the newest weights alone",
                 "set schedule.max_staleness or schedule.deterministic back",
             )  # fmt: skip
+        if config.checkpoint.asynchronous:
+            # Roles that share processes would meet in one process group from several threads, in no order.
+            raise ConfigError(
+                "checkpoint.asynchronous with RayPPOTrainer", "its workers save while training waits",
+                "set checkpoint.asynchronous: false, or use `trivium.run` for such a run",
+            )  # fmt: skip
         needed = algorithm_of(config).needs
         enabled = bool(self._get("reward_model.enable")) or Role.RewardModel in self.role_worker_mapping
         self._needs = Needs(
