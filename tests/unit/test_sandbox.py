@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from trivium.errors import ConfigError
+from trivium.rewards.programs import program_score
 from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox
 from trivium.rewards.seccomp import confinement, known, program
 
@@ -268,6 +269,20 @@ def test_other_processes_and_its_own_limits(sandbox: Sandbox) -> None:
     )  # fmt: skip
     assert found[:5] == ["PermissionError"] * 5
     assert [each for each in found[5:] if each not in ("PermissionError", "ValueError", "-1")] == []
+
+
+def test_a_program_has_its_time_for_all_tests_together(tmp_path: Path) -> None:
+    sleeper, tests = "import time\ntime.sleep(0.7)\nprint(2)", {"inputs": [""] * 10, "outputs": ["2"] * 10}
+    patient = Sandbox(Limits(wall_s=1.0))
+    assert program_score(sleeper, tests, patient) <= 0.6  # 4 x 1 s are enough for six tests at the most
+    assert program_score("print(2)", tests, Sandbox()) == 1.0
+
+
+@pytest.mark.parametrize("given", ["9" * 400 + " + 1j", "{0x" + "f" * 5000 + ": 1}", "-" * 4000 + "1", "{[]: 1}"])
+def test_a_value_that_cannot_be_compared_is_wrong(given: str) -> None:
+    code = f"class R:\n    def __repr__(self):\n        return {given!r}\ndef f():\n    return R()"
+    tests = {"fn_name": "f", "inputs": [[]], "outputs": [{"1": "long" * 1000}]}
+    assert program_score(code, tests, Sandbox(SMALL)) == 0.0
 
 
 @pytest.mark.parametrize("written", [b"", b"garbage", b'{"missing": {"files": "a lie"}}\n', b"\xff\n[[["])

@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.errors import DataError
 from trivium.rewards.sandbox import Check, Ran, Sandbox
@@ -23,12 +23,24 @@ _CLOSE = 1e-6
 _LARGEST = 1e300
 """Whole numbers beyond it are no floats."""
 
-Test = Callable[[Sandbox, str], bool]
-"""Runs a program in the sandbox; says whether it passed."""
+_WALLS = 4
+"""All tests of a program together may take so many times what one may: 120 s by default, so that no program takes its
+scorer's deadline."""
+
+
+class Test(NamedTuple):
+    """What a program is given, and whether it passed."""
+
+    stdin: str
+    check: Check | None
+    passed: Callable[[Ran], bool]
 
 
 def program_score(completion: str, tests: Any, sandbox: Sandbox) -> float:
     """The share of the first ten tests that the completion's program passes.
+
+    What it writes and does is its own: where that cannot be run, read or compared, a test is not passed. Tests that are
+    left when its time is up are not passed either.
 
     `tests`, or JSON text of it: `{inputs, outputs}` of a script; with `fn_name` the arguments and results of a function
     (or of a method of `Solution`); a list of `assert` statements, or `{assert_case: that list}`. Raises DataError for
@@ -36,7 +48,21 @@ def program_score(completion: str, tests: Any, sandbox: Sandbox) -> float:
     """
     code = program_of(completion)
     known = read_tests(tests)[:MAX_TESTS]
-    return sum(test(sandbox, code) for test in known) / len(known)
+    left, passed = _WALLS * sandbox.limits.wall_s, 0
+    for test in known:
+        if left <= 0:
+            break
+        ran = sandbox.run(code, test.stdin, test.check)
+        left -= ran.wall_s
+        passed += ran.end == "done" and _passed(test, ran)
+    return passed / len(known)
+
+
+def _passed(test: Test, ran: Ran) -> bool:
+    try:
+        return test.passed(ran)
+    except (ValueError, ArithmeticError, RecursionError):
+        return False  # a number too large for a float, or for a text
 
 
 def program_of(completion: str) -> str:
@@ -79,11 +105,8 @@ def _parsed(tests: Any) -> Any:
 def _script(given: Any, wanted: Any) -> Test:
     """A script that reads its standard input and prints."""
 
-    def passes(sandbox: Sandbox, code: str) -> bool:
-        ran = sandbox.run(code, stdin=_lines(given))
-        return ran.end == "done" and _same_text(ran.stdout, _lines(wanted))
-
-    return passes
+    text = _lines(wanted)
+    return Test(_lines(given), None, lambda ran: _same_text(ran.stdout, text))
 
 
 def _called(name: str, given: Any, wanted: Any) -> Test:
@@ -94,12 +117,12 @@ def _called(name: str, given: Any, wanted: Any) -> Test:
     wanted = _plain(json.loads(wanted) if isinstance(wanted, str) else wanted)
     call = f"(Solution().{name} if 'Solution' in globals() else {name})(*_arguments)"
 
-    def passes(sandbox: Sandbox, code: str) -> bool:
-        found = _value(sandbox.run(code, check=Check(call, names={"_arguments": arguments})), wanted)
+    def passed(ran: Ran) -> bool:
+        found = _value(ran, wanted)
         alone = isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0])
         return alone or _same(found, wanted)
 
-    return passes
+    return Test("", Check(call, names={"_arguments": arguments}), passed)
 
 
 def _asserted(statement: str) -> Test:
@@ -113,21 +136,10 @@ def _asserted(statement: str) -> Test:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             literal = _literal(ast.unparse(right))
             if literal is not None:
-                return _compared(ast.unparse(left), "\n".join(map(ast.unparse, before)), literal)
-
-    def passes(sandbox: Sandbox, code: str) -> bool:
-        token = secrets.token_hex()
-        ran = sandbox.run(code, check=Check(statements=statement, token=token))
-        return ran.end == "done" and ran.given == token
-
-    return passes
-
-
-def _compared(call: str, before: str, literal: tuple[Any]) -> Test:
-    def passes(sandbox: Sandbox, code: str) -> bool:
-        return _value(sandbox.run(code, check=Check(call, before)), literal[0]) == literal[0]
-
-    return passes
+                check = Check(ast.unparse(left), "\n".join(map(ast.unparse, before)))
+                return Test("", check, lambda ran: _value(ran, literal[0]) == literal[0])
+    token = secrets.token_hex()
+    return Test("", Check(statements=statement, token=token), lambda ran: ran.given == token)
 
 
 # --------------------------------------------------------------------------- comparing
@@ -139,7 +151,7 @@ class _Nothing:
 
 def _value(ran: Ran, wanted: Any) -> Any:
     """What the program gave; `_Nothing` where it gave nothing, or nothing that is written like what is wanted."""
-    if ran.end != "done" or ran.given is None:
+    if ran.given is None:
         return _Nothing
     written = repr(wanted)
     if ran.given == written:

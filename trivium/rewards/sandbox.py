@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -69,6 +69,8 @@ class Ran:
     stderr: str
     given: str | None
     """What it answered to the check: the value's `repr`, or the token; None where it did not get that far."""
+    wall_s: float = field(default=0.0, compare=False)
+    """Seconds that it took; waiting for a place is not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, without: Collection[str] = ()) -> None:
         if unknown := sorted(set(without) - set(LIMITS)):
             raise ConfigError("limits to do without", ", ".join(unknown), f"there are: {', '.join(LIMITS)}")
-        self._limits, self._without = limits or Limits(), sorted(without)
+        self.limits, self._without = limits or Limits(), sorted(without)
         self._folders = _readable()
         self._filters = [base64.b64encode(confinement(t)).decode() for t in (False, True)] if known() else []
         ran = self.run("", check=Check("6 * 7"))
@@ -111,19 +113,21 @@ class Sandbox:
             source.write(stdin.encode("utf-8", "surrogatepass"))
             for file in (order, source):
                 file.seek(0)
+            began = time.monotonic()
             process = subprocess.Popen(
                 [sys.executable, "-s", "-P", "-S", "-B", _JAIL, *map(str, asked)],
                 stdin=source, stdout=out, stderr=err, cwd="/", start_new_session=True,
                 pass_fds=asked, env=_environment(folder),
             )  # fmt: skip
             end = self._watched(process, folder)
+            took = time.monotonic() - began
             said, value = _text(report, _SHOWN), _text(given, _SHOWN)
-            ran = Ran(end, _text(out, self._limits.file_size), _text(err, _SHOWN), value or None)
+            ran = Ran(end, _text(out, self.limits.file_size), _text(err, _SHOWN), value or None, took)
         self._confined(said, ran)
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
-        limits = self._limits
+        limits = self.limits
         return {
             "parent": os.getpid(), "folder": folder, "uid": _unused_uid(), "without": self._without,
             "readable": self._folders, "packages": _packages(), "filters": self._filters, "code": code,
@@ -139,7 +143,7 @@ class Sandbox:
 
     def _watched(self, process: subprocess.Popen[bytes], folder: str) -> str:
         """Waits for the end, or makes one; says how it ended."""
-        deadline = time.monotonic() + self._limits.wall_s
+        deadline = time.monotonic() + self.limits.wall_s
         stopped = ""
         try:
             while not stopped:
@@ -162,7 +166,7 @@ class Sandbox:
         try:
             for entries, each in enumerate(_entries(folder), 1):
                 size += each
-                if entries > _ENTRIES or size > self._limits.disk:
+                if entries > _ENTRIES or size > self.limits.disk:
                     return True
         except OSError:
             return True
