@@ -271,6 +271,18 @@ def test_other_processes_and_its_own_limits(sandbox: Sandbox) -> None:
     assert [each for each in found[5:] if each not in ("PermissionError", "ValueError", "-1")] == []
 
 
+def test_a_signal_from_a_descriptor(sandbox: Sandbox) -> None:
+    fcntl, me = "__import__('fcntl')", os.getpid()
+    found = attempt(
+        sandbox, f"{fcntl}.fcntl(0, {fcntl}.F_SETOWN, {me})", f"{fcntl}.fcntl(0, 15, bytes(8))",
+        f"{fcntl}.fcntl(0, 10, 9)", f"{fcntl}.fcntl(0, {fcntl}.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)",
+        f"{fcntl}.fcntl(os.open('.', 0), {fcntl}.F_NOTIFY, 1)", f"{fcntl}.fcntl(0, {fcntl}.F_SETLEASE, 0)",
+        f"{fcntl}.fcntl(0, {fcntl}.F_SETFL, os.O_NONBLOCK)", f"{fcntl}.fcntl(0, {fcntl}.F_GETFL) & os.O_NONBLOCK > 0",
+        f"{fcntl}.lockf(open('l', 'w'), {fcntl}.LOCK_EX)", "os.dup(0) > 2",
+    )  # fmt: skip
+    assert found == ["PermissionError"] * 6 + ["0", "True", "None", "True"]
+
+
 def test_a_program_has_its_time_for_all_tests_together(tmp_path: Path) -> None:
     sleeper, tests = "import time\ntime.sleep(0.7)\nprint(2)", {"inputs": [""] * 10, "outputs": ["2"] * 10}
     patient = Sandbox(Limits(wall_s=1.0))

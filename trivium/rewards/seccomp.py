@@ -22,12 +22,17 @@ _PR_SET_NAME = 15
 _TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 
+_DESCRIPTOR_QUESTIONS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, locks (F_GETLK, F_SETLK, F_SETLKW; the same as F_OFD_), F_DUPFD_CLOEXEC. Not
+F_SETOWN, F_SETSIG, F_SETLEASE and F_NOTIFY: they send signals."""
+_F_SETFL, _O_ASYNC = 4, 0x2000
+
 _FREE = """
 read 0 63; write 1 64; open 2 -; close 3 57; stat 4 -; fstat 5 80; lstat 6 -; poll 7 -; lseek 8 62; mmap 9 222;
 mprotect 10 226; munmap 11 215; brk 12 214; rt_sigaction 13 134; rt_sigprocmask 14 135; rt_sigreturn 15 139;
 pread64 17 67; pwrite64 18 68; readv 19 65; writev 20 66; access 21 -; pipe 22 -; select 23 -; sched_yield 24 124;
 mremap 25 216; msync 26 227; madvise 28 233; dup 32 23; dup2 33 -; pause 34 -; nanosleep 35 101; getitimer 36 102;
-alarm 37 -; setitimer 38 103; getpid 39 172; recvfrom 45 207; exit 60 93; uname 63 160; fcntl 72 25; flock 73 32;
+alarm 37 -; setitimer 38 103; getpid 39 172; recvfrom 45 207; exit 60 93; uname 63 160; flock 73 32;
 fsync 74 82; fdatasync 75 83; ftruncate 77 46; getcwd 79 17; chdir 80 49; fchdir 81 50; rename 82 -; mkdir 83 -;
 rmdir 84 -; creat 85 -; unlink 87 -; readlink 89 -; umask 95 166; gettimeofday 96 169; getrlimit 97 163;
 getrusage 98 165; sysinfo 99 179; times 100 153; getuid 102 174; getgid 104 176; geteuid 107 175; getegid 108 177;
@@ -43,7 +48,7 @@ membarrier 324 283; statx 332 291; rseq 334 293; close_range 436 436; faccessat2
 """Name, x86_64, aarch64. Where these lead is limited by Landlock, how much they use by resource limits."""
 
 _CLONE, _CLONE3, _IOCTL, _PRCTL, _PRLIMIT64 = (56, 220), (435, 435), (16, 29), (157, 167), (302, 261)
-_SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
+_FCNTL, _SOCKETPAIR, _SENDTO = (72, 25), (53, 199), (44, 206)
 
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
@@ -81,6 +86,10 @@ def confinement(threads: bool, machine: str = "") -> bytes:
         if number != "-":
             rules[int(number)] = [()]
     rules[_IOCTL[column]] = [(Argument(1, request),) for request in _TERMINAL_QUESTIONS]
+    rules[_FCNTL[column]] = [
+        *((Argument(1, question),) for question in _DESCRIPTOR_QUESTIONS),
+        (Argument(1, _F_SETFL), Argument(2, 0, mask=_O_ASYNC)),
+    ]
     rules[_PRCTL[column]] = [(Argument(0, _PR_SET_NAME),)]
     own = Argument(0, 0)
     rules[_PRLIMIT64[column]] = [
