@@ -248,6 +248,24 @@ def test_a_write_outside(sandbox: Sandbox, tmp_path: Path) -> None:
         assert not os.path.exists(path)
 
 
+@pytest.mark.parametrize("libraries", ["{outside}", ".", "", "/", "lib:/usr/lib"])
+def test_a_path_of_libraries_opens_nothing(
+    libraries: str, sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    for key in (tmp_path / "key", tmp_path / "lib" / "key"):
+        key.write_text("hunter2")
+        key.chmod(0o666)
+    monkeypatch.chdir(tmp_path)
+    before = os.environ.get("LD_LIBRARY_PATH", "")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{libraries.format(outside=tmp_path)}:{before}")
+    found = attempt(
+        Sandbox(SMALL), f"open({str(tmp_path / 'key')!r}).read()", f"open({str(tmp_path / 'lib/key')!r}).read()",
+        "os.listdir('/')", "__import__('numpy').arange(3).tolist()",
+    )  # fmt: skip
+    assert found == ["PermissionError"] * 3 + ["[0, 1, 2]"]
+
+
 def test_a_flood_of_output_and_of_files(sandbox: Sandbox) -> None:
     assert "File too large" in sandbox.run("while True:\n    print('x' * 10_000)").stderr
     big = sandbox.run("open('big', 'wb').write(bytes(2 << 20))")

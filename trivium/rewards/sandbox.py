@@ -190,9 +190,10 @@ class Sandbox:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours but where the interpreter's libraries lie: no keys, no paths. One thread for arithmetic, and
-    hashes that do not differ between runs."""
-    libraries = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
+    """Nothing of ours but where the interpreter's libraries are found when it starts: no keys. One thread for
+    arithmetic, and hashes that do not differ between runs."""
+    path = os.environ.get("LD_LIBRARY_PATH")
+    libraries = {"LD_LIBRARY_PATH": ":".join(map(os.path.abspath, path.split(":")))} if path else {}
     return libraries | {
         "PATH": "/nonexistent", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
@@ -204,10 +205,10 @@ def _packages() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """Where the interpreter, its libraries and the installed packages lie."""
+    """Where the interpreter, its libraries and the installed packages lie. LD_LIBRARY_PATH is none of it: what it names
+    may be anything, and the interpreter's own library is loaded before the limits hold."""
     system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/zero"]
-    libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system, *libraries})
+    return sorted({sys.prefix, sys.base_prefix, sys.base_exec_prefix, *_packages(), *system})
 
 
 def _unused_uid() -> int:
