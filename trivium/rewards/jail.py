@@ -50,12 +50,12 @@ def main() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     if order["expression"] is None:
         os.close(given)
-    code, expression, statements, token = (order.pop(k) for k in ("code", "expression", "statements", "token"))
+    code, expression, statements = (order.pop(k) for k in ("code", "expression", "statements"))
     exec(compile(code, "solution.py", "exec"), names)
     if expression is not None:
         names.update(order["names"])
         exec(compile(statements, "check.py", "exec"), names)
-        value = token if token is not None else repr(eval(compile(expression, "check.py", "eval"), names))
+        value = repr(eval(compile(expression, "check.py", "eval"), names))
         os.write(given, value.encode())
 
 

@@ -1,7 +1,7 @@
 """Whether a program does what its tests say: the share of at most ten tests that it passes, run in the sandbox.
 
 What a program gives is compared here, outside, where it cannot know what is expected of it. Only an `assert` that is
-not of the form `call == literal` has to be judged beside the program.
+not of the form `call == literal` is judged beside the program, and trusts it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,7 +125,7 @@ def _called(name: str, given: Any, wanted: Any) -> Test:
 
 
 def _asserted(statement: str) -> Test:
-    """An `assert`. What has a literal on its right is compared here."""
+    """An `assert`. What is `== literal` is compared here; of all others the program itself says whether they hold."""
     try:
         tree = ast.parse(statement)
     except SyntaxError as error:
@@ -138,8 +137,7 @@ def _asserted(statement: str) -> Test:
             if literal is not None:
                 check = Check(ast.unparse(left), "\n".join(map(ast.unparse, before)))
                 return Test("", check, lambda ran: _value(ran, literal[0]) == literal[0])
-    token = secrets.token_hex()
-    return Test("", Check(statements=statement, token=token), lambda ran: ran.given == token)
+    return Test("", Check("True", statement), lambda ran: ran.given == "True")
 
 
 # --------------------------------------------------------------------------- comparing

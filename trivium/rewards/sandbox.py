@@ -68,7 +68,8 @@ class Ran:
     stdout: str
     stderr: str
     given: str | None
-    """What it answered to the check: the value's `repr`, or the token; None where it did not get that far."""
+    """What it answered to the check: the value's `repr`, if the program is honest; None where it did not get
+    that far."""
     wall_s: float = field(default=0.0, compare=False)
     """Seconds that it took; waiting for a place is not among them."""
 
@@ -79,8 +80,6 @@ class Check:
 
     expression: str = "None"
     statements: str = ""
-    token: str | None = None
-    """Given instead of the value."""
     names: Mapping[str, Any] | None = None
     """JSON values that the expression may use."""
 
@@ -133,7 +132,7 @@ class Sandbox:
             "readable": self._folders, "packages": _packages(), "filters": self._filters, "code": code,
             "expression": None if check is None else check.expression,
             "statements": "" if check is None else check.statements,
-            "token": None if check is None else check.token, "names": dict(check.names or {}) if check else {},
+            "names": dict(check.names or {}) if check else {},
             "limits": {
                 "CORE": (0, 0), "CPU": (limits.cpu_s, limits.cpu_s + 1), "AS": (limits.memory, limits.memory),
                 "FSIZE": (limits.file_size, limits.file_size), "NOFILE": (limits.open_files, limits.open_files),
