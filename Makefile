@@ -25,7 +25,7 @@ demo: $(FOR_DEMO)
 	$(BIN)/trivium demo $(DEMO_ARGS)
 
 test: $(FOR_DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -79,17 +80,17 @@ def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None: ..
 def half_the_files(original: Callable[..., Any], held: Held, directory: Path) -> None:
     """Training has gone on since."""
     original(replace(held, files=dict(list(held.files.items())[:2])), directory)
-    wait_for_a_step(directory.parents[1])
+    wait_for_a_step(directory.parents[1], int(re.findall(r"\d{6}", directory.name)[0]))
 
 
 def not_pruned(original: Callable[..., Any], store: CheckpointStore, pinned: Any) -> None:
-    wait_for_a_step(store.directory.parent)
+    wait_for_a_step(store.directory.parent, store.steps()[-1])
 
 
-def wait_for_a_step(run_dir: Path) -> None:
-    rows = run_dir / "metrics.jsonl"
-    before, deadline = rows.stat().st_size, time.monotonic() + 60
-    while rows.stat().st_size == before:
+def wait_for_a_step(run_dir: Path, saved: int) -> None:
+    """Until a step after the one that is being saved was logged."""
+    deadline = time.monotonic() + 60
+    while not any(json.loads(row)["step"] > saved for row in (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]):
         assert time.monotonic() < deadline, "training waits for the save"
         time.sleep(0.002)
 

@@ -51,7 +51,7 @@ def test_truncation_renormalises(size: int, seed: int, top_p: float, top_k: int,
     ranked = sorted(allowed, key=lambda t: -weight[t])[: top_k or None]
     total, kept, mass = sum(weight[t] for t in ranked), [], 0.0
     for t in ranked:
-        if mass / total >= np.float32(top_p) and top_p < 1:
+        if mass / total >= np.float32(top_p) < 1:
             break
         kept.append(t)
         mass += weight[t]
