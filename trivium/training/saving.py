@@ -272,6 +272,7 @@ def _nothing(directory: Path) -> None:
 def begin_writing(held: Held, directory: Path, report: str) -> None:
     """Writes in a thread of this rank; the first rank's says in the file `report` of the directory how it fares
     (`wait_for`)."""
+    directory.mkdir(parents=True, exist_ok=True)
     done: Future[None] = Future()
 
     def write() -> None:
