@@ -74,11 +74,6 @@ class Ranks:
         dist.all_gather_object(said, value)
         return said[:: self.sequence_size]
 
-    def wait_for_all(self) -> None:
-        """Returns once every rank has come here."""
-        if self.size > 1:
-            dist.barrier()
-
 
 ALONE = Ranks()
 
@@ -139,9 +134,3 @@ def open_process_group(kind: str, deadline_s: float = COLLECTIVE_S) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind.startswith("cuda") else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
-
-
-def leave_ranks() -> None:
-    """Closes the process group, where one is open."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
