@@ -6,13 +6,20 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 # For example: make demo DEMO_ARGS="--dir runs/other --seed 1".
 DEMO_ARGS ?=
+# For example: make house HOUSE_ARGS="--frames --compare ../other-checkout".
+HOUSE_ARGS ?=
+# For example: make words WORDS_ARGS="--places trivium/engines".
+WORDS_ARGS ?=
+
+# Every process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 FOR_DEMO := $(VENV)/.installed-demo
 FOR_DEV := $(VENV)/.installed-dev
 
-.PHONY: help demo test lint format types docs clean
+.PHONY: help demo test lint format types docs house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
@@ -20,12 +27,14 @@ help:
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate docs/config.md, docs/metrics.md and docs/algorithms.md"
+	@echo "make house   figures of the code's structure: size, import cycles, call depth"
+	@echo "make words   words that the project avoids, by package"
 
 demo: $(FOR_DEMO)
 	$(BIN)/trivium demo $(DEMO_ARGS)
 
 test: $(FOR_DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .
@@ -40,6 +49,12 @@ types: $(FOR_DEV)
 
 docs: $(FOR_DEV)
 	$(BIN)/python tools/generate_docs.py
+
+house: $(FOR_DEV)
+	@$(BIN)/python tools/house.py $(HOUSE_ARGS)
+
+words: $(FOR_DEV)
+	@$(BIN)/python tools/words.py $(WORDS_ARGS)
 
 clean:
 	rm -rf $(VENV)

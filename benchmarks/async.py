@@ -2,7 +2,7 @@
 
     python benchmarks/async.py [--repeats 2] [--steps 14] [--staleness 4] [--in-flight update]
 
-A tiny model is trained with GRPO by the real engines through `trivium.launch.run`, one process, one thread for each
+A tiny model is trained with GRPO by the real engines through `trivium.run`, one process, one thread for each
 side's model work. The environment pays for a reply after 2 s for every twentieth task and after 0 to 0.21 s for the
 others, 0.2 s on average; how long a task takes is a function of its id, so every run plays the same world. The two
 sides differ in `schedule.max_staleness` (0 against `--staleness`) and `sync.in_flight` alone; they run in turn,
@@ -36,10 +36,11 @@ from typing import Any
 
 import numpy as np
 
-from trivium.config import Plugin, RunConfig, usable_cores
-from trivium.launch import run
+from trivium.concurrency import usable_cores
+from trivium.config import Plugin, config_from_mapping
 from trivium.randomness import stream, uniforms
 from trivium.registry import resolve
+from trivium.runtime.launch import run
 from trivium.types import Message, Task
 
 HERE = Path(__file__).resolve()
@@ -135,19 +136,35 @@ def measure(said: argparse.Namespace, staleness: int, in_flight: str = "finish",
     with tempfile.TemporaryDirectory() as directory:
         config = {
             "run": {"dir": f"{directory}/run", "seed": 0},
-            "model": {"kind": "tiny", "alphabet": "bytes", "layers": said.layers, "hidden": said.hidden,
-                      "max_position": 64 + said.new_tokens},
+            "model": {
+                "kind": "tiny",
+                "alphabet": "bytes",
+                "layers": said.layers,
+                "hidden": said.hidden,
+                "max_position": 64 + said.new_tokens,
+            },
             "tasks": {"train": {"kind": "python", "source": f"{HERE}:tasks", "id": "id"}},
-            "workflow": {"kind": "multi_turn", "environment": f"{HERE}:World", "environment_args": {"at_once": at_once},
-                         "max_turns": 1, "deadline_s": 60},
+            "workflow": {
+                "kind": "multi_turn",
+                "environment": f"{HERE}:World",
+                "environment_args": {"at_once": at_once},
+                "max_turns": 1,
+                "deadline_s": 60,
+            },
             "engine": {"sampling": {"max_new_tokens": said.new_tokens}},
             "train": {"optimizer": {"lr": 1.0e-4}},
-            "schedule": {"steps": said.steps, "groups_per_step": said.groups, "group_size": said.group_size,
-                         "max_staleness": staleness},
-            "sync": {"in_flight": in_flight}, "cluster": {"threads": 1}, "monitors": [{"kind": f"{HERE}:Clock"}],
+            "schedule": {
+                "steps": said.steps,
+                "groups_per_step": said.groups,
+                "group_size": said.group_size,
+                "max_staleness": staleness,
+            },
+            "sync": {"in_flight": in_flight},
+            "cluster": {"threads": 1},
+            "monitors": [{"kind": f"{HERE}:Clock"}],
             "checkpoint": {"save_every": 0},
-        }  # fmt: skip
-        run(RunConfig.from_mapping(config))
+        }
+        run(config_from_mapping(config))
     rows = resolve("monitors", f"{HERE}:ROWS")
     rows = rows[WARM - 1 : len(rows) - said.staleness - 1]
     seconds = rows[-1][0] - rows[0][0]
@@ -157,9 +174,14 @@ def measure(said: argparse.Namespace, staleness: int, in_flight: str = "finish",
         return fmean(metrics.get(key, 0.0) for metrics in counted)
 
     return Measured(
-        seconds / len(counted), mean("train/tokens"), mean("time/wait"), mean("time/train"),
-        mean("rollout/evicted") + mean("rollout/called_off"), mean("rollout/given_up"), mean("rollout/staleness"),
-    )  # fmt: skip
+        seconds / len(counted),
+        mean("train/tokens"),
+        mean("time/wait"),
+        mean("time/train"),
+        mean("rollout/evicted") + mean("rollout/called_off"),
+        mean("rollout/given_up"),
+        mean("rollout/staleness"),
+    )
 
 
 def main() -> int:

@@ -94,9 +94,13 @@ def in_database(url: str | None = None) -> Make:
     def make(schedule: Schedule, directory: Path) -> Buffer:
         config = SqlBuffer.Config(url=url or f"sqlite:///{directory / 'buffer.db'}")
         return SqlBuffer(
-            config, schedule=schedule, rollouts=directory / "rollouts", renderer=None, deadline_s=60,
+            config,
+            schedule=schedule,
+            rollouts=directory / "rollouts",
+            renderer=None,
+            deadline_s=60,
             name=uuid.uuid4().hex,
-        )  # pyright: ignore[reportArgumentType]  # fmt: skip
+        )  # pyright: ignore[reportArgumentType]
 
     return make
 
@@ -127,8 +131,9 @@ def report(name: str, make: Make, sizes: list[int], tokens: int, repeats: int) -
         costs.append((inside, outside))
         print(
             f"{name:>10} {rows:>9,} {1e6 * inside:>12.1f} {1e6 * outside:>12.1f} {1 / inside:>12,.0f} "
-            f"{1 / outside:>12,.0f}", flush=True,
-        )  # fmt: skip
+            f"{1 / outside:>12,.0f}",
+            flush=True,
+        )
     ratios = [last / first for first, last in zip(costs[0], costs[-1], strict=True)]
     flat = max(ratios) <= FLAT
     verdict = "flat" if flat else f"NOT flat (more than {FLAT})"

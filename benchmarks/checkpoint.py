@@ -25,31 +25,44 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from trivium.algorithms import build_algorithm
-from trivium.checkpoint import CheckpointStore
-from trivium.config import AlgorithmConfig, plugin, usable_cores
-from trivium.loops import updated
-from trivium.training.torch import TorchTrainEngine
+from trivium.checkpoint.store import CheckpointStore
+from trivium.concurrency import usable_cores
+from trivium.config import AlgorithmConfig, plugin
+from trivium.loops import prepare_mini_batch
+from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch, Experience
 
 
 def engine_of(folder: Path, layers: int, hidden: int) -> TorchTrainEngine:
     """An engine that has taken one step: its optimizer has state."""
     config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, head_dim=64, vocab_size=1000, max_position_embeddings=64,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        head_dim=64,
+        vocab_size=1000,
+        max_position_embeddings=64,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     engine = TorchTrainEngine(
-        TorchTrainEngine.Config(device="cpu"), model_dir=folder / "model",
-        algorithm=build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), temperature=1.0,
-        max_response_length=8, total_steps=100, seed=0, threads=usable_cores(),
-    )  # fmt: skip
+        TorchTrainEngine.Config(device="cpu"),
+        model_dir=folder / "model",
+        algorithm=build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8),
+        temperature=1.0,
+        max_response_length=8,
+        total_steps=100,
+        seed=0,
+        threads=usable_cores(),
+    )
     engine.prepare()
     tokens, mask = np.arange(8, dtype=np.int32), np.arange(8) > 3
     experience = Experience(tokens, mask, np.where(mask, -7.0, 0.0), np.where(mask, 0, -1), "g", 0)
     batch = Batch((experience,)).with_columns(advantages=[mask * 1.0], old_log_prob=[mask * -7.0])
-    updated(engine, batch, engine.algorithm.objectives[0], 0)
+    objective = engine.algorithm.objectives[0]
+    engine.update(objective.role, prepare_mini_batch(engine, batch, objective, 0), objective)
     return engine
 
 

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from trivium.assemble import evaluate
-from trivium.config import RunConfig
-from trivium.launch import run
+from trivium.config import load_config
+from trivium.runtime.build import evaluate
+from trivium.runtime.launch import run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic.yaml"
@@ -27,9 +27,9 @@ def measure(run_dir: Path, seed: int, *changes: str) -> tuple[float, float, floa
     """(accuracy before RL, after, seconds). Accuracies are by the recipe's own reward, whatever trained."""
     said = [f"run.dir={run_dir}", f"run.seed={seed}", "monitors=[{kind: jsonl}]"]
     began = time.perf_counter()
-    run(RunConfig.load(RECIPE, [*said, *changes]))
+    run(load_config(RECIPE, [*said, *changes]))
     seconds = time.perf_counter() - began
-    config = RunConfig.load(RECIPE, said)
+    config = load_config(RECIPE, said)
     first, last = (stage.schedule.steps for stage in config.stage_configs())
     before, after = (evaluate(config, step)["eval/test/accuracy"] for step in (first, first + last))
     return before, after, seconds

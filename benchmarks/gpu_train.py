@@ -25,19 +25,27 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
-from trivium.training.torch import TorchTrainEngine
+from trivium.training.engine import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 SHAPES = {
     "qwen-1.5b": {
-        "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
     },
     "tiny": {
-        "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 RATE = 1e-6
 
 Update = Callable[[Batch], float]
@@ -63,13 +71,22 @@ def make_batch(tokens: int, sequences: int, vocabulary: int) -> Batch:
 def trivium_step(model_dir: Path, said: argparse.Namespace) -> Update:
     algorithm = build_algorithm(SFT.configure({"kind": "sft"}))
     config = {
-        "device": said.device, "dtype": "bfloat16", "optimizer": {"lr": RATE}, "gradient_checkpointing": True,
+        "device": said.device,
+        "dtype": "bfloat16",
+        "optimizer": {"lr": RATE},
+        "gradient_checkpointing": True,
         "max_tokens_per_micro_batch": said.micro_batch,
-    }  # fmt: skip
+    }
     engine = TorchTrainEngine(
-        TorchTrainEngine.Config.model_validate(config), model_dir=model_dir, algorithm=algorithm, temperature=1.0,
-        max_response_length=max(said.tokens), total_steps=1, seed=0, threads=torch.get_num_threads(),
-    )  # fmt: skip
+        TorchTrainEngine.Config.model_validate(config),
+        model_dir=model_dir,
+        algorithm=algorithm,
+        temperature=1.0,
+        max_response_length=max(said.tokens),
+        total_steps=1,
+        seed=0,
+        threads=torch.get_num_threads(),
+    )
     engine.prepare()
     (objective,) = algorithm.objectives
     return lambda batch: engine.update("policy", batch, objective)["train/loss/policy"]

@@ -29,8 +29,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.models.load import load_lm
+from trivium.training.engine import TorchTrainEngine
 from trivium.training.optim import Optimizer, OptimizerConfig
-from trivium.training.torch import TorchTrainEngine
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics
 
 LIMIT = 0.2
@@ -44,10 +44,16 @@ Update = Callable[[Batch], Metrics]
 
 def write_model(directory: Path, said: argparse.Namespace) -> None:
     config = Qwen3Config(
-        vocab_size=said.vocabulary, hidden_size=said.width, intermediate_size=2 * said.width,
-        num_hidden_layers=said.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=said.width // 4,
-        max_position_embeddings=REPLY + 1, tie_word_embeddings=not said.untied,
-    )  # fmt: skip
+        vocab_size=said.vocabulary,
+        hidden_size=said.width,
+        intermediate_size=2 * said.width,
+        num_hidden_layers=said.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=said.width // 4,
+        max_position_embeddings=REPLY + 1,
+        tie_word_embeddings=not said.untied,
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
@@ -66,9 +72,15 @@ def chunked(model_dir: Path) -> Update:
     algorithm = build_algorithm(SFT.configure({"kind": "sft"}))
     config = {"device": "cpu", "optimizer": {"lr": RATE}, "max_grad_norm": CLIP, "max_tokens_per_micro_batch": 1 << 30}
     engine = TorchTrainEngine(
-        TorchTrainEngine.Config.model_validate(config), model_dir=model_dir, algorithm=algorithm, temperature=1.0,
-        max_response_length=REPLY, total_steps=2, seed=0, threads=torch.get_num_threads(),
-    )  # fmt: skip
+        TorchTrainEngine.Config.model_validate(config),
+        model_dir=model_dir,
+        algorithm=algorithm,
+        temperature=1.0,
+        max_response_length=REPLY,
+        total_steps=2,
+        seed=0,
+        threads=torch.get_num_threads(),
+    )
     engine.prepare()
     (objective,) = algorithm.objectives
     return lambda batch: engine.update("policy", batch, objective)
@@ -112,9 +124,12 @@ def measure(side: str, model_dir: Path, said: argparse.Namespace) -> dict[str, f
     metrics = update(batch)
     seconds = time.perf_counter() - start
     return {
-        "bytes": peak_bytes() - before, "before": before, "seconds": seconds,
-        "loss": metrics["train/loss/policy"], "norm": metrics["train/grad_norm/policy"],
-    }  # fmt: skip
+        "bytes": peak_bytes() - before,
+        "before": before,
+        "seconds": seconds,
+        "loss": metrics["train/loss/policy"],
+        "norm": metrics["train/grad_norm/policy"],
+    }
 
 
 def main() -> int:

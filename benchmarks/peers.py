@@ -37,10 +37,10 @@ from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import train_step
 from trivium.randomness import SampleKey
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
-from trivium.training.torch import TorchTrainEngine
+from trivium.training.engine import TorchTrainEngine
 from trivium.types import Group, Message, Sampling, Task
 from trivium.workflows.single_turn import SingleTurn
 
@@ -61,22 +61,35 @@ class Ours:
         self.args = args
         self.tasks = [Task(str(i), (Message("user", text),)) for i, text in enumerate(prompts)]
         self.engine = TorchEngine(
-            TorchEngine.Config(max_rows=args.prompts * args.group), model_dir=model_dir,
-            eos_token_ids=renderer.eos_token_ids, decode=renderer.decode, threads=args.threads,
-        )  # fmt: skip
+            TorchEngine.Config(max_rows=args.prompts * args.group),
+            model_dir=model_dir,
+            eos_token_ids=renderer.eos_token_ids,
+            decode=renderer.decode,
+            threads=args.threads,
+        )
         self.explorer = Explorer(
-            self.engine, renderer, SingleTurn(SingleTurn.Config()),
+            self.engine,
+            renderer,
+            SingleTurn(SingleTurn.Config()),
             make_judge([RewardConfig(kind=f"{__file__}:variety")]),
-            Sampling(args.new_tokens, min_new_tokens=args.new_tokens), self.engine.max_context, 600.0, 4096,
-        )  # fmt: skip
+            Sampling(args.new_tokens, min_new_tokens=args.new_tokens),
+            self.engine.max_context,
+            600.0,
+            4096,
+        )
         self.algorithm = build_algorithm(GRPO.configure({"kind": "grpo"}))
         self.train = TorchTrainEngine(
             TorchTrainEngine.Config.model_validate(
                 {"optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant"}, "max_grad_norm": 1.0}
             ),
-            model_dir=model_dir, algorithm=self.algorithm, temperature=1.0,
-            max_response_length=args.new_tokens, total_steps=1000, seed=0, threads=args.threads,
-        )  # fmt: skip
+            model_dir=model_dir,
+            algorithm=self.algorithm,
+            temperature=1.0,
+            max_response_length=args.new_tokens,
+            total_steps=1000,
+            seed=0,
+            threads=args.threads,
+        )
         self.train.prepare()
         self.prompt_ids = {tuple(renderer.render(task.prompt).tolist()) for task in self.tasks}
 
@@ -94,7 +107,7 @@ class Ours:
         await self.engine.load(self.train.version, self.train.export_weights())
         return await asyncio.gather(
             *(
-                self.explorer.play(task, [self._key(task, index) for index in range(self.args.group)])
+                self.explorer.rollout(task, [self._key(task, index) for index in range(self.args.group)])
                 for task in self.tasks
             )
         )
@@ -142,35 +155,61 @@ class Alternate(TrainerCallback):
         assert tokens == sum(self.theirs.response_lengths), (tokens, sum(self.theirs.response_lengths))
         self.rows.append(
             {
-                "their generation": generation, "their update": total - generation,
-                "our generation": our_generation, "our update": our_update,
+                "their generation": generation,
+                "their update": total - generation,
+                "our generation": our_generation,
+                "our update": our_update,
             }
-        )  # fmt: skip
+        )
 
 
 def build_theirs(model_dir: Path, prompts: Sequence[str], args: argparse.Namespace, callback: Alternate) -> Theirs:
     rows = args.prompts * args.group
     config = GRPOConfig(
-        output_dir=str(model_dir.parent / "trl"), use_cpu=True, bf16=False, fp16=False,
+        output_dir=str(model_dir.parent / "trl"),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
         per_device_train_batch_size=rows // args.their_accumulation,
-        gradient_accumulation_steps=args.their_accumulation, steps_per_generation=args.their_accumulation,
-        num_generations=args.group, num_iterations=1, max_completion_length=args.new_tokens,
-        generation_kwargs={"min_new_tokens": args.new_tokens}, temperature=1.0, top_p=1.0, top_k=0,
-        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=0.0,
-        loss_type="dapo", scale_rewards="group", mask_truncated_completions=False, activation_checkpointing=False,
-        max_steps=args.steps + 1, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        dataloader_pin_memory=False, seed=0,
-    )  # fmt: skip
+        gradient_accumulation_steps=args.their_accumulation,
+        steps_per_generation=args.their_accumulation,
+        num_generations=args.group,
+        num_iterations=1,
+        max_completion_length=args.new_tokens,
+        generation_kwargs={"min_new_tokens": args.new_tokens},
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        mask_truncated_completions=False,
+        activation_checkpointing=False,
+        max_steps=args.steps + 1,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+    )
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float]:
         return [variety("", completion[0]["content"]) for completion in completions]
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
     theirs = Theirs(
-        model=model, args=config, reward_funcs=reward, processing_class=AutoTokenizer.from_pretrained(model_dir),
+        model=model,
+        args=config,
+        reward_funcs=reward,
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts]}),
         callbacks=[callback],
-    )  # fmt: skip
+    )
     callback.theirs = theirs
     return theirs
 
@@ -212,7 +251,7 @@ def report(rows: Sequence[dict[str, float]], ours: Ours, args: argparse.Namespac
     parameters = sum(tensor.numel() for _, tensor in ours.train.export_weights())
     print(
         f"{parameters / 1e6:.1f} M parameters, {args.prompts} prompts x {args.group}, {args.new_tokens} new tokens, "
-        f"fp32, {args.threads} threads, {len(rows)} steps; batch_invariant={ours.engine.batch_invariant}; "
+        f"fp32, {args.threads} threads, {len(rows)} steps; batch_invariant={ours.engine.capabilities.batch_invariant}; "
         f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     for name in ("generation", "update", "step"):

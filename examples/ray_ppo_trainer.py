@@ -1,7 +1,7 @@
 """RayPPOTrainer from a script: makes its own data and model, trains, prints validation before and after.
 
     python examples/ray_ppo_trainer.py           # PPO with a critic
-    python examples/ray_ppo_trainer.py grpo      # GRPO: a group of replies to each prompt is its own baseline
+    python examples/ray_ppo_trainer.py grpo      # GRPO: the completions of one prompt are the baseline of each other
 
 Two CPU cores and a few minutes are enough. The task: which of two digits is the larger one?
 """
@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trivium.cluster import ActorRolloutRefWorker, CriticWorker, ResourcePoolManager, Role
-from trivium.frontdoors import RayPPOTrainer
+from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, ResourcePoolManager, Role
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
@@ -50,12 +49,16 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 
 def config(algorithm: str, folder: Path, steps: int) -> dict[str, Any]:
-    """A config of the original's shape."""
+    """A config of verl's shape."""
     optimizer = {"lr": 2e-3, "weight_decay": 0.0}
     return {
         "data": {
-            "train_files": str(folder / "train.parquet"), "val_files": str(folder / "val.parquet"),
-            "train_batch_size": 32, "max_prompt_length": 16, "max_response_length": 3, "seed": 1,
+            "train_files": str(folder / "train.parquet"),
+            "val_files": str(folder / "val.parquet"),
+            "train_batch_size": 32,
+            "max_prompt_length": 16,
+            "max_response_length": 3,
+            "seed": 1,
         },
         "algorithm": {"adv_estimator": "gae" if algorithm == "ppo" else "grpo"},
         "actor_rollout_ref": {
@@ -65,16 +68,19 @@ def config(algorithm: str, folder: Path, steps: int) -> dict[str, Any]:
         },
         "critic": {"optim": optimizer},
         "trainer": {
-            "total_training_steps": steps, "test_freq": max(1, steps // 5), "save_freq": max(1, steps // 2),
-            "logger": ["console"], "default_local_dir": str(folder / "run"),
+            "total_training_steps": steps,
+            "test_freq": max(1, steps // 5),
+            "save_freq": max(1, steps // 2),
+            "logger": ["console"],
+            "default_local_dir": str(folder / "run"),
         },
-    }  # fmt: skip
+    }
 
 
 def make_trainer(
-    algorithm: str, folder: Path, *, steps: int, workers: int = 1, kind: Any = RayPPOTrainer, **beside: Any
+    algorithm: str, folder: Path, *, steps: int, workers: int = 1, kind: Any = RayPPOTrainer, **overrides: Any
 ) -> RayPPOTrainer:
-    """A trainer over `workers` processes; what `beside` says goes before what is said here."""
+    """A trainer over `workers` processes; `overrides` replace its arguments."""
     if not (folder / "train.parquet").is_file():
         write_data(folder)
     tiny = TinyModel.Config(alphabet="0123456789,", layers=2, hidden=64, heads=4, mlp=128, max_position=32)
@@ -82,7 +88,7 @@ def make_trainer(
     roles: dict[Role, Any] = {Role.ActorRollout: ActorRolloutRefWorker}
     if algorithm == "ppo":
         roles[Role.Critic] = CriticWorker
-    said: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "config": config(algorithm, folder, steps),
         "tokenizer": hf_tokenizer(str(model)),
         "role_worker_mapping": roles,
@@ -92,13 +98,13 @@ def make_trainer(
         "reward_fn": compute_score,
         "device_name": "cpu",
     }
-    return kind(**(said | beside))
+    return kind(**(arguments | overrides))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithm", nargs="?", choices=("ppo", "grpo"), default="ppo")
-    parser.add_argument("--dir", type=Path, help="where data, model and run go; a run that is there goes on")
+    parser.add_argument("--dir", type=Path, help="where data, model and run go; an existing run is continued")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()

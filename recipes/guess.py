@@ -1,4 +1,4 @@
-"""Higher or lower: the policy looks for a hidden digit, and each reply is one guess."""
+"""Higher or lower: the policy searches for a hidden digit, and each completion is one guess."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from trivium.types import Message, Task
 
 
 class Guess:
-    """One game. A hit earns 1, less `cost` for each guess before it; what is no digit costs a guess too."""
+    """A hit earns 1, less `cost` for each guess before it; a completion that is no digit costs a guess too."""
 
     def __init__(self, cost: float = 0.1) -> None:
         self.cost = cost
@@ -17,9 +17,9 @@ class Guess:
         self.secret: int = task.columns["secret"]
         return task.prompt
 
-    def step(self, reply: str) -> tuple[Sequence[Message], float, bool]:
+    def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
         """`up`, `down` or `digit?` until the digit is found."""
-        guess = reply.strip()
+        guess = completion.strip()
         if guess == str(self.secret):
             return (), 1.0, True
         if len(guess) != 1 or guess not in "0123456789":
@@ -28,5 +28,5 @@ class Guess:
 
 
 def tasks() -> list[dict[str, Any]]:
-    """One task for each digit; `completion` is a first guess that teaches a new model what a reply looks like."""
+    """One task for each digit; `completion` is a first guess, for supervised steps that teach the format."""
     return [{"id": str(digit), "prompt": "digit?", "secret": digit, "completion": str(digit)} for digit in range(10)]

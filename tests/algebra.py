@@ -21,21 +21,21 @@ from torch.nn.functional import pad
 
 from trivium.algorithms import PolicyObjective, ValueObjective, catalogue
 from trivium.algorithms.correction import OPTIONS, Correction
-from trivium.algorithms.objective import Gate, Term
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
-from trivium.algorithms.registered import (
-    EntropyLaw,
-    GateLaw,
-    KlLaw,
-    Law,
-    PairLossLaw,
-    PolicyLossLaw,
-    ScoreLossLaw,
-    bound,
-    chosen,
+from trivium.algorithms.metadata import (
+    EntropyMetadata,
+    FunctionMetadata,
+    KlMetadata,
+    PairLossMetadata,
+    PolicyLossMetadata,
+    ScoreLossMetadata,
+    TokenWeightMetadata,
+    bind_options,
+    resolve_function,
 )
+from trivium.algorithms.objective import Term, TokenWeight
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
 from trivium.config import Plugin, plugin
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.training.batching import count
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
@@ -49,22 +49,35 @@ def section(room: str, kind: str, **options: Any) -> Plugin:
     return plugin(room)({"kind": kind, **options})
 
 
-def shut(gates: Sequence[Mapping[str, Any]]) -> tuple[Gate, ...]:
+def shut(gates: Sequence[Mapping[str, Any]]) -> tuple[TokenWeight, ...]:
     """The gates of a config with these entries."""
     sections = [section("gates", **gate) for gate in gates]
-    return tuple(Gate(*chosen("gates", said, GateLaw), narrow=said.narrow) for said in sections)
+    return tuple(
+        TokenWeight(*resolve_function("gates", said, TokenWeightMetadata), narrow=said.narrow) for said in sections
+    )
 
 
 def policy_objective(
-    kind: str, aggregate: str = "token-mean", *, gates: Sequence[Mapping[str, Any]] = (), weighted: bool = False,
-    terms: Mapping[str, Any] | None = None, **options: Any,
-) -> PolicyObjective:  # fmt: skip
+    kind: str,
+    aggregate: str = "token-mean",
+    *,
+    gates: Sequence[Mapping[str, Any]] = (),
+    weighted: bool = False,
+    terms: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PolicyObjective:
     """The objective of a config with this policy loss; `terms` are its `entropy`, `kl` and `seed`."""
     said = section("policy_losses", kind, **options)
-    loss, law = chosen("policy_losses", said, PolicyLossLaw)
-    selection = bound(law.select, said) if law.select is not None else None
+    loss, metadata = resolve_function("policy_losses", said, PolicyLossMetadata)
+    selection = bind_options(metadata.select, said) if metadata.select is not None else None
     return PolicyObjective(
-        loss, law, aggregate, weighted=weighted, gates=shut(gates), select_tokens=selection, **(terms or {})
+        loss,
+        metadata,
+        aggregate,
+        weighted=weighted,
+        token_weights=shut(gates),
+        select_tokens=selection,
+        **(terms or {}),
     )
 
 
@@ -91,7 +104,7 @@ def variants_of(room: str, kind: str) -> Iterator[Variant]:
     for name, option in owner.model_fields.items():
         if name in Plugin.model_fields:
             continue
-        for value in _other_values(option.annotation, option.metadata, option.default):
+        for value in other_values(option.annotation, option.metadata, option.default):
             if _legal(owner, kind, name, value):
                 yield Variant(kind, {name: value})
 
@@ -104,7 +117,7 @@ def _legal(owner: type[Plugin], kind: str, name: str, value: Any) -> bool:
     return True
 
 
-def _other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[Any]:
+def other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[Any]:
     """Values of an option beside its default; bounds that belong to it are among them."""
     parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
     if all(isinstance(part, str) for part in parts):
@@ -130,11 +143,11 @@ def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
         made[f"loss:{v}"] = lambda v=v: policy_objective(v.kind, mode, **v.options)
     for v in variants("kl_estimators"):
         made[f"kl:{v}"] = lambda v=v: policy_objective(
-            "reinforce", mode, terms={"kl": _term("kl_estimators", v, KlLaw)}
+            "reinforce", mode, terms={"kl": _term("kl_estimators", v, KlMetadata)}
         )
     for v in variants("entropies"):
         made[f"entropy:{v}"] = lambda v=v: policy_objective(
-            "reinforce", mode, terms={"entropy": _term("entropies", v, EntropyLaw)}
+            "reinforce", mode, terms={"entropy": _term("entropies", v, EntropyMetadata)}
         )
     for v in variants("gates"):
         gate = {"kind": v.kind, **v.options}
@@ -152,9 +165,9 @@ def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
         made[f"correction:{option}"] = lambda said=said: corrected(said, mode)
     if mode == "token-mean":  # pairs are not averaged over tokens
         for v in variants("pair_losses"):
-            made[f"pair:{v}"] = lambda v=v: PreferenceObjective(*_chosen("pair_losses", v, PairLossLaw))
+            made[f"pair:{v}"] = lambda v=v: PreferenceObjective(*_chosen("pair_losses", v, PairLossMetadata))
         for v in variants("score_losses"):
-            made[f"score:{v}"] = lambda v=v: ScoreObjective(*_chosen("score_losses", v, ScoreLossLaw))
+            made[f"score:{v}"] = lambda v=v: ScoreObjective(*_chosen("score_losses", v, ScoreLossMetadata))
     return made
 
 
@@ -164,12 +177,12 @@ def corrected(said: Correction, mode: str) -> PolicyObjective:
     return replace(objective, correction=said) if said.against == "current" else replace(objective, weighted=True)
 
 
-def _term(room: str, variant: Variant, law: type[KlLaw] | type[EntropyLaw]) -> Term:
-    return Term(0.2, *_chosen(room, variant, law))
+def _term(room: str, variant: Variant, metadata: type[KlMetadata] | type[EntropyMetadata]) -> Term:
+    return Term(0.2, *_chosen(room, variant, metadata))
 
 
-def _chosen(room: str, variant: Variant, law: type[Law]) -> tuple[Callable[..., Any], Any]:
-    return chosen(room, section(room, variant.kind, **variant.options), law)
+def _chosen(room: str, variant: Variant, metadata: type[FunctionMetadata]) -> tuple[Callable[..., Any], Any]:
+    return resolve_function(room, section(room, variant.kind, **variant.options), metadata)
 
 
 # --------------------------------------------------------------------------- a step
@@ -197,8 +210,8 @@ class Step:
         return torch.where(self.expert.unsqueeze(-1), EXPERT_VERSION, 0).expand(self.mask.shape).int()
 
     @property
-    def totals(self) -> Totals:
-        return count(self.batch({"open"} & self.columns.keys()), self.mask.shape[1])
+    def totals(self) -> LossDenominators:
+        return count(self.batch({"counted"} & self.columns.keys()), self.mask.shape[1])
 
     def on_policy(self) -> Step:
         """The same step, sampled by the current weights."""
@@ -280,9 +293,13 @@ ANSWERS = ("log_prob", "entropy", "values", "candidate_log_prob")
 
 def column_names() -> frozenset[str]:
     """Every column that anything registered reads."""
-    laws = [function.law for room in ROOMS for function in catalogue(room).values() if hasattr(function, "law")]
-    selections = [vars(law.select)["law"] for law in laws if getattr(law, "select", None) is not None]
-    wanted = frozenset[str]().union(*(law.needs for law in (*laws, *selections)))
+    all_metadata = [
+        function.metadata for room in ROOMS for function in catalogue(room).values() if hasattr(function, "metadata")
+    ]
+    selections = [
+        vars(metadata.select)["metadata"] for metadata in all_metadata if getattr(metadata, "select", None) is not None
+    ]
+    wanted = frozenset[str]().union(*(metadata.needs for metadata in (*all_metadata, *selections)))
     return wanted | {"rollout_log_prob", "rollout_is_weights", "values", "returns"}
 
 
@@ -328,7 +345,7 @@ FRESH = replace(
 def step_for(objective: Any) -> Step:
     """A step on which the objective has something to say: rows of an expert where it tells them apart, an engine that
     nearly agrees where it rejects all others."""
-    if getattr(getattr(objective, "law", None), "split", False):
+    if getattr(getattr(objective, "metadata", None), "split", False):
         return EXPERTS
     return STEP if selected(objective, STEP).mask.any() else FRESH
 
@@ -375,7 +392,12 @@ def selected(objective: Any, step: Step) -> Step:
 
 
 def loss_of(
-    objective: Any, step: Step, answers: Mapping[str, Tensor], rows: Sequence[int], totals: Totals, padding: int = 0
+    objective: Any,
+    step: Step,
+    answers: Mapping[str, Tensor],
+    rows: Sequence[int],
+    totals: LossDenominators,
+    padding: int = 0,
 ) -> Any:
     """What the objective says about these rows of a selected step, padded on the right."""
 
@@ -385,11 +407,14 @@ def loss_of(
     wanted = {name for name in objective.needs if name in step.columns} | {"rollout_log_prob"}
     return objective.loss(
         LossInputs(
-            cut(step.mask), cut(step.version), {name: cut(step.columns[name]) for name in sorted(wanted)}, step=3,
+            cut(step.mask),
+            cut(step.version),
+            {name: cut(step.columns[name]) for name in sorted(wanted)},
+            step=3,
             **{name: cut(answer) for name, answer in answers.items()},
         ),
         totals,
-    )  # fmt: skip
+    )
 
 
 def run(

@@ -1,4 +1,8 @@
-"""Fixtures that tests of several folders share, and what becomes of a slow test that fails."""
+"""What the tests of all folders share: one thread for each test process, and their order."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in what tests start
 
 import pytest
 from postgres import postgres
@@ -7,8 +11,6 @@ __all__ = ["postgres"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests, and those that go end to end, kill real processes at real moments, on machines that do other things
-    too: one that fails is run once more. The summary counts it as a rerun; it wants looking at all the same."""
-    for item in items:
-        if item.get_closest_marker("slow") is not None or "e2e" in item.path.parts:
-            item.add_marker(pytest.mark.flaky(reruns=1))
+    """The files that take long come first, so that the workers of pytest-xdist end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None or "e2e" in item.path.parts}
+    items.sort(key=lambda item: item.path not in slow)

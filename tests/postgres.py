@@ -86,9 +86,14 @@ class Server:
         user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
         with tempfile.TemporaryFile() as log:
             done = subprocess.run(
-                [str(self._binaries / program), *arguments], cwd="/", stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, timeout=120, **user,
-            )  # fmt: skip
+                [str(self._binaries / program), *arguments],
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=120,
+                **user,
+            )
             log.seek(0)
             assert done.returncode == 0, f"{program} failed: {log.read().decode(errors='replace')}"
 

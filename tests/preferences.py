@@ -12,20 +12,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trivium.algorithms import PreferenceObjective, ScoreObjective
-from trivium.algorithms.registered import PairLossLaw, ScoreLossLaw, chosen
-from trivium.models.loss import LossInputs, Totals
+from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.training.batching import count
 from trivium.types import Batch, Experience
 
 
 def preference(kind: str, **options: Any) -> PreferenceObjective:
     """The objective of a config with this loss over preferences."""
-    return PreferenceObjective(*chosen("pair_losses", section("pair_losses", kind, **options), PairLossLaw))
+    return PreferenceObjective(
+        *resolve_function("pair_losses", section("pair_losses", kind, **options), PairLossMetadata)
+    )
 
 
 def scoring(kind: str, **options: Any) -> ScoreObjective:
     """The objective of a config with this loss of a reward model."""
-    return ScoreObjective(*chosen("score_losses", section("score_losses", kind, **options), ScoreLossLaw))
+    return ScoreObjective(
+        *resolve_function("score_losses", section("score_losses", kind, **options), ScoreLossMetadata)
+    )
 
 
 def interleaved(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -57,7 +61,7 @@ def on_rows(
     for name in set(batch.columns) - {"log_prob"}:
         columns[name] = torch.stack([torch.from_numpy(row.copy()) for row in batch.columns[name]]).to(numbers.dtype)
     totals = count(batch, mask.shape[1])
-    totals = Totals(totals.tokens, totals.sequences, mask.shape[1], pairs=totals.pairs, dp_size=dp_size)
+    totals = LossDenominators(totals.tokens, totals.sequences, mask.shape[1], pairs=totals.pairs, dp_size=dp_size)
     losses, sums = [], {}
     for rows in parts if parts is not None else [range(len(mask))]:
 

@@ -1,8 +1,4 @@
-"""Real ranks for tests: processes that meet over gloo.
-
-Imports cost more than what the ranks do, so one process makes them, and the ranks are forked from it. It is not forked
-from the tests' own process, in which others have left threads.
-"""
+"""Real ranks for tests: processes that meet over gloo, forked by one that the preloaded process forks."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from typing import Any
 
 import torch
 
-_PRELOADED = ["torch", "torch.distributed.fsdp", "trivium.training.torch", "transformers.models.qwen3.modeling_qwen3"]
+from tests.processes import fork_server
 
 
 def run_ranks(
@@ -28,11 +24,9 @@ def run_ranks(
 
     `work` is a function of a module. Fails with what a rank raised, or when not all is done in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     folder.mkdir(parents=True)
     deadline = time.monotonic() + deadline_s
-    parent = context.Process(target=_start, args=(sizes, work, folder, args, deadline_s))
+    parent = fork_server().Process(target=_start, args=(sizes, work, folder, args, deadline_s))
     parent.start()
     parent.join(deadline_s + 30)
     if parent.is_alive():
@@ -79,13 +73,15 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
         next(process for process in ranks if process.is_alive()).join(0.05)
 
 
-def _rank(
-    rank: int, size: int, port: int, work: Callable[..., Any], folder: Path, args: tuple[Any, ...]
-) -> None:  # fmt: skip
+def _rank(rank: int, size: int, port: int, work: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's, as it is under torchrun
-    )  # fmt: skip
+    )
     torch.set_num_threads(1)
     try:
         torch.save(work(rank, size, *args), folder / f"{size}-{rank}.pt")

@@ -21,23 +21,23 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.checkpoint import CheckpointStore
+from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RoleFailed, VersionGone
 from trivium.explorer import Explorer
-from trivium.loops import Parts, explore_half, train_half
+from trivium.loops import Parts, run_explorer, train_loop
 from trivium.metrics import depends_on_machine
-from trivium.policy import Policy
-from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights, Workflow
-from trivium.rewards.calling import make_judge
+from trivium.policy import Policy, Workflow
+from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights
+from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
-from trivium.synchronizer import Synchronizer, SyncStyle
+from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.trainer import Cadence, Trainer
-from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, Task
+from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, SyncStyle, Task
 
 TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
@@ -57,14 +57,11 @@ class Counting(TrainEngine):
 
     def prepare(self) -> None: ...
 
-    def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
-        time.sleep(self._seconds())
-        return super().train_step(experiences)
-
     def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
         raise AssertionError("GRPO needs no scores")
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        time.sleep(self._seconds())
         groups = dict.fromkeys(e.group_id for e in batch.experiences)
         self.updates.append((self.version, tuple(groups), tuple(a.tobytes() for a in batch.columns["advantages"])))
         return {}
@@ -102,8 +99,6 @@ class Rows:
 
 class Ledger:
     """A buffer, with a note of what went out and came back; the process may die after the nth put, take or refuse."""
-
-    explored = True
 
     def __init__(self, buffer: Buffer, deadly: tuple[str, int] | None = None) -> None:
         self.buffer = buffer
@@ -234,16 +229,27 @@ class Session:
         self.engine.version = self.schedule.first_version
         self.buffer = Ledger(self.make_buffer(self.schedule, self.directory), self.deadly)
         self.synchronizer = Synchronizer(
-            self.make_board(), deadline_s=10, style=self.style, interval=self.schedule.sync_interval,
+            self.make_board(),
+            deadline_s=10,
+            style=self.style,
+            interval=self.schedule.sync_interval,
             collective=self.collective,
-        )  # fmt: skip
+        )
         self.weights = MemoryChannel(keep=self.schedule.max_staleness // self.schedule.sync_interval + 2)
         self.channel = self.engine.channel = self.end("trainer")
         trainer = Trainer(
-            self.engine, self.buffer, DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer), self.channel,
-            self.synchronizer, self.schedule, self.monitor, store, Cadence(save_every=self.save_every),
-            resume=store.latest(), max_failed_fraction=self.max_failed_fraction,
-        )  # fmt: skip
+            self.engine,
+            self.buffer,
+            DefaultStrategy(DefaultStrategy.Config(), buffer=self.buffer),
+            self.channel,
+            self.synchronizer,
+            self.schedule,
+            self.monitor,
+            store,
+            Cadence(save_every=self.save_every),
+            resume=store.latest(),
+            max_failed_fraction=self.max_failed_fraction,
+        )
         trainer.prepare()
         self.trainer, self.resumed_at = trainer, self.engine.version
         return trainer
@@ -256,13 +262,13 @@ class Session:
         self.synchronizer.open()
         shared = (self.buffer, self.schedule, self.synchronizer)
         async with asyncio.TaskGroup() as roles:
-            training = roles.create_task(train_half(Parts(*shared, self.channel, trainer), trainer))
+            training = roles.create_task(train_loop(trainer))
             names = iter(range(10_000))
 
             def explore() -> asyncio.Task[None]:
                 explorer = self._explorer(next(names))
                 parts = Parts(*shared, self.end(explorer.name), explorer=explorer)
-                return roles.create_task(explore_half(parts, explorer), name=explorer.name)
+                return roles.create_task(run_explorer(parts, explorer), name=explorer.name)
 
             exploring = [explore() for _ in range(self.explorers)]
             for number, seconds in enumerate(self.deaths):
@@ -274,12 +280,21 @@ class Session:
     def _explorer(self, number: int) -> Explorer:
         engine = ScriptedEngine(
             ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6)), fail_fraction=self.fail_fraction),
-            eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode,
-        )  # fmt: skip
+            eos_token_ids=RENDERER.eos_token_ids,
+            decode=RENDERER.decode,
+        )
         return Explorer(
-            engine, RENDERER, self.workflow(number), make_judge(()), Sampling(8), engine.max_context, 5.0,
-            max_concurrent=64, name=f"explorer-{number}", operators=tuple(self.operators),
-        )  # fmt: skip
+            engine,
+            RENDERER,
+            self.workflow(number),
+            make_judge(()),
+            Sampling(8),
+            engine.max_context,
+            5.0,
+            max_concurrent=64,
+            name=f"explorer-{number}",
+            operators=tuple(self.operators),
+        )
 
 
 class Lengths:
@@ -290,4 +305,4 @@ class Lengths:
 
     async def run(self, task: Task, policy: Policy) -> Mapping[str, float]:
         await asyncio.sleep(self.dice.choice(self.seconds))
-        return {"length": float(len((await policy.reply(task.prompt)).tokens))}
+        return {"length": float(len((await policy.generate(task.prompt)).tokens))}

@@ -9,8 +9,16 @@ from pydantic.fields import FieldInfo
 from types_in_words import type_of
 
 from trivium.algorithms.correction import OPTIONS, Correction
-from trivium.algorithms.formulas import general, shown
-from trivium.algorithms.registered import EstimatorLaw, GateLaw, GateSection, KlLaw, Law, PolicyLossLaw
+from trivium.algorithms.formulas import with_all_clauses
+from trivium.algorithms.metadata import (
+    EstimatorMetadata,
+    FunctionMetadata,
+    KlMetadata,
+    PolicyLossMetadata,
+    TokenWeightMetadata,
+    TokenWeightSection,
+    format_value,
+)
 from trivium.config import Plugin
 from trivium.registry import CATALOGUE, resolve
 
@@ -23,11 +31,11 @@ part by part. `trivium explain CONFIG` prints the same with the values of a conf
 In the formulas `A` is the advantage of a token, `R` a trajectory's reward, `r = exp(log_prob - old_log_prob)`,
 `p = exp(log_prob)` the token's probability, `H` the entropy of the distribution it was drawn from, `G` a return or the
 size of a group, `V` a critic's value. A *row* is one sequence of tokens. Names of options stand for their values, and
-`[option: text]` is there only if the option is set. Losses are minimised. "On policy its gradient is plain" says that
+`[option: text]` is there only if the option is set. Losses are minimised. "On policy its gradient is plain" means that
 at `r = 1` a loss has the gradient of `-A log_prob`.
 """
 
-ROOMS = {
+KINDS = {
     "advantages": ("Advantage estimators", "`algorithm.advantage: {kind: NAME, ...}`: what a token was worth."),
     "policy_losses": ("Policy losses", "`algorithm.policy_loss: {kind: NAME, ...}`: the loss of one token."),
     "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
@@ -44,7 +52,10 @@ ROOMS = {
     "aggregations": ("Aggregations", "`algorithm.aggregate: NAME`: how the losses of tokens become one number."),
     "filters": ("Filters", "`algorithm.filters: [{kind: NAME, ...}]`: which groups are not trained on."),
     "shapings": ("Reward shaping", "`algorithm.shaping: [{kind: NAME, ...}]`: what happens to a reward, in order."),
-    "pair_losses": ("Preference losses", "`algorithm.pair_loss: {kind: NAME, ...}`: the loss of a pair of replies."),
+    "pair_losses": (
+        "Preference losses",
+        "`algorithm.pair_loss: {kind: NAME, ...}`: the loss of a pair of completions.",
+    ),
     "score_losses": ("Reward-model losses", "`algorithm.score_loss: {kind: NAME, ...}`: the loss of a pair of scores."),
 }
 
@@ -52,8 +63,8 @@ ROOMS = {
 def algorithms_page() -> str:
     """docs/algorithms.md."""
     parts = [HEAD, "## Presets\n", "`algorithm: {kind: NAME}`.\n", _presets()]
-    for room, (title, where) in ROOMS.items():
-        parts += [f"## {title}\n", f"{where}\n", _shared(room), *_room(room)]
+    for kind, (title, where) in KINDS.items():
+        parts += [f"## {title}\n", f"{where}\n", _shared(kind), *_functions(kind)]
     return "\n".join(part for part in parts if part)
 
 
@@ -61,53 +72,56 @@ def _presets() -> str:
     rows = ["| name | what it says | paper |", "|---|---|---|"]
     for name in CATALOGUE["algorithms"]:
         preset = resolve("algorithms", name)
-        says = ", ".join(f"`{key}: {_said(value)}`" for key, value in preset.says.items())
+        says = ", ".join(f"`{key}: {_yaml(value)}`" for key, value in preset.says.items())
         rows.append(f"| `{name}` | {says} | {_cell(preset.source)} |")
     return "\n".join([*rows, ""])
 
 
-def _said(value: Any) -> str:
+def _yaml(value: Any) -> str:
     """A value as YAML in one line; a section of nothing but its kind is that kind."""
     if isinstance(value, dict):
-        said: dict[str, Any] = dict(value)
-        if set(said) == {"kind"}:
-            return str(said["kind"])
-        return "{" + ", ".join(f"{key}: {_said(inner)}" for key, inner in said.items()) + "}"
+        section: dict[str, Any] = dict(value)
+        if set(section) == {"kind"}:
+            return str(section["kind"])
+        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in section.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_said(inner) for inner in value) + "]"
-    return shown(value)
+        return "[" + ", ".join(_yaml(inner) for inner in value) + "]"
+    return format_value(value)
 
 
-def _shared(room: str) -> str:
-    """The keys that every section of a room has."""
-    fields = {"gates": GateSection, "corrections": Correction}.get(room, Plugin).model_fields
+def _shared(kind: str) -> str:
+    """The keys that every section of a kind has."""
+    fields = {"gates": TokenWeightSection, "corrections": Correction}.get(kind, Plugin).model_fields
     return _options({name: field for name, field in fields.items() if name != "kind"})
 
 
-def _room(room: str) -> Iterator[str]:
-    """Each function once, under all the names it goes by."""
+def _functions(kind: str) -> Iterator[str]:
+    """Each function once, under all of its names."""
     names: dict[int, list[str]] = {}
     things: dict[int, Any] = {}
-    for name in CATALOGUE[room]:
-        thing = resolve(room, name)
+    for name in CATALOGUE[kind]:
+        thing = resolve(kind, name)
         names.setdefault(id(thing), []).append(name)
         things[id(thing)] = thing
     for key, thing in things.items():
         yield "### " + ", ".join(f"`{name}`" for name in names[key]) + "\n"
-        law = getattr(thing, "law", None)
-        yield from _function(thing, law) if isinstance(law, Law) else _value(thing)
+        metadata = getattr(thing, "metadata", None)
+        yield from _function(thing, metadata) if isinstance(metadata, FunctionMetadata) else _value(thing)
 
 
-def _function(function: Any, law: Law) -> Iterator[str]:
-    yield f"    {general(law.formula)}\n"
-    yield f"{' '.join((function.__doc__ or '').split())} *{law.source}.*\n"
-    facts = [f"Reads {', '.join(f'`{name}`' for name in sorted(law.needs))}." if law.needs else "", *_facts(law)]
+def _function(function: Any, metadata: FunctionMetadata) -> Iterator[str]:
+    yield f"    {with_all_clauses(metadata.formula)}\n"
+    yield f"{' '.join((function.__doc__ or '').split())} *{metadata.source}.*\n"
+    facts = [
+        f"Reads {', '.join(f'`{name}`' for name in sorted(metadata.needs))}." if metadata.needs else "",
+        *_facts(metadata),
+    ]
     if any(facts):
         yield " ".join(filter(None, facts)) + "\n"
     options = {
         name: field
         for name, field in function.Config.model_fields.items()
-        if name not in (GateSection if isinstance(law, GateLaw) else Plugin).model_fields
+        if name not in (TokenWeightSection if isinstance(metadata, TokenWeightMetadata) else Plugin).model_fields
     }
     if options:
         yield "\n".join(
@@ -115,21 +129,20 @@ def _function(function: Any, law: Law) -> Iterator[str]:
         )
 
 
-def _facts(law: Law) -> Iterator[str]:
-    match law:
-        case PolicyLossLaw():
-            yield f"On policy its gradient is {law.on_policy}."
-            if law.select is not None:
-                chosen: Law = vars(law.select)["law"]
-                yield f"`selected`: {general(chosen.formula)}, over the whole mini-batch."
-        case EstimatorLaw():
-            yield f"Needs groups of at least {law.min_group}." if law.min_group > 1 else ""
-            yield "Equal rewards mean advantages of exactly zero." if law.centred else ""
-            yield "The explorer plays one more reply, greedily, for each task." if law.baseline else ""
-        case GateLaw():
-            yield f"Sees one {'sequence' if law.scope == 'row' else 'mini-batch'} at a time."
-        case KlLaw():
-            yield f"Gradient on policy: {law.gradient}."
+def _facts(metadata: FunctionMetadata) -> Iterator[str]:
+    match metadata:
+        case PolicyLossMetadata():
+            yield f"On policy its gradient is {metadata.on_policy}."
+            if metadata.selection is not None:
+                yield f"`selected`: {with_all_clauses(metadata.selection.formula)}, over the whole mini-batch."
+        case EstimatorMetadata():
+            yield f"Needs groups of at least {metadata.min_group}." if metadata.min_group > 1 else ""
+            yield "Equal rewards mean advantages of exactly zero." if metadata.centred else ""
+            yield "The explorer samples one more completion, greedily, for each task." if metadata.baseline else ""
+        case TokenWeightMetadata():
+            yield f"Sees one {'sequence' if metadata.scope == 'row' else 'mini-batch'} at a time."
+        case KlMetadata():
+            yield f"Gradient on policy: {metadata.gradient}."
         case _:
             return
 
@@ -142,14 +155,14 @@ def _options(fields: Mapping[str, FieldInfo]) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{shown(field.default)}`"
+    default = "required" if field.is_required() else f"`{format_value(field.default)}`"
     return f"| `{name}` | {_cell(type_of(field))} | {default} | {_cell(field.description or '')} |"
 
 
 def _value(thing: Any) -> Iterator[str]:
     """A named section: what it says, and where it comes from."""
     if thing.says:
-        yield f"    {_said(dict(thing.says))}\n"
+        yield f"    {_yaml(dict(thing.says))}\n"
     yield f"*{thing.source}.*\n"
 
 

@@ -28,7 +28,7 @@ from trivium.registry import CATALOGUE, resolve
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-ROOMS: dict[str, tuple[str, type[Plugin]]] = {
+KINDS: dict[str, tuple[str, type[Plugin]]] = {
     "model": ("models", Plugin),
     "tasks": ("tasks", Plugin),
     "workflow": ("workflows", WorkflowConfig),
@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[str, type[Plugin]]] = {
     "buffer": ("buffers", BufferConfig),
     "monitors": ("monitors", Plugin),
 }
-"""Where a config names a plugin: the room of the catalogue, and the fields that every plugin there has."""
+"""Where a config names a plugin: its kind in the catalogue, and the fields that every plugin of this kind has."""
 
 INNER: dict[str, dict[str, tuple[str, type[Plugin]]]] = {
     "buffer": {
@@ -79,8 +79,8 @@ def config_page() -> str:
     for name, field in RunConfig.model_fields.items():
         parts.append(f"## {name}\n")
         owner = field.annotation
-        if name in ROOMS:
-            parts += [_paragraph(field.description), *_plugins(*ROOMS[name], MANY.get(name, name))]
+        if name in KINDS:
+            parts += [_paragraph(field.description), *_plugins(*KINDS[name], MANY.get(name, name))]
             for where, inner in INNER.get(name, {}).items():
                 parts += [f"### {where}\n", *_plugins(*inner, where)]
         elif _is_section(owner):
@@ -102,38 +102,38 @@ def metrics_page() -> str:
     )
 
 
-def _plugins(room: str, base: type[Plugin], prefix: str) -> Iterator[str]:
-    """The fields that all plugins of a room share, then each kind with its own; what two kinds share is shown once."""
+def _plugins(kind: str, base: type[Plugin], prefix: str) -> Iterator[str]:
+    """The fields that all plugins of a kind share, then each plugin with its own; what two share is shown once."""
     seen: dict[str, str] = {}
     if len(base.model_fields) > 1:
         yield f"Every `{prefix}` section:\n"
         yield _table(list(_rows(base, prefix).values()))
         seen = dict.fromkeys(_rows(base, prefix).values(), "")
-    if room == "algorithms":
+    if kind == "algorithms":
         yield "What each preset says, and the functions that a section can name: [algorithms](algorithms.md).\n"
-    for kinds in _alike(room):
-        kind, target = kinds[0], resolve(room, kinds[0])
-        yield f"**{', '.join(f'`kind: {name}`' for name in kinds)}** {_about(target)}\n"
+    for names in _alike(kind):
+        first, target = names[0], resolve(kind, names[0])
+        yield f"**{', '.join(f'`kind: {name}`' for name in names)}** {_about(target)}\n"
         rows = _rows(getattr(target, "Config", base), prefix)
         shared = [(key, seen[row]) for key, row in rows.items() if seen.get(row)]
         yield _table([row for row in rows.values() if row not in seen])
-        for other in dict.fromkeys(kind for _, kind in shared):
-            keys = [f"`{key.removeprefix(prefix + '.')}`" for key, kind in shared if kind == other]
+        for other in dict.fromkeys(name for _, name in shared):
+            keys = [f"`{key.removeprefix(prefix + '.')}`" for key, name in shared if name == other]
             yield f"Keys as for `{other}`{'' if len(keys) == len(rows) else ': ' + ', '.join(keys)}.\n"
-        seen = {**dict.fromkeys(rows.values(), kind), **seen}
+        seen = {**dict.fromkeys(rows.values(), first), **seen}
 
 
-def _alike(room: str) -> list[list[str]]:
-    """The kinds of a room; values of one class, which share its section, together."""
-    together: dict[object, list[str]] = {}
-    for kind in CATALOGUE[room]:
-        target = resolve(room, kind)
-        together.setdefault(kind if isinstance(target, type) else target.Config, []).append(kind)
-    return list(together.values())
+def _alike(kind: str) -> list[list[str]]:
+    """The names of a kind, grouped: values of one class share its section."""
+    groups: dict[object, list[str]] = {}
+    for name in CATALOGUE[kind]:
+        target = resolve(kind, name)
+        groups.setdefault(name if isinstance(target, type) else target.Config, []).append(name)
+    return list(groups.values())
 
 
 def _about(target: Any) -> str:
-    """What a class is for, in its own words or in those of its section."""
+    """What a class is for, by its docstring or that of its section."""
     described = target if isinstance(target, type) else target.Config
     return _cell((described.__doc__ or "").strip().split("\n\n")[0])
 
@@ -153,19 +153,19 @@ def _rows(
         if name == "kind" and issubclass(owner, Plugin):
             continue
         extra = field.json_schema_extra
-        said = str(extra.get("resume", resume)) if isinstance(extra, dict) else resume
+        field_resume = str(extra.get("resume", resume)) if isinstance(extra, dict) else resume
         here = getattr(default, name) if default is not None else field.get_default(call_default_factory=True)
         key = f"{prefix}.{name}"
         if _is_section(field.annotation):
-            rows |= _rows(field.annotation, key, said, here if isinstance(here, BaseModel) else None)  # pyright: ignore[reportArgumentType]
+            rows |= _rows(field.annotation, key, field_resume, here if isinstance(here, BaseModel) else None)  # pyright: ignore[reportArgumentType]
             continue
-        rows[key] = _row(key, field, said, here)
+        rows[key] = _row(key, field, field_resume, here)
         values = get_args(field.annotation)[-1] if get_origin(field.annotation) is dict else None
         if _is_section(values):
-            rows |= _rows(values, f"{key}.<name>", said)
+            rows |= _rows(values, f"{key}.<name>", field_resume)
         optional = get_args(field.annotation) if get_origin(field.annotation) in (Union, types.UnionType) else ()
         for section in filter(_is_section, optional):
-            rows |= _rows(section, key, said)
+            rows |= _rows(section, key, field_resume)
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -32,6 +33,8 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(inside[0])}"
     if origin is dict:
         return f"mapping to {_type(inside[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(f"`{member.value}`" for member in annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section with `kind`" if issubclass(annotation, Plugin) else "section"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any value"}

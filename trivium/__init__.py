@@ -10,7 +10,7 @@ __all__ = ["RunConfig", "run"]
 
 
 def run(config: RunConfig) -> dict[str, Any]:
-    """Plays and trains what the config describes, continuing what its run directory holds; returns the summary."""
-    from trivium.launch import run as run_all  # torch and every department come with it
+    """Runs what the config describes, continuing what its run directory holds; returns the summary."""
+    from trivium.runtime.launch import run as run_all  # torch and every package come with it
 
     return run_all(config)

@@ -16,14 +16,17 @@ from typing import Annotated, Any
 
 import typer
 
-from trivium.config import RunConfig, usable_cores
+from trivium.concurrency import usable_cores
+from trivium.config import load_config
+from trivium.config.plan import plan_run, refuse_too_large
 from trivium.errors import ConfigError, TriviumError, first_cause
-from trivium.plan import plan_run, refuse_too_large
 
 app = typer.Typer(
     help="Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-)  # fmt: skip
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -44,9 +47,9 @@ def demo(
     """Builds a tiny model, warms it up, trains it with RL: offline, on the CPU, in a few minutes."""
     with Outcome(debug) as outcome:
         outcome.log_dir = dir
-        from trivium.demo import demo as run_demo
+        from trivium.runtime.demo import demo as run_demo
 
-        tell(run_demo(dir, seed))
+        show_demo(run_demo(dir, seed))
 
 
 @app.command()
@@ -63,10 +66,10 @@ def run(
 ) -> None:
     """Trains what CONFIG describes; a run directory that holds a checkpoint is continued."""
     with Outcome(debug) as outcome:
-        said = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
-        loaded = RunConfig.load(config, said)
+        values = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
+        loaded = load_config(config, values)
         outcome.log_dir = Path(loaded.run.dir)
-        from trivium.launch import run as run_all
+        from trivium.runtime.launch import run as run_all
 
         show(run_all(loaded))
 
@@ -75,7 +78,7 @@ def run(
 def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here."""
     with Outcome(debug):
-        loaded = RunConfig.load(config, overrides or ())
+        loaded = load_config(config, overrides or ())
         from trivium.training.device import machine, training_ranks
 
         here, ranks = machine(), training_ranks(loaded)
@@ -87,8 +90,8 @@ def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
 def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Prints what CONFIG minimises: formulas with its values, each with its source."""
     with Outcome(debug):
-        loaded = RunConfig.load(config, overrides or ())
-        from trivium.assemble import explain as explain_run
+        loaded = load_config(config, overrides or ())
+        from trivium.runtime.build import explain as explain_run
 
         print(explain_run(loaded), end="")
 
@@ -102,9 +105,9 @@ def evaluate(
 ) -> None:
     """Evaluates a checkpoint of the run that CONFIG describes."""
     with Outcome(debug) as outcome:
-        loaded = RunConfig.load(config, overrides or ())
+        loaded = load_config(config, overrides or ())
         outcome.log_dir = Path(loaded.run.dir)
-        from trivium.assemble import evaluate as evaluate_step
+        from trivium.runtime.build import evaluate as evaluate_step
 
         show(evaluate_step(loaded, step))
 
@@ -120,7 +123,7 @@ def export(
 ) -> None:
     """Writes a checkpoint's policy as a plain Hugging Face model directory."""
     with Outcome(debug):
-        from trivium.launch import export as export_step
+        from trivium.runtime.launch import export as export_step
 
         export_step(run, step, out)
         print(f"wrote {out}")
@@ -136,7 +139,7 @@ def show(result: Mapping[str, Any]) -> None:
     print(json.dumps(dict(result), indent=2, default=str))
 
 
-def tell(result: Mapping[str, Any]) -> None:
+def show_demo(result: Mapping[str, Any]) -> None:
     """What the demo came to, for people."""
     before, after = result["accuracy_before"], result["accuracy_after"]
     print(f"\nheld-out sums that are right: {before:.1%} before RL, {after:.1%} after")
@@ -168,12 +171,12 @@ class Outcome:
     def _report(self, error: Exception) -> int:
         """Prints the first cause; the traceback goes to the log, or to stderr where there is no log."""
         cause = first_cause(error)
-        told = isinstance(cause, TriviumError)
+        explained = isinstance(cause, TriviumError)
         details = "".join(traceback.format_exception(error))
         log = self._log(details)
-        if self.debug or not (told or log):
+        if self.debug or not (explained or log):
             print(details, file=sys.stderr)
-        print(cause if told else f"{type(cause).__name__}: {cause}", file=sys.stderr)
+        print(cause if explained else f"{type(cause).__name__}: {cause}", file=sys.stderr)
         if log is not None:
             print(f"traceback: {log}", file=sys.stderr)
         return 2 if isinstance(cause, ConfigError) else 1

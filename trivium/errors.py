@@ -1,17 +1,17 @@
 """The error tree. Every error a user can meet has three parts: what was asked, what was found, what to do.
 
 TriviumError
-├── ConfigError          the config says something that cannot be done (exit code 2)
-│   └── UnknownName      a short name that no catalogue knows; also a LookupError
+├── ConfigError          the config asks for something that cannot be done (exit code 2)
+│   └── UnknownName      a short name that is not in the catalogue; also a LookupError
 ├── DataError            a file, dataset or rollout record is missing or malformed; also a ValueError
 ├── MissingPackage       an optional package is not installed; also an ImportError
 ├── RunDirError          a run directory belongs to another run, or is damaged
-├── RolloutError         one playing of one task failed: recorded as data, never ends the run by itself
+├── RolloutError         one rollout failed: recorded as data, never ends the run by itself
 │   ├── RewardError      a reward raised, or returned something that is not a finite number
 │   └── DeadlineExceeded a deadline fired; also a TimeoutError
 ├── RolloutsFailing      more rollouts failed than `workflow.max_failed_fraction` allows: ends the run
-├── SyncError            the trainer and an explorer lost each other, or weights arrived damaged
-│   └── VersionGone      a version that was on offer is no longer: whoever wants weights asks for what is offered now
+├── SyncError            trainer and explorer lost contact, or weights arrived damaged
+│   └── VersionGone      a version is no longer offered: ask for one that is offered now
 └── RoleFailed           a role of the run (trainer, an explorer, its engine, the buffer, ...) died
 """
 
@@ -59,7 +59,7 @@ class ConfigError(TriviumError):
 
 
 class UnknownName(ConfigError, LookupError):
-    """A name that is in no catalogue."""
+    """A name that is not in the catalogue."""
 
 
 class DataError(TriviumError, ValueError):
@@ -82,7 +82,7 @@ class RunDirError(TriviumError):
 
 
 class RolloutError(TriviumError):
-    """One rollout went wrong; caught at the rollout boundary and recorded."""
+    """One rollout failed; caught at the rollout boundary and recorded."""
 
 
 class RewardError(RolloutError):
@@ -94,7 +94,7 @@ class DeadlineExceeded(RolloutError, TimeoutError):
 
 
 class RolloutsFailing(TriviumError):
-    """So many rollouts failed that going on would be pretending."""
+    """More rollouts failed than `workflow.max_failed_fraction` allows."""
 
 
 class SyncError(TriviumError):
@@ -102,7 +102,7 @@ class SyncError(TriviumError):
 
 
 class VersionGone(SyncError):
-    """A version that cannot be had any more: newer ones took its place, or the exchange that carried it broke off."""
+    """A version that is no longer offered: newer ones replaced it, or the exchange that carried it was aborted."""
 
 
 class RoleFailed(TriviumError):
@@ -110,9 +110,10 @@ class RoleFailed(TriviumError):
 
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(
-            f"a run whose {role} works", f"{role} failed: {cause}",
-            "mend the cause (its log says more) and run the same command again: it continues from the last checkpoint",
-        )  # fmt: skip
+            f"a run whose {role} works",
+            f"{role} failed: {cause}",
+            "fix the cause (its log says more) and run the same command again: it continues from the last checkpoint",
+        )
         self.role, self.cause = role, cause
 
     def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:

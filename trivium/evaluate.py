@@ -10,7 +10,7 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from trivium.errors import SyncError
-from trivium.explorer import refuse_failing
+from trivium.explorer import check_failures
 from trivium.randomness import SampleKey
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def worst_at_k(rewards: Sequence[float], k: int) -> float:
 
 @dataclass
 class Evaluator:
-    """Plays every task of a taskset `samples` times with one version of the policy."""
+    """Rolls out every task of a taskset `samples` times with one version of the policy."""
 
     explorer: Explorer
     tasks: TaskSource
@@ -84,30 +84,30 @@ class Evaluator:
         Raises SyncError if the explorer does not hold `version` throughout, RolloutsFailing if too many rollouts
         failed: a broken reward is no accuracy of zero.
         """
-        return self.measured(await self.played(version), version)
+        return self.measured(await self.rollouts(version), version)
 
-    async def played(self, version: int) -> list[Group]:
-        """Every task, played with this version."""
+    async def rollouts(self, version: int) -> list[Group]:
+        """Every task, rolled out with this version."""
         self._expect(version)
-        groups = await asyncio.gather(*(self._play(index) for index in range(len(self.tasks))))
+        groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
         self._expect(version)
         return groups
 
     def measured(self, groups: Sequence[Group], version: int) -> Metrics:
-        """What groups that were played with this version, and judged, show."""
-        refuse_failing(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
+        """The metrics of groups that this version rolled out."""
+        check_failures(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         failed = sum(t.failure is not None for g in groups for t in g.trajectories)
         prefix = f"eval/{self.taskset}/"
         return {f"{prefix}{k}": v for k, v in {**metrics, "failed": failed, "version": version}.items()}
 
-    async def _play(self, index: int) -> Group:
+    async def _rollout(self, index: int) -> Group:
         task = self.tasks[index]
         keys = [
             SampleKey(self.seed, f"eval/{self.taskset}", task.taskset, task.task_id, 0, sample)
             for sample in range(self.samples)
         ]
-        return await self.explorer.play(task, keys, sampling=self.sampling)
+        return await self.explorer.rollout(task, keys, sampling=self.sampling)
 
     def _names(self) -> list[str]:
         kinds = ("pass", "maj", "best", "worst")
@@ -117,7 +117,7 @@ class Evaluator:
     def _judge(self, group: Group) -> Metrics:
         """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
         right = [t.failure is None and t.reward >= self.threshold for t in group.trajectories]
-        # Replies judged right are one answer, however they are spelled; a wrong one is its own text.
+        # Completions judged right are one answer, however they are spelled; a wrong one is its own text.
         votes = [
             "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)
         ]
@@ -137,18 +137,19 @@ class Evaluator:
     def _expect(self, version: int) -> None:
         if self.explorer.version != version:
             raise SyncError(
-                f"evaluate version {version}", f"the explorer holds version {self.explorer.version}",
+                f"evaluate version {version}",
+                f"the explorer holds version {self.explorer.version}",
                 "publish the version and wait for its adoption before evaluating",
-            )  # fmt: skip
+            )
 
 
 @dataclass
-class AskedEvaluator:
-    """The trainer's end of an evaluation: an explorer, wherever it is, plays it (see `loops.evaluate_loop`)."""
+class RemoteEvaluator:
+    """The trainer's end of an evaluation: an explorer in any process runs it (see `loops.evaluate_loop`)."""
 
     synchronizer: Synchronizer
     taskset: str
 
     async def run(self, version: int) -> Metrics:
         """Metrics under `eval/<taskset>/`."""
-        return await self.synchronizer.evaluation(version)
+        return await self.synchronizer.request_evaluation(version)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trivium.deadlines import together, within
+from trivium.concurrency import gather_or_cancel, left_behind, wait_for
 from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing
 from trivium.policy import EngineFailure, Policy, PromptTooLong
-from trivium.threads import left_behind
 from trivium.types import Failure, Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Workflow
+    from trivium.policy import Workflow
+    from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel
     from trivium.randomness import SampleKey
     from trivium.schedule import Schedule
     from trivium.types import Lease, Task
@@ -37,13 +37,13 @@ class Judge(Protocol):
         ...
 
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """What each of these earned beside the others, in order; empty components where nobody compares."""
+        """What each of these earned beside the others, in order; empty components where nothing compares them."""
         ...
 
 
 @dataclass
 class Explorer:
-    """Plays tasks with one engine. Holds no policy of its own: the engine's version is the truth."""
+    """Rolls out tasks with one engine. Holds no policy of its own: the engine's version is the truth."""
 
     engine: RolloutEngine
     renderer: Renderer
@@ -55,43 +55,43 @@ class Explorer:
     max_concurrent: int
     name: str = "explorer-0"
     greedy_baseline: bool = False
-    """Whether training rollouts want each task played once more without randomness."""
+    """Whether training rolls out each task once more, greedily."""
     must_judge: bool = True
-    """Whether a trajectory that nobody rewarded failed."""
+    """Whether a trajectory without a reward counts as failed."""
     operators: Sequence[Operator] = ()
     """The experience pipeline, in order."""
     in_flight: str = "finish"
-    """What becomes of replies in progress when new weights arrive: `finish` or `update` (see `sync.in_flight`)."""
+    """What becomes of completions in progress when new weights arrive: `finish` or `update` (see `sync.in_flight`)."""
     max_retries: int = 0
-    """How often a trajectory that its workflow failed is played again."""
+    """How often a trajectory that its workflow failed is rolled out again."""
     min_members: int = 1
-    """A group with fewer living members is dropped; 1 drops none, the trainer leaves it out."""
+    """A group with fewer successful members is dropped; 1 drops none."""
     max_failed_fraction: float = 1.0
     """The largest part of trajectories that may fail, or be dropped with those that did, where groups are dropped."""
-    judged_together: int = 16
+    failure_window: int = 16
     """Consecutive groups that this is measured over."""
     leased: int = field(default=0, init=False)
     """Slots that were leased since it adopted its version."""
     idle: bool = field(default=False, init=False)
     """Whether it has found no free slot."""
-    asking: bool = field(default=False, init=False)
-    """Whether it has said that it wants newer weights."""
-    _room: asyncio.Semaphore = field(init=False)
-    _filling: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
-    """What has been begun, in that order, up to the oldest group in progress (None)."""
-    _filled: deque[Group] = field(init=False)
+    wants_weights: bool = field(default=False, init=False)
+    """Whether it has told the trainer that it wants newer weights."""
+    _semaphore: asyncio.Semaphore = field(init=False)
+    _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
+    """What was started, in that order, up to the oldest group in progress (None)."""
+    _finished: deque[Group] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.max_concurrent)
-        self._filled = deque(maxlen=self.judged_together)
+        self._semaphore = asyncio.Semaphore(self.max_concurrent)
+        self._finished = deque(maxlen=self.failure_window)
 
     @property
     def version(self) -> int:
-        """The policy version it plays with."""
+        """The policy version it samples with."""
         return self.engine.version
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
-        """Loads a published version; replies in flight finish first, or go on with it."""
+        """Loads a published version; completions in flight finish first, or continue with it."""
         weights = await asyncio.to_thread(lambda: list(channel.collect(version)))  # may wait for the trainer
         await self.engine.load(version, weights, in_flight=self.in_flight)
 
@@ -103,8 +103,8 @@ class Explorer:
             group = operator(group)
         return group
 
-    async def fill(self, schedule: Schedule, lease: Lease) -> Group:
-        """Plays what a leased slot stands for: the group as it goes into the buffer, dropped where that is its fate.
+    async def rollout_slot(self, schedule: Schedule, lease: Lease) -> Group:
+        """Rolls out a leased slot: the group as it goes into the buffer, dropped where that is its fate.
 
         Raises RolloutsFailing when the groups that are dropped, which no trainer sees, show that too much fails.
         """
@@ -112,75 +112,83 @@ class Explorer:
         keys = [schedule.key(at, index) for index in range(schedule.group_size)]
         greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
         with self._counted(lease) as count:
-            group = await self.play(
+            group = await self.rollout(
                 at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
-            )  # fmt: skip
-            living = len(group.alive)
-            if self.min_members > 1 and living < self.min_members:
-                why = f"{living} of {len(keys)} members lived, workflow.min_members is {self.min_members}"
+            )
+            successful = len(group.alive)
+            if self.min_members > 1 and successful < self.min_members:
+                why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
                 group = group.refused(why)
             count(group)
         return self.refined(group)
 
     @contextmanager
     def _counted(self, lease: Lease) -> Generator[Callable[[Group], None]]:
-        """Keeps account of a group that is being filled. Groups are looked at in the order in which they were begun:
+        """Tracks a group in progress. Groups are looked at in the order in which they were started:
         those that fail at once must not stand for slow ones that succeed."""
-        self._filling[lease] = None
+        self._in_progress[lease] = None
 
         def count(group: Group) -> None:
-            self._filling[lease] = group
-            while self._filling and (oldest := next(iter(self._filling.values()))) is not None:
-                del self._filling[next(iter(self._filling))]
-                self._filled.append(oldest)
-            if self.min_members > 1 and len(self._filled) == self.judged_together:
-                refuse_failing(tuple(self._filled), self.max_failed_fraction, f"{self.judged_together} groups in a row")
+            self._in_progress[lease] = group
+            while self._in_progress and (oldest := next(iter(self._in_progress.values()))) is not None:
+                del self._in_progress[next(iter(self._in_progress))]
+                self._finished.append(oldest)
+            if self.min_members > 1 and len(self._finished) == self.failure_window:
+                what = f"{self.failure_window} groups in a row"
+                check_failures(tuple(self._finished), self.max_failed_fraction, what)
 
         try:
             yield count
         finally:
-            if self._filling.get(lease) is None:
-                self._filling.pop(lease, None)
+            if self._in_progress.get(lease) is None:
+                self._in_progress.pop(lease, None)
 
-    async def play(
-        self, task: Task, keys: Sequence[SampleKey], *, slot: int = 0, epoch: int = 0, attempt: int = 0,
-        sampling: Sampling | None = None, greedy: SampleKey | None = None,
-    ) -> Group:  # fmt: skip
-        """Plays a task once per key and judges the results; members that failed say why.
+    async def rollout(
+        self,
+        task: Task,
+        keys: Sequence[SampleKey],
+        *,
+        slot: int = 0,
+        epoch: int = 0,
+        attempt: int = 0,
+        sampling: Sampling | None = None,
+        greedy: SampleKey | None = None,
+    ) -> Group:
+        """Rolls out a task once per key and judges the results; members that failed say why.
 
-        With a key for `greedy` it is played once more at temperature 0, and judged by itself: whoever judges members
+        With a key for `greedy` it is rolled out once more at temperature 0, and judged by itself: what judges members
         against each other must not see it. Raises EngineFailure when the engine itself breaks; everything that is the
         task's or a user's fault is data. Cancelling it frees what it holds of the engine.
         """
         version = self.version
         sampling = sampling or self.sampling
-        plays = [(key, sampling) for key in keys]
+        specs = [(key, sampling) for key in keys]
         if greedy is not None:
-            plays.append((greedy, replace(sampling, temperature=0.0)))
-        played = await together(self._play_one(task, key, how) for key, how in plays)
+            specs.append((greedy, replace(sampling, temperature=0.0)))
+        rollouts = await gather_or_cancel(self._rollout_one(task, key, how) for key, how in specs)
         # The deadline covers a rollout whole: a comparison gets what the longest one left of it.
-        left_s = self.deadline_s - max(seconds for _, seconds in played)
-        trajectories = [trajectory for trajectory, _ in played]
-        members, baseline = await together(
+        left_s = self.deadline_s - max(seconds for _, seconds in rollouts)
+        trajectories = [trajectory for trajectory, _ in rollouts]
+        members, baseline = await gather_or_cancel(
             self._compared(task, part, left_s) for part in (trajectories[: len(keys)], trajectories[len(keys) :])
         )
         return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
-    async def judged(self, task: Task, played: Sequence[Trajectory]) -> list[Trajectory]:
-        """Trajectories that somebody else played, judged as if they had been played here; `deadline_s` for all."""
+    async def judge_rollouts(self, task: Task, rollouts: Sequence[Trajectory]) -> list[Trajectory]:
+        """Judges trajectories that were rolled out elsewhere as this explorer judges its own; `deadline_s` for all."""
         started = time.monotonic()
-        scored = await together(self._scored(task, trajectory, self.deadline_s) for trajectory in played)
+        scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
-    async def _play_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
-        """The trajectory with what it earned by itself, and the seconds it took once there was room for it."""
-        async with self._room:
+    async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
+        """The trajectory with what it earned by itself, and the seconds it took without waiting for its turn."""
+        async with self._semaphore:
             started = time.monotonic()
-            trajectory = await self._played(task, key, sampling, started + self.deadline_s)
+            trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
         trajectory = await self._scored(task, trajectory, started + self.deadline_s - time.monotonic())
         return trajectory, time.monotonic() - started
 
-    async def _played(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
+    async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         """The first attempt that its workflow does not fail, or the last; each begins as if it were the first."""
         retries = 0
         trajectory = await self._attempt(task, key, sampling, until)
@@ -194,7 +202,7 @@ class Explorer:
     async def _attempt(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
         policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
         try:
-            earned = await within(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
+            earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
             rewards, metrics = _finite("reward", earned or {}), _finite("metric", policy.metrics)
             return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
         except EngineFailure:
@@ -208,13 +216,13 @@ class Explorer:
             return trajectory
         return self._rewarded(trajectory, await self._verdict(task, self.judge.score(task, trajectory), left_s))
 
-    async def _compared(self, task: Task, played: Sequence[Trajectory], left_s: float) -> list[Trajectory]:
-        """The trajectories with what they earned beside each other; one that nobody judged at all failed."""
-        living = [t for t in played if t.failure is None]
-        said = await self._verdict(task, self.judge.compare(task, living), left_s) if living else ()
-        scores = [said] * len(living) if isinstance(said, RolloutError) else said
-        by_index = {t.index: self._rewarded(t, score) for t, score in zip(living, scores, strict=True)}
-        return [self._fail_unjudged(by_index.get(t.index, t)) for t in played]
+    async def _compared(self, task: Task, rollouts: Sequence[Trajectory], left_s: float) -> list[Trajectory]:
+        """The trajectories with what they earned beside each other; one without any reward failed."""
+        successful = [t for t in rollouts if t.failure is None]
+        result = await self._verdict(task, self.judge.compare(task, successful), left_s) if successful else ()
+        scores = [result] * len(successful) if isinstance(result, RolloutError) else result
+        by_index = {t.index: self._rewarded(t, score) for t, score in zip(successful, scores, strict=True)}
+        return [self._fail_unjudged(by_index.get(t.index, t)) for t in rollouts]
 
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
         """What a judge says, or why it says nothing; a judge that failed fails the trajectory, never scores it 0."""
@@ -223,9 +231,10 @@ class Explorer:
                 return await judging
         except TimeoutError:
             return DeadlineExceeded(
-                f"the reward of task {task.task_id!r}", f"none within {self.deadline_s:.1f} s of playing and judging",
+                f"the reward of task {task.task_id!r}",
+                f"none within {self.deadline_s:.1f} s of rollout and judging",
                 "make it faster, or raise workflow.deadline_s",
-            )  # fmt: skip
+            )
         except RolloutError as error:  # there is no thread for it
             return RewardError(error.asked, error.found, error.do)
 
@@ -264,12 +273,12 @@ class Explorer:
         return Failure(side, type(error).__name__, message)
 
 
-def refuse_failing(groups: Sequence[Group], max_fraction: float, what: str) -> None:
+def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> None:
     """Raises RolloutsFailing when more than this part of the groups' trajectories failed, or were dropped with those
     that did."""
-    failures = [t.failure for group in groups for t in group.played if t.failure is not None]
-    total = sum(len(group.played) for group in groups)
-    dropped = sum(t.failure is None for group in groups if group.dropped for t in group.played)
+    failures = [t.failure for group in groups for t in group.rollouts if t.failure is not None]
+    total = sum(len(group.rollouts) for group in groups)
+    dropped = sum(t.failure is None for group in groups if group.dropped for t in group.rollouts)
     if len(failures) + dropped <= max_fraction * total:
         return
     (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
@@ -277,7 +286,7 @@ def refuse_failing(groups: Sequence[Group], max_fraction: float, what: str) -> N
     raise RolloutsFailing(
         f"at most {max_fraction:.0%} failed trajectories in {what}",
         f"{len(failures)} of {total} failed{beside}; most often ({times} times) the {side}: {kind}: {message}",
-        "mend the cause and start another run.dir (failed rollouts are part of this run), or raise "
+        "fix the cause and start another run.dir (failed rollouts are part of this run), or raise "
         "workflow.max_failed_fraction if this many failures are normal",
     )
 

@@ -1,6 +1,6 @@
 """Every metric, declared once: unit, how several values become one, and which direction is good.
 
-Keys are `area/name`. A key that is not declared is refused by `checked`, so a monitor never shows a number that nobody
+Keys are `area/name`. A key that is not declared is refused by `checked`, so a monitor never shows a number that nothing
 defined. Whatever depends on the clock or the machine lives in the areas `time/` and `perf/`: two runs of the same
 config agree on everything else.
 """
@@ -50,16 +50,16 @@ def declare(key: str, help: str, *, unit: str = "", aggregation: str = "mean", b
 
 def declared(key: str) -> Declared:
     """The declaration of a key, by name or by pattern."""
-    found = METRICS.get(key) or next(
+    metric = METRICS.get(key) or next(
         (d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None
     )
-    if found is None:
+    if metric is None:
         raise DataError(
             f"log metric {key!r}",
             "it is not declared",
             "declare it with trivium.metrics.declare, or return it from a workflow (area `workflow/`)",
         )
-    return found
+    return metric
 
 
 def aggregate(rows: Iterable[Mapping[str, float]]) -> Metrics:
@@ -87,21 +87,17 @@ def same(a: float, b: float) -> bool:
 
 
 # What the policy did.
-declare(
-    "reward/mean", "mean total reward of all that was played; refused groups count, failed members do not", better="up"
-)
+declare("reward/mean", "mean total reward of all rollouts; refused groups count, failed members do not", better="up")
 declare("reward/trained_mean", "mean total reward of the groups trained on, before shaping", better="up")
 declare("reward/shaped_mean", "mean reward of the trajectories trained on, after shaping")
-declare("reward/greedy", "mean total reward of the greedy replies that serve as a baseline", better="up")
+declare("reward/greedy", "mean total reward of the greedy completions that serve as a baseline", better="up")
 declare("reward/std", "standard deviation of the total reward over trajectories")
 declare("reward/min", "lowest total reward", aggregation="min")
 declare("reward/max", "highest total reward", aggregation="max")
-declare("reward/equal_groups", "fraction of groups whose members all got the same reward", better="down")  # fmt: skip
+declare("reward/equal_groups", "fraction of groups whose members all got the same reward", better="down")
 declare("reward/component/*", "mean of one reward component, weight applied", better="up")
 declare("rollout/groups", "groups taken from the buffer", aggregation="sum")
-declare(
-    "rollout/refused", "groups left out: nobody could judge them, or a filter said no", aggregation="sum", better="down"
-)
+declare("rollout/refused", "groups left out: no rewards, or a filter refused them", aggregation="sum", better="down")
 declare(
     "rollout/refused/*",
     "refused groups by the rule that refused them: a filter's name, too_few_alive, no_pair, greedy_failed",
@@ -130,16 +126,19 @@ declare("rollout/turns_min", "fewest turns", aggregation="min")
 declare("rollout/staleness", "mean of trainer version minus the oldest version in a group", unit="versions")
 declare("rollout/staleness_max", "largest staleness trained on", unit="versions", aggregation="max")
 declare(
-    "rollout/called_off", "groups stopped while played: they could only have become too stale",
-    aggregation="sum", better="down",
-)  # fmt: skip
+    "rollout/called_off",
+    "groups stopped in progress: they could only have become too stale",
+    aggregation="sum",
+    better="down",
+)
 declare("rollout/given_up", "slots given up after `schedule.max_attempts`", aggregation="sum", better="down")
 declare("rollout/dropped", "groups that the experience pipeline refused", aggregation="sum")
 declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
 declare(
-    "workflow/retries", "how often a trajectory had been played in vain before (where `workflow.max_retries` is set)",
+    "workflow/retries",
+    "how often a trajectory had failed and been rolled out again (where `workflow.max_retries` is set)",
     better="down",
-)  # fmt: skip
+)
 declare("workflow/*", "a number that the workflow, or an operator, reported, averaged over trajectories")
 
 # Where a step's groups came from.
@@ -152,9 +151,7 @@ declare("sample/expert", "groups that an expert wrote", aggregation="sum")
 declare("sample/replayed", "groups that had been trained on before", aggregation="sum")
 declare("sample/use_count", "mean number of steps that had trained on a replayed group before")
 declare("sample/stored", "groups kept for replay after this step", aggregation="last")
-declare(
-    "sample/fresh_reward", "mean total reward of what was played for this step, replayed groups left out", better="up"
-)
+declare("sample/fresh_reward", "mean total reward of the rollouts of this step, replayed groups left out", better="up")
 
 # What the update did. `*` is the objective: policy, value or reward.
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
@@ -193,18 +190,21 @@ declare("train/ref_kl", "estimate of KL(current, reference) over trained tokens"
 declare("train/teacher_kl", "estimate of KL(current, teacher) over trained tokens", unit="nats", better="down")
 declare("train/teacher_mass", "probability that the teacher's candidates have, by the teacher, over trained tokens")
 declare("train/kl_coef", "coefficient of the reference KL", aggregation="last")
-declare("train/preference_accuracy", "fraction of pairs whose preferred reply has the higher score", better="up")
-declare("train/preference_margin", "mean score of preferred minus rejected replies", better="up")
-declare("train/preference_chosen", "mean score of preferred replies: a reward model's, or what the policy implies")
-declare("train/preference_rejected", "mean score of rejected replies")
+declare("train/preference_accuracy", "fraction of pairs whose preferred completion has the higher score", better="up")
+declare("train/preference_margin", "mean score of preferred minus rejected completions", better="up")
+declare("train/preference_chosen", "mean score of preferred completions: a reward model's, or what the policy implies")
+declare("train/preference_rejected", "mean score of rejected completions")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
 declare("train/tokens", "tokens trained on", unit="tokens", aggregation="sum")
 declare("train/version", "policy version after this step", aggregation="last")
 declare(
-    "mismatch/log_prob_max", "largest gap between engine and trainer log-probability before the update",
-    unit="nats", aggregation="max", better="down",
-)  # fmt: skip
+    "mismatch/log_prob_max",
+    "largest gap between engine and trainer log-probability before the update",
+    unit="nats",
+    aggregation="max",
+    better="down",
+)
 declare("mismatch/kl", "k3 estimate of KL(engine, trainer) before the update", unit="nats", better="down")
 declare("mismatch/kl_k1", "k1 estimate of KL(engine, trainer): unbiased, may be negative", unit="nats")
 declare("mismatch/ess", "effective sample size of the tokens as a fraction: mean(r)^2 / mean(r^2)", better="up")
@@ -223,13 +223,19 @@ declare("mismatch/perplexity_ratio", "mean over sequences of the trainer's perpl
 declare("mismatch/log_perplexity_gap", "mean over sequences of trainer minus engine log-perplexity", unit="nats")
 declare("mismatch/log_perplexity_gap_abs", "mean over sequences of its absolute value", unit="nats", better="down")
 declare(
-    "mismatch/log_perplexity_gap_above", "how far the trainer's is above the engine's at most",
-    unit="nats", aggregation="max", better="down",
-)  # fmt: skip
+    "mismatch/log_perplexity_gap_above",
+    "how far the trainer's is above the engine's at most",
+    unit="nats",
+    aggregation="max",
+    better="down",
+)
 declare(
-    "mismatch/log_perplexity_gap_below", "how far the trainer's is below the engine's at most",
-    unit="nats", aggregation="max", better="down",
-)  # fmt: skip
+    "mismatch/log_perplexity_gap_below",
+    "how far the trainer's is below the engine's at most",
+    unit="nats",
+    aggregation="max",
+    better="down",
+)
 
 # Off-policy correction. `sequence_` is about the means of sequences; `below` and `above` about the interval that is
 # asked for, of which one number u stands for [1/u, u].
@@ -252,9 +258,11 @@ declare("mismatch/weight/sequence_std", "standard deviation over sequences of th
 declare("mismatch/weight/sequence_max", "largest mean weight of a sequence", aggregation="max")
 declare("mismatch/weight/sequence_min", "smallest mean weight of a sequence", aggregation="min")
 declare(
-    "mismatch/weight/sequence_deviation", "largest distance of the mean weight of a sequence from 1",
-    aggregation="max", better="down",
-)  # fmt: skip
+    "mismatch/weight/sequence_deviation",
+    "largest distance of the mean weight of a sequence from 1",
+    aggregation="max",
+    better="down",
+)
 declare("mismatch/weight/sequence_above", "fraction of sequences with a mean ratio above", better="down")
 declare("mismatch/weight/sequence_below", "fraction of sequences with a mean ratio below", better="down")
 declare("mismatch/rejected_tokens", "fraction of tokens that were rejected", better="down")
@@ -277,9 +285,12 @@ declare("mismatch/rejection/*/sequence_std", "standard deviation over sequences 
 declare("mismatch/rejection/*/sequence_max", "largest mean of a sequence", unit="nats", aggregation="max")
 declare("mismatch/rejection/*/sequence_min", "smallest mean of a sequence", unit="nats", aggregation="min")
 declare(
-    "mismatch/rejection/*/sequence_deviation", "largest distance of a sequence's mean from 0",
-    unit="nats", aggregation="max", better="down",
-)  # fmt: skip
+    "mismatch/rejection/*/sequence_deviation",
+    "largest distance of a sequence's mean from 0",
+    unit="nats",
+    aggregation="max",
+    better="down",
+)
 declare("mismatch/rejection/*/sequence_above", "fraction of sequences whose mean is above the bounds", better="down")
 declare("mismatch/rejection/*/sequence_below", "fraction of sequences whose mean is below the bounds", better="down")
 
@@ -294,9 +305,11 @@ declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
 declare(
-    "val-core/*", "validation by RayPPOTrainer: `<data source>/<variable>/<statistic>` of the samples of a task, at "
-    "the most samples: mean@N, and best@N and maj@N over all choices of N", better="up",
-)  # fmt: skip
+    "val-core/*",
+    "validation by RayPPOTrainer: `<data source>/<variable>/<statistic>` of the samples of a task, at "
+    "the most samples: mean@N, and best@N and maj@N over all choices of N",
+    better="up",
+)
 declare(
     "val-aux/*", "the other statistics and variables of a validation by RayPPOTrainer, and the turns of its samples"
 )
@@ -315,9 +328,11 @@ declare("time/*", "seconds", unit="s", aggregation="sum")
 declare("perf/idle", "share of the step in which the trainer waited for groups", better="down")
 declare("perf/rollout_tokens_per_second", "tokens sampled for this step, over the step", unit="tokens/s", better="up")
 declare(
-    "perf/train_tokens_per_second", "tokens trained on, context included, over scores, advantages and updates",
-    unit="tokens/s", better="up",
-)  # fmt: skip
+    "perf/train_tokens_per_second",
+    "tokens trained on, context included, over scores, advantages and updates",
+    unit="tokens/s",
+    better="up",
+)
 declare("perf/mfu", "model FLOPs of scores and updates over the peak of all ranks (`train.peak_flops`)", better="up")
 declare("perf/mfu/*", "the same of `score` or `update` alone", better="up")
 declare("perf/model_flops_per_second", "model FLOPs of scores and updates over their time", unit="1/s", better="up")

@@ -32,18 +32,18 @@ _COLLECTING: ContextVar[Phases | None] = ContextVar("phases", default=None)
 
 @contextmanager
 def phase(name: str, batch: Batch | None = None) -> Generator[None]:
-    """Adds the time of this block, and the size of `batch`, to the phase of that name, where somebody collects."""
+    """Adds the time of this block, and the size of `batch`, to the phase of that name, where a collection is open."""
     started = time.monotonic()
     yield
     collected = _COLLECTING.get()
     if collected is None:
         return
-    found = collected.setdefault(name, Phase())
-    found.seconds += time.monotonic() - started
+    current = collected.setdefault(name, Phase())
+    current.seconds += time.monotonic() - started
     for experience in batch.experiences if batch is not None else ():
-        found.tokens += len(experience)
-        found.squares += len(experience) ** 2
-        found.trained_tokens += experience.num_response_tokens
+        current.tokens += len(experience)
+        current.squares += len(experience) ** 2
+        current.trained_tokens += experience.num_response_tokens
 
 
 @contextmanager
@@ -68,15 +68,18 @@ def measured(phases: Mapping[str, Phase]) -> Metrics:
 # --------------------------------------------------------------------------- of a run
 
 BOUNDS = {
-    "wait": ("waiting for rollouts", "add engines or explorers (cluster.kind: ray), let playing and training overlap "
-             "(schedule.max_staleness), or shorten replies; rewards count as part of a rollout"),
+    "wait": (
+        "waiting for rollouts",
+        "add engines or explorers (cluster.kind: ray), let rollouts and training overlap "
+        "(schedule.max_staleness), or shorten completions; rewards count as part of a rollout",
+    ),
     "update": ("training compute", "use more ranks or GPUs, train.dtype: bfloat16, or train.lora"),
     "score": ("scoring passes", "leave out the KL term, or use algorithm.old_log_prob: rollout"),
     "advantage": ("advantages and filters", "look at your own estimator, shaping or filters"),
     "sync": ("weight sync", "raise sync.interval, choose another sync.method, or push adapters alone (train.lora)"),
     "checkpoint": ("checkpoints", "set checkpoint.asynchronous, or raise checkpoint.save_every"),
     "evaluate": ("evaluations", "raise evaluation.every, or lower evaluation.samples"),
-}  # fmt: skip
+}
 """The first part of a phase's name: what it is called, and what makes it shorter."""
 
 

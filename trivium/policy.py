@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from trivium.types import Completion, IntArray, Message, Request, Sampling, Stop
 if TYPE_CHECKING:
     from trivium.protocols import Renderer, RolloutEngine
     from trivium.randomness import SampleKey
+    from trivium.types import Task
 
 
 class PromptTooLong(RolloutError):
-    """The conversation leaves no room for a reply."""
+    """The conversation leaves no space for a completion."""
 
 
 class EngineFailure(TriviumError):
@@ -26,21 +27,21 @@ class EngineFailure(TriviumError):
 
 
 @dataclass
-class _Playing:
-    """What the speakers of one playing share."""
+class _Rollout:
+    """What the forks of one rollout share."""
 
     turns: dict[tuple[int | str, ...], Turn] = field(default_factory=dict[tuple[int | str, ...], Turn])
     """The record, by call path."""
-    asking: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
-    """Who waits for a reply."""
+    waiting: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    """The tasks that wait for a completion."""
     over: bool = False
 
 
 class Policy:
     """The current policy as one trajectory sees it.
 
-    A conversation that continues the last one (its messages, then the reply as text, then new messages) continues its
-    tokens; anything else is rendered from the start. The reply's own tokens are never encoded again.
+    A conversation that continues the last one (its messages, the completion as text, new messages) continues its
+    tokens; anything else is rendered from the start. The completion's own tokens are never encoded again.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class Policy:
         sampling: Sampling,
         key: SampleKey,
         max_context: int,
-        _playing: _Playing | None = None,
+        _rollout: _Rollout | None = None,
     ) -> None:
         self._engine, self._renderer = engine, renderer
         self._sampling, self._key, self._max_context = sampling, key, max_context
-        self._playing = _playing or _Playing()
+        self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
         """Numbers a workflow wants to see averaged; logged under `workflow/`."""
         self._calls = 0
@@ -63,46 +64,53 @@ class Policy:
         self._tokens: IntArray = np.empty(0, np.int32)
         self._stop_reason = StopReason.EOS
 
-    async def reply(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
+    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
         """The policy's answer to a conversation that ends where the assistant is to speak.
 
-        Raises PromptTooLong when the rendered conversation fills the context, RolloutError once the playing is over.
+        Raises PromptTooLong when the rendered conversation fills the context, RolloutError once the rollout is over.
         """
         conversation = tuple(messages)
         prompt_tokens = self._prompt(conversation)
-        room = self._max_context - len(prompt_tokens)
-        if room < 1:
+        space = self._max_context - len(prompt_tokens)
+        if space < 1:
             raise PromptTooLong(
-                "a prompt that leaves room for a reply",
+                "a prompt that leaves space for a completion",
                 f"{len(prompt_tokens)} tokens, and the context holds {self._max_context}",
                 "shorten the task, or raise engine.max_context",
             )
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        sampling = replace(self._sampling, max_new_tokens=min(wanted, room))
+        sampling = replace(self._sampling, max_new_tokens=min(wanted, space))
         key = self._key.child(self._calls)
         self._calls += 1
         media = tuple(item for message in conversation for item in message.media)
         done = await self._generate(Request(prompt_tokens, sampling, key, media))
         turn = Turn(
-            prompt_tokens, done.tokens, done.log_prob, done.policy_version, done.stop_reason,
-            self._renderer.decode(done.tokens), media,
-        )  # fmt: skip
-        self._playing.turns[key.path] = turn
+            prompt_tokens,
+            done.tokens,
+            done.log_prob,
+            done.policy_version,
+            done.stop_reason,
+            self._renderer.decode(done.tokens),
+            media,
+        )
+        self._rollout.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))
         self._tokens = np.concatenate([prompt_tokens, turn.tokens])
         self._stop_reason = turn.stop_reason
         return turn
 
     def credit(self, turn: Turn, *, reward: float = 0.0, state: str = "") -> Turn:
-        """The turn with what it was paid and the name of the state it was played in; its record says so from now on.
+        """The turn with its reward and the name of the state it was sampled in, in the record as well.
 
         Estimators that tell turns apart read both. The reward is a part of the trajectory's, not an addition to it.
         Raises RolloutError for a turn that is not in the record.
         """
-        record = self._playing.turns
+        record = self._rollout.turns
         path = next((path for path, known in record.items() if known is turn), None)
         if path is None:
-            raise RolloutError("credit for a turn", "it is not in the record", "credit what `reply` returned, and once")
+            raise RolloutError(
+                "credit for a turn", "it is not in the record", "credit what `generate` returned, and once"
+            )
         credited = replace(turn, reward=reward, state=state)
         record[path] = credited
         return credited
@@ -116,7 +124,7 @@ class Policy:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
         self._forks.add(name)
         other = Policy(
-            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._playing
+            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._rollout
         )
         other.metrics = self.metrics
         return other
@@ -131,46 +139,54 @@ class Policy:
 
     @property
     def history(self) -> tuple[Message, ...]:
-        """The conversation up to and including the last reply; nothing before the first."""
+        """The conversation up to and including the last completion; nothing before the first."""
         return self._history
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """Every turn so far, in the order of the call path (not of completion)."""
-        record = self._playing.turns
+        record = self._rollout.turns
         return tuple(record[path] for path in sorted(record, key=lambda path: [str(p).zfill(6) for p in path]))
 
     def end(self) -> None:
-        """The playing is over, for forks as well: replies that somebody still waits for are called off, no others are
+        """Ends the rollout, for forks as well: completions in progress are cancelled, no others are
         given, and none joins the record any more."""
-        self._playing.over = True
-        for task in self._playing.asking:
+        self._rollout.over = True
+        for task in self._rollout.waiting:
             task.cancel()
 
     async def _generate(self, request: Request) -> Completion:
         task = asyncio.current_task()
         assert task is not None
         self._refuse_late()
-        self._playing.asking.add(task)
+        self._rollout.waiting.add(task)
         try:
             done = await self._engine.generate(request)
         except (RolloutError, EngineFailure):
             raise
         except Exception as error:
             raise EngineFailure(
-                "a reply from the engine", f"{type(error).__name__}: {error}", "look at the engine's own error above"
+                "a completion from the engine", f"{type(error).__name__}: {error}", "see the engine's error above"
             ) from error
         finally:
-            self._playing.asking.discard(task)
+            self._rollout.waiting.discard(task)
         self._refuse_late()
         return done
 
     def _refuse_late(self) -> None:
-        if self._playing.over:
-            raise RolloutError("a reply", "the playing is over", "await every reply before the workflow returns")
+        if self._rollout.over:
+            raise RolloutError("a completion", "the rollout is over", "await all before the workflow returns")
 
     def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
         known = len(self._history)
         if known and conversation[:known] == self._history and len(conversation) > known:
             return self._renderer.extend(self._history, self._tokens, self._stop_reason, conversation[known:])
         return self._renderer.render(conversation)
+
+
+@runtime_checkable
+class Workflow(Protocol):
+    """Rolls out one task with a policy. The policy records every turn itself."""
+
+    async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
+        """Rewards that the rollout itself earned, by name; None where only reward functions judge."""

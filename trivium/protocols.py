@@ -1,6 +1,6 @@
 """Verbs: what each part must be able to do. Structural types; a user's class needs no base class of ours.
 
-`TrainEngine` alone is a base class: its concrete methods are the names that the seeds' TrainEngineWrapper promises.
+`TrainEngine` alone is a base class: some of its methods are derived from the others.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from trivium.phases import Phase, collecting, measured
+from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:
-    from trivium.policy import Policy
-    from trivium.save_monitor import CheckpointMonitor
+    from trivium.phases import Phase
+    from trivium.synchronizer import Synchronizer
     from trivium.types import (
         Batch,
         Completion,
-        Experiences,
         FloatArray,
         Group,
         IntArray,
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
         Task,
         Teacher,
     )
+
+    Step = tuple[Sequence[Message], float, bool]
+
 
 Weights = Iterable[tuple[str, Any]]
 """(Hugging Face parameter or buffer name, tensor), in a fixed order."""
@@ -45,7 +47,7 @@ class TaskSource(Protocol):
 
 
 class Renderer(Protocol):
-    """Messages to tokens and back, without ever encoding a sampled reply again."""
+    """Messages to tokens and back, without ever encoding a sampled completion again."""
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
@@ -57,9 +59,9 @@ class Renderer(Protocol):
     def extend(
         self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
     ) -> IntArray:
-        """The next prompt: `tokens` (prompt and sampled reply as they were) plus the tokens of the new messages.
+        """The next prompt: `tokens` (prompt and sampled completion as they were) plus the tokens of the new messages.
 
-        `history` is the conversation up to and including the sampled reply. The result begins with `tokens`.
+        `history` is the conversation up to and including the sampled completion. The result begins with `tokens`.
         """
         ...
 
@@ -67,16 +69,13 @@ class Renderer(Protocol):
         """Text without special tokens."""
         ...
 
-    def expert(self, messages: Sequence[Message], reply: str) -> tuple[IntArray, IntArray]:
-        """(prompt tokens, reply tokens with end of turn) of text that somebody else wrote."""
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
+        """(prompt tokens, completion tokens with end of turn) of text that the policy did not sample."""
         ...
 
 
 class RolloutEngine(Protocol):
-    """Samples replies from the current policy."""
-
-    exact_sampling: bool
-    """Whether the per-position uniforms of a request's key are honoured."""
+    """Samples completions from the current policy."""
 
     @property
     def version(self) -> int:
@@ -85,21 +84,20 @@ class RolloutEngine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Longest prompt and reply together, in tokens."""
+        """Longest prompt and completion together, in tokens."""
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """One reply. Concurrent calls are batched by the engine; cancelling the call frees its row."""
+        """One completion. Concurrent calls are batched by the engine; cancelling the call frees its row."""
         ...
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts new weights. With `finish`, after the replies in flight have finished; later requests wait for them.
+        """Adopts new weights. With `finish`, after the completions in flight; later requests wait for them.
 
-        With `update`, between two tokens of the replies in flight, which go on with the new weights and the keys and
-        values they have; each token says which version sampled it. Only an engine whose class says
-        `updates_in_flight = True` is asked for that.
-
-        Only an engine whose class says `adopts_adapters = True` is given a LoRA adapter instead of all weights.
+        With `update`, between two tokens of the completions in flight, which continue with the new weights and the
+        keys and values they have; each token records which version sampled it. Only an engine with the capability
+        `updates_in_flight` is asked for that, and only one with `adopts_adapters` is given a LoRA adapter instead of
+        all weights.
         """
         ...
 
@@ -115,17 +113,8 @@ class ReadableEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class Workflow(Protocol):
-    """Plays one task with a policy. What the policy said is recorded by the policy itself."""
-
-    async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
-        """Rewards that the playing itself earned, by name; None where only reward functions judge."""
-        ...
-
-
 class Environment(Protocol):
-    """A stateful world that a multi-turn workflow drives; one instance plays one trajectory.
+    """A stateful world that a multi-turn workflow drives; one instance serves one trajectory.
 
     Both methods may be plain or `async`.
     """
@@ -134,8 +123,8 @@ class Environment(Protocol):
         """The first messages the policy sees."""
         ...
 
-    def step(self, reply: str) -> Any:
-        """`(messages, reward, done)`: what the world answers, what the reply earned, whether it is over."""
+    def step(self, completion: str) -> Step | Awaitable[Step]:
+        """`(messages, reward, done)`: what the world answers, what the completion earned, whether it is over."""
         ...
 
 
@@ -236,16 +225,16 @@ class Algorithm(Protocol):
 
     @property
     def refill(self) -> int:
-        """How often a step has its refused groups replaced by freshly played ones before it goes on with fewer."""
+        """How often a step has its refused groups replaced by fresh ones before it goes on with fewer."""
         ...
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups worth training on, and what was refused. Each is asked by itself, and the answer is always the
+        """The groups worth training on, and what was refused. Each is decided by itself, and the answer is always the
         same: the trainer asks before a step whether to refill, and the step asks again."""
         ...
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The experiences of the groups' living members, in order."""
+        """The experiences of the groups' successful members, in order."""
         ...
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
@@ -260,18 +249,13 @@ class Algorithm(Protocol):
 
 
 class TrainEngine(ABC):
-    """Holds the trained models. Verbs: `score`, `update`, `save`, `load`, `export_weights`; the rest is derived.
-
-    Also the seeds' TrainEngineWrapper: `prepare`, `train_step_num`, `train_step`, `save_checkpoint`, `sync_weight`,
-    `upload_state_dict`, `save_state_dict`.
-    """
+    """Holds the trained models. Verbs: `score`, `update`, `save`, `load`, `export_weights`; the rest is derived."""
 
     algorithm: Algorithm
     channel: WeightChannel
     """Where `sync_weight` offers weights; attached by the assembly."""
-    saves: CheckpointMonitor
-    """Where the seeds' `save_checkpoint` and `save_state_dict` save; attached by the assembly. A run's own checkpoints,
-    which hold more than the engine knows, are CheckpointStore's."""
+    save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
+    """Which of the processes that write a checkpoint may write at the same time."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
 
@@ -311,45 +295,15 @@ class TrainEngine(ABC):
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
         """Frees what `prepare` took."""
 
-    @property
-    def train_step_num(self) -> int:
-        """How many train steps have been taken."""
-        return self.version
-
-    def train_step(self, experiences: Experiences) -> tuple[bool, Metrics]:
-        """One step on these groups; (whether to go on, metrics)."""
-        from trivium.loops import train_step
-
-        with collecting() as phases:
-            metrics = train_step(self, experiences, self.algorithm)
-        return True, {**metrics, **measured(phases), **self.utilisation(phases)}
-
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """How well a step of these phases used the machine, in metrics of the area `perf/`; nothing: not known."""
         del phases
         return {}
 
-    def save_checkpoint(self, block_until_saved: bool = False) -> None:
-        """Saves everything this engine needs to go on, through the CheckpointMonitor `saves`. On return it is complete,
-        whatever `block_until_saved` says."""
-        from trivium.save_monitor import save_step_now
-
-        save_step_now(self.saves, self.version, self.save)
-
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
         Blocks."""
         return self.channel.offer(self.version, self.export_weights())
-
-    def upload_state_dict(self) -> None:
-        """The seeds' name for `sync_weight` with method `memory`."""
-        self.sync_weight()
-
-    def save_state_dict(self) -> None:
-        """Saves the policy's weights alone, through the same monitor."""
-        from trivium.save_monitor import save_step_now
-
-        save_step_now(self.saves, self.version, self.save_weights, is_state_dict=True)
 
 
 class Buffer(Protocol):
@@ -359,12 +313,8 @@ class Buffer(Protocol):
     processes reach (`shared`) loses no group and gives none out twice when one of them dies at any moment.
     """
 
-    explored: bool
-    """Whether explorers fill it; a buffer over files issues no slots. One whose groups a policy sampled all the same
-    (recorded rollouts) says `sampled = True`."""
-
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        """The right to play a slot with the version that `owner` has loaded. Waits for one, or, without `wait`, returns
+        """The right to roll out a slot with the version that `owner` has loaded. Waits for one; without `wait`, returns
         None where none is free.
 
         Raises StopAsyncIteration once the buffer is closed.
@@ -373,7 +323,7 @@ class Buffer(Protocol):
 
     async def put(self, owner: str, group: Group) -> None:
         """A finished group, failures included. Journaled before it counts. One that was `dropped` is counted and its
-        slot given up: another is issued for it. One of an attempt that was called off is forgotten.
+        slot given up: another is issued for it. One of an attempt that was cancelled is forgotten.
 
         Raises DataError where `owner` never held that slot and attempt, or put it before."""
         ...
@@ -382,7 +332,7 @@ class Buffer(Protocol):
         """The owner is dead or gone: its leases are issued again. How many there were."""
         ...
 
-    async def called_off(self, owner: str) -> Sequence[Lease]:
+    async def cancelled_leases(self, owner: str) -> Sequence[Lease]:
         """Waits until leases of `owner` can no longer come to anything; returns them. They are `owner`'s no more: the
         slot may have been leased again, with a higher `attempt`, even to the same owner."""
         ...
@@ -400,12 +350,12 @@ class Buffer(Protocol):
         says: that many further slots are issued for the same version. Called between two `take` of one step."""
         ...
 
-    async def past(self, slots: Sequence[int]) -> list[Group]:
+    async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         """Groups that were taken before, by slot, as they were."""
         ...
 
-    async def drained(self, version: int) -> None:
-        """Waits until every slot that `version` admits has been played, whoever plays it."""
+    async def drain(self, version: int) -> None:
+        """Waits until every slot that `version` admits is rolled out, by any explorer."""
         ...
 
     async def advance(self, owner: str, version: int) -> None:
@@ -413,7 +363,7 @@ class Buffer(Protocol):
         ...
 
     async def counts(self) -> Mapping[str, int]:
-        """So far: groups `evicted` as too stale, `called_off` while they were played, `given_up` for good after
+        """So far: groups `evicted` as too stale, `called_off` while they were rolled out, `given_up` for good after
         `max_attempts`, `dropped` by the experience pipeline."""
         ...
 
@@ -426,15 +376,12 @@ class Buffer(Protocol):
         ...
 
     async def close(self) -> None:
-        """Wakes everybody who waits; `lease` and `take` raise StopAsyncIteration from now on."""
+        """Wakes every waiter; `lease` and `take` raise StopAsyncIteration from now on."""
         ...
 
 
 class SampleStrategy(Protocol):
     """Which groups a step is trained on, among those the buffer has and others that were kept or written by experts."""
-
-    mixed: bool
-    """Whether a batch may hold experts' replies beside the policy's own."""
 
     async def sample(self, count: int, version: int) -> Sample:
         """`count` groups to train version `version` on. Raises StopAsyncIteration at the end of the data."""
@@ -463,11 +410,11 @@ class WeightChannel(Protocol):
     """Carries weights from the trainer to the explorers."""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        """The trainer's side: keeps or sends version `version`. False where it reached nobody. Blocks.
+        """The trainer's side: keeps or sends version `version`. False where it reached no explorer. Blocks.
 
         Reads `weights` once, in order, one tensor at a time, and holds no more of them than a bounded part: with
         sharded training each one is gathered when it is asked for, by all ranks. It may not ask for all of them, where
-        nobody wants them or an error ends it; other ranks that gather are then to be told by whoever called.
+        no explorer wants them or an error ends it; the caller then tells the other ranks that gather.
         """
         ...
 
@@ -489,18 +436,6 @@ class WeightChannel(Protocol):
         ...
 
 
-class ActorDirectory(Protocol):
-    """Finds a role by name: in this process by default (`trivium.directory`), through Ray on a cluster."""
-
-    def get(self, namespace: str, name: str, make: Callable[[], Any] | None = None) -> Any:
-        """The role of that name; where there is none yet, what `make` builds, once, whoever asks first. What is
-        returned has the role's methods: its coroutines are awaited as usual, wherever it runs.
-
-        Raises UnknownName where there is none and nothing to build.
-        """
-        ...
-
-
 class Monitor(Protocol):
     """Somewhere metrics go."""
 
@@ -517,3 +452,27 @@ class Monitor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class TrainerProtocol(Protocol):
+    """What `loops.train_loop` needs of a trainer; see `trivium.trainer.Trainer`."""
+
+    name: str
+    buffer: Buffer
+    synchronizer: Synchronizer
+    train_continue: bool
+    """Whether there is another step to take."""
+
+    async def start(self) -> None: ...
+
+    async def train_step(self) -> bool: ...
+
+    def need_sync(self) -> bool: ...
+
+    def sync_weight(self) -> None: ...
+
+    async def end_step(self) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    async def wait_for_save(self) -> None: ...

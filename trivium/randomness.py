@@ -44,8 +44,14 @@ class SampleKey:
     def digest(self) -> int:
         """64 bits that identify the address; collisions are as unlikely as BLAKE2b makes them."""
         address = [
-            self.seed, self.purpose, self.taskset, self.task_id, self.epoch, self.index, list(self.path),
-        ]  # fmt: skip
+            self.seed,
+            self.purpose,
+            self.taskset,
+            self.task_id,
+            self.epoch,
+            self.index,
+            list(self.path),
+        ]
         text = json.dumps(address, separators=(",", ":"), ensure_ascii=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

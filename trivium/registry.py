@@ -1,7 +1,6 @@
-"""One catalogue: short name -> where the thing lives. What ships is listed here; users give their own paths.
+"""The catalogue of plugins: kind -> short name -> import path. What ships is listed here; users give their own paths.
 
-A name is a short name (`grpo`), a dotted path (`my.package:Thing`) or a file (`rewards.py:mine`, relative to the
-config that says so).
+A name is a short name (`grpo`), a path (`my.package:Thing`) or a file (`rewards.py:mine`, relative to the config).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trivium.errors import ConfigError, UnknownName
 
 CATALOGUE: dict[str, dict[str, str]] = {
     "models": {
-        "hf": "trivium.models.sources:HuggingFaceModel",
+        "hf": "trivium.models.huggingface:HuggingFaceModel",
         "tiny": "trivium.text.tiny:TinyModel",
     },
     "tasks": {
@@ -47,9 +46,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "by_source": "trivium.rewards.by_source:BySource",
     },
     "reward_managers": {
-        "naive": "trivium.rewards.managers:NaiveRewardManager",
-        "dapo": "trivium.rewards.managers:DAPORewardManager",
-        "batch": "trivium.rewards.managers:BatchRewardManager",
+        "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",
+        "dapo": "trivium.frontdoors.verl.reward_managers:DAPORewardManager",
+        "batch": "trivium.frontdoors.verl.reward_managers:BatchRewardManager",
     },
     "engines": {
         "torch": "trivium.engines.torch:TorchEngine",
@@ -110,9 +109,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "grpo": "trivium.algorithms.advantages.group:grpo",
         "grpo_passk": "trivium.algorithms.advantages.group:grpo_passk",
         "grpo_rank_penalty": "trivium.algorithms.advantages.group:grpo_rank_penalty",
-        "jsd": "trivium.algorithms.advantages.teacher:jsd",
+        "jsd": "trivium.algorithms.advantages.on_policy_distill:jsd",
         "max_rl": "trivium.algorithms.advantages.group:max_rl",
-        "on_policy_distill": "trivium.algorithms.advantages.teacher:on_policy_distill",
+        "on_policy_distill": "trivium.algorithms.advantages.on_policy_distill:on_policy_distill",
         "opmd": "trivium.algorithms.advantages.baselines:opmd",
         "opo": "trivium.algorithms.advantages.group:opo",
         "optimal_token_baseline": "trivium.algorithms.advantages.tokens:optimal_token_baseline",
@@ -159,11 +158,11 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "distill_top_k": "trivium.algorithms.policy_losses.distillation:distill_top_k",
     },
     "gates": {
-        "clip_b": "trivium.algorithms.entropy_gates:clip_b",
-        "clip_v": "trivium.algorithms.entropy_gates:clip_v",
-        "sequence_drift": "trivium.algorithms.gates:sequence_drift",
-        "probability_difference": "trivium.algorithms.gates:probability_difference",
-        "top_entropy": "trivium.algorithms.gates:top_entropy",
+        "clip_b": "trivium.algorithms.token_weights:clip_b",
+        "clip_v": "trivium.algorithms.token_weights:clip_v",
+        "sequence_drift": "trivium.algorithms.token_weights:sequence_drift",
+        "probability_difference": "trivium.algorithms.token_weights:probability_difference",
+        "top_entropy": "trivium.algorithms.token_weights:top_entropy",
     },
     "kl_estimators": {
         "kl": "trivium.algorithms.kl:k1",
@@ -205,24 +204,24 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "hps": "trivium.algorithms.preference:hps",
     },
     "corrections": {
-        "auto": "trivium.algorithms.corrections:AUTO",
-        "none": "trivium.algorithms.corrections:NONE",
-        "custom": "trivium.algorithms.corrections:CUSTOM",
-        "decoupled_token_is": "trivium.algorithms.corrections:DECOUPLED_TOKEN_IS",
-        "decoupled_seq_is": "trivium.algorithms.corrections:DECOUPLED_SEQ_IS",
-        "decoupled_seq_is_rs": "trivium.algorithms.corrections:DECOUPLED_SEQ_IS_RS",
-        "decoupled_geo_rs": "trivium.algorithms.corrections:DECOUPLED_GEO_RS",
-        "decoupled_geo_rs_seq_tis": "trivium.algorithms.corrections:DECOUPLED_GEO_RS_SEQ_TIS",
-        "decoupled_geo_rs_token_tis": "trivium.algorithms.corrections:DECOUPLED_GEO_RS_TOKEN_TIS",
-        "decoupled_k3_rs": "trivium.algorithms.corrections:DECOUPLED_K3_RS",
-        "decoupled_k3_rs_seq_tis": "trivium.algorithms.corrections:DECOUPLED_K3_RS_SEQ_TIS",
-        "decoupled_k3_rs_token_tis": "trivium.algorithms.corrections:DECOUPLED_K3_RS_TOKEN_TIS",
-        "bypass_token_is": "trivium.algorithms.corrections:BYPASS_TOKEN_IS",
-        "bypass_seq_is": "trivium.algorithms.corrections:BYPASS_SEQ_IS",
-        "bypass_geo_rs": "trivium.algorithms.corrections:BYPASS_GEO_RS",
-        "bypass_geo_rs_seq_tis": "trivium.algorithms.corrections:BYPASS_GEO_RS_SEQ_TIS",
-        "bypass_geo_rs_token_tis": "trivium.algorithms.corrections:BYPASS_GEO_RS_TOKEN_TIS",
-        "bypass_k3_rs": "trivium.algorithms.corrections:BYPASS_K3_RS",
+        "auto": "trivium.algorithms.correction:AUTO",
+        "none": "trivium.algorithms.correction:NONE",
+        "custom": "trivium.algorithms.correction:CUSTOM",
+        "decoupled_token_is": "trivium.algorithms.correction:DECOUPLED_TOKEN_IS",
+        "decoupled_seq_is": "trivium.algorithms.correction:DECOUPLED_SEQ_IS",
+        "decoupled_seq_is_rs": "trivium.algorithms.correction:DECOUPLED_SEQ_IS_RS",
+        "decoupled_geo_rs": "trivium.algorithms.correction:DECOUPLED_GEO_RS",
+        "decoupled_geo_rs_seq_tis": "trivium.algorithms.correction:DECOUPLED_GEO_RS_SEQ_TIS",
+        "decoupled_geo_rs_token_tis": "trivium.algorithms.correction:DECOUPLED_GEO_RS_TOKEN_TIS",
+        "decoupled_k3_rs": "trivium.algorithms.correction:DECOUPLED_K3_RS",
+        "decoupled_k3_rs_seq_tis": "trivium.algorithms.correction:DECOUPLED_K3_RS_SEQ_TIS",
+        "decoupled_k3_rs_token_tis": "trivium.algorithms.correction:DECOUPLED_K3_RS_TOKEN_TIS",
+        "bypass_token_is": "trivium.algorithms.correction:BYPASS_TOKEN_IS",
+        "bypass_seq_is": "trivium.algorithms.correction:BYPASS_SEQ_IS",
+        "bypass_geo_rs": "trivium.algorithms.correction:BYPASS_GEO_RS",
+        "bypass_geo_rs_seq_tis": "trivium.algorithms.correction:BYPASS_GEO_RS_SEQ_TIS",
+        "bypass_geo_rs_token_tis": "trivium.algorithms.correction:BYPASS_GEO_RS_TOKEN_TIS",
+        "bypass_k3_rs": "trivium.algorithms.correction:BYPASS_K3_RS",
     },
     "filters": {
         "zero_variance": "trivium.algorithms.filters:zero_variance",
@@ -241,7 +240,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "running_normalise": "trivium.algorithms.shaping:running_normalise",
     },
     "train": {
-        "torch": "trivium.training.torch:TorchTrainEngine",
+        "torch": "trivium.training.engine:TorchTrainEngine",
     },
     "buffers": {
         "memory": "trivium.buffers.memory:MemoryBuffer",
@@ -264,7 +263,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "channels": {
         "memory": "trivium.sync.memory:MemoryChannel",
-        "checkpoint": "trivium.sync.checkpoint:CheckpointChannel",
+        "checkpoint": "trivium.sync.files:FileChannel",
         "nccl": "trivium.sync.collective:CollectiveChannel",
     },
     "monitors": {
@@ -278,26 +277,26 @@ CATALOGUE: dict[str, dict[str, str]] = {
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """A sentence that helps somebody who mistyped `name`."""
+    """The nearest known name, where one is near, and all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
 
 
-def resolve(room: str, name: str, base: Path | None = None) -> Any:
-    """The object behind a name of a room (`engines`, `rewards`, ...).
+def resolve(kind: str, name: str, base: Path | None = None) -> Any:
+    """The object that a name of a kind (`engines`, `rewards`, ...) stands for.
 
     Raises UnknownName for a name that no catalogue knows, ConfigError for a path that cannot be imported or lacks the
     attribute. An import error inside a user's own file passes through with its cause.
     """
-    path = CATALOGUE[room].get(name, name)
+    path = CATALOGUE[kind].get(name, name)
     module_name, separator, attribute = path.rpartition(":")
     if not separator:
-        raise UnknownName(f"{room}: {name!r}", "no such name", suggest(name, CATALOGUE[room]))
+        raise UnknownName(f"{kind}: {name!r}", "no such name", suggest(name, CATALOGUE[kind]))
     module = _load_file(module_name, base) if module_name.endswith(".py") else _load_module(module_name, path)
     if not hasattr(module, attribute):
         raise UnknownName(
-            f"{room}: {path!r}",
+            f"{kind}: {path!r}",
             f"{module_name} has no {attribute!r}",
             suggest(attribute, _offered(module)),
         )
@@ -305,7 +304,7 @@ def resolve(room: str, name: str, base: Path | None = None) -> Any:
 
 
 def _offered(module: ModuleType) -> list[str]:
-    """What a module itself has to offer: its values, functions and classes, not what it imports."""
+    """Public names that the module defines: its values, functions and classes, without its imports."""
     public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
     return [
         name
@@ -319,7 +318,7 @@ def _load_module(module_name: str, path: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # the module exists and itself lacks something: its own message says what
+            raise  # the module exists, and one of its own imports failed
         raise ConfigError(
             f"import {path!r}",
             f"there is no module {error.name!r}",

@@ -1,4 +1,4 @@
-"""Schedule: slot -> task, epoch and the version that plays it. A pure function; the only cursor is the slot number."""
+"""Schedule: slot -> task, epoch and the version that samples it. A pure function; its only cursor is the slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OrderedTasks(Protocol):
         ...
 
     def visit(self, epoch: int, place: int) -> Task:
-        """The task at a place below `epoch_length`; the same one however often it is asked for. Within an epoch no two
+        """The task at a place below `epoch_length`; the same one on every call. Within an epoch no two
         have the same id."""
         ...
 
@@ -102,7 +102,7 @@ class Schedule:
     first_version: int = 0
     groups_per_step: int = 1
     """Groups that one train step consumes."""
-    others: int = 0
+    stored_per_step: int = 0
     """Of those, how many the sample strategy brings from elsewhere: no slot is issued for them."""
     group_size: int = 1
     max_staleness: int = 0
@@ -113,14 +113,14 @@ class Schedule:
     """What orders the tasks of an epoch instead of a shuffle."""
     max_attempts: int = 3
     over_rollout: int = 0
-    """Groups played beyond what a step needs, so that it need not wait for the slowest."""
+    """Groups rolled out beyond what a step needs, so that it need not wait for the slowest."""
     steps: int = field(default=1)
     """Train steps of the stage."""
 
     @property
     def fresh_per_step(self) -> int:
         """The groups that one train step takes from the buffer: what slots are counted by."""
-        return self.groups_per_step - self.others
+        return self.groups_per_step - self.stored_per_step
 
     @property
     def ordered(self) -> bool:
@@ -158,7 +158,7 @@ class Schedule:
         return version == self.first_version or version % self.sync_interval == 0
 
     def version_for(self, slot: int) -> int:
-        """The first published version that admits a slot: what a deterministic run plays it with."""
+        """The first published version that admits a slot: what a deterministic run samples it with."""
         version = max(self.first_version, self.step_of(slot) - 1 - self.max_staleness)
         while not self.published(version):
             version += 1

@@ -1,23 +1,24 @@
-"""Synchronizer: who is where, which versions exist, who waits for whom, who died; a state machine over a Board.
+"""Synchronizer: a state machine over a Board. Statuses of the roles, published versions, exchanges of weights,
+requests for evaluation, heartbeats, failures.
 
 Every way of running shares it: the board is a value in one process, a Ray actor, or a database row. The trainer
-publishes, explorers adopt; nobody waits without a deadline, and nobody waits for the dead.
+publishes, explorers adopt. Every wait has a deadline, and ends when a role that it needs dies.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
 from asyncio import CancelledError
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from trivium.concurrency import Heartbeat, HeartbeatTracker, ProgressDeadline, Waiting, wait_until
 from trivium.errors import ConfigError, RoleFailed, SyncError, TriviumError, first_cause
+from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 if TYPE_CHECKING:
     from trivium.board import Board, Values
@@ -25,41 +26,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trivium")
 
-_REMEMBERED = 64
-TRAINER = "trainer"
-"""The role name of the trainer; any other name on a board is an explorer's."""
-
-
-class RunningStatus(StrEnum):
-    """What a role is doing, as the other side sees it."""
-
-    RUNNING = "running"
-    REQUIRE_SYNC = "require_sync"
-    """It wants newer weights exchanged: an explorer without a free slot, or a trainer whose interval is over."""
-    WAITING_SYNC = "waiting_sync"
-    """It stands at a collective exchange and cannot go on without the other side."""
-    STOPPED = "stopped"
-
-
-class SyncMethod(StrEnum):
-    """How weights travel."""
-
-    NCCL = "nccl"
-    CHECKPOINT = "checkpoint"
-    MEMORY = "memory"
-
-
-class SyncStyle(StrEnum):
-    """Who decides when weights travel."""
-
-    FIXED = "fixed"
-    DYNAMIC_BY_TRAINER = "dynamic_by_trainer"
-    DYNAMIC_BY_EXPLORER = "dynamic_by_explorer"
+_MAX_REMEMBERED = 64
+"""How many ended stages, and how many published versions, the board lists."""
+_POLL_S = 60.0
+"""How often a wait without a deadline, one that lasts as long as the run, returns to its loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective exchange of weights that everybody has agreed to enter."""
+    """A collective exchange of weights whose members have agreed to enter it."""
 
     number: int
     version: int
@@ -73,9 +48,16 @@ class Synchronizer:
     """Statuses, versions, heartbeats. One object per role, all over the same board."""
 
     def __init__(
-        self, board: Board, *, deadline_s: float, style: SyncStyle = SyncStyle.FIXED, interval: int = 1,
-        collective: bool = False, heartbeat_s: float | None = None, settings: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        board: Board,
+        *,
+        deadline_s: float,
+        style: SyncStyle = SyncStyle.FIXED,
+        interval: int = 1,
+        collective: bool = False,
+        heartbeat_s: float | None = None,
+        settings: str = "",
+    ) -> None:
         self.board, self.deadline_s = board, deadline_s
         self.style, self.interval = style, interval
         self.collective = collective
@@ -83,79 +65,85 @@ class Synchronizer:
         self.settings = settings
         """A digest of what trainer and explorers must agree on."""
         self.heartbeat_s = heartbeat_s
-        """A role is dead that has not beaten for so long; None where process handles tell, or one process holds all."""
+        """A role that is silent for so long is dead; None where process handles tell, or one process has all roles."""
         self._incarnation = ""
-        self._heart_failed: Exception | None = None
+        """Which stage of which trainer process this role takes part in."""
+        self._heartbeat: Heartbeat | None = None
 
-    # ------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------ joining and leaving
 
     def open(self, stage: int = 0, *, last: bool = True) -> None:
-        """The trainer begins a stage: whatever an earlier life left on the board is gone, explorers may join."""
+        """The trainer begins a stage: clears what an earlier trainer left on the board and lets explorers join."""
         self._incarnation = uuid.uuid4().hex
         opened: Values = {
-            "incarnation": self._incarnation, "stage": stage, "last": last, "settings": self.settings,
+            "incarnation": self._incarnation,
+            "stage": stage,
+            "last": last,
+            "settings": self.settings,
             "trainer": RunningStatus.RUNNING.value,
-        }  # fmt: skip
+        }
 
         def begin(values: Values) -> Values:
-            # Who still waits for the end of a stage sees here that it came.
+            # Explorers that still wait for the end of a stage see here that it has ended.
             ended = [*values.get("ended", ()), values["incarnation"]] if values.get("finished") else []
-            return {**opened, "ended": ended[-_REMEMBERED:]}
+            return {**opened, "ended": ended[-_MAX_REMEMBERED:]}
 
         self.board.write(begin)
 
-    async def meet(self, who: str) -> int | None:
-        """An explorer of another process looks for a trainer that is alive and has begun a stage it has not finished;
-        returns the stage, or None where the run has come to its end.
+    async def wait_for_trainer(self, name: str) -> int | None:
+        """Waits, as an explorer of another process, for a live trainer with an unfinished stage; returns the stage, or
+        None where the run is over.
 
-        Raises SyncError if none comes within the deadline, ConfigError if one with other settings does.
+        Raises SyncError if none appears within the deadline, ConfigError if it runs with other settings.
         """
         first = self.board.read()
-        beat, left = first.get("beats", {}).get(TRAINER), self._incarnation
+        beats, previous = first.get("beats", {}).get(TRAINER), self._incarnation
 
         def over(values: Values) -> bool:
             return bool(values.get("finished") and values.get("last")) and values.get("settings") == self.settings
 
         def ready(values: Values) -> bool:
-            # What a dead trainer left on the board says RUNNING for ever; a beat tells the living.
-            alive = self.heartbeat_s is None or values.get("beats", {}).get(TRAINER) != beat
-            begun = values.get("incarnation", left) != left
-            return alive and begun and not values.get("finished") and "failed" not in values
+            # The status of a dead trainer stays RUNNING; only a new beat shows that it is alive.
+            alive = self.heartbeat_s is None or values.get("beats", {}).get(TRAINER) != beats
+            started = values.get("incarnation", previous) != previous
+            return alive and started and not values.get("finished") and "failed" not in values
 
         values = await self.board.poll(lambda v: ready(v) or over(v), self.deadline_s)
         if over(values):
             return None
         if ready(values) and values.get("settings") != self.settings:
             raise ConfigError(
-                f"explore with this config, as {who!r}", "the trainer runs another one",
+                f"explore with this config, as {name!r}",
+                "the trainer runs another one",
                 "give both the same file and the same overrides (what may differ is `free` in docs/config.md, "
                 "`schedule.steps` excepted)",
-            )  # fmt: skip
+            )
         if not ready(values):
             raise SyncError(
-                f"explorer {who!r} waits for a trainer", f"none came within {self.deadline_s:.0f} s",
+                f"explorer {name!r} waits for a trainer",
+                f"none appeared within {self.deadline_s:.0f} s",
                 "start one (`run.mode=train`) over the same buffer and under the same run.name",
-            )  # fmt: skip
+            )
         self._incarnation = values["incarnation"]
         return values["stage"]
 
     async def join(self, name: str) -> bool:
-        """An explorer takes its place beside the trainer, once an earlier one of that name is dead and buried. False
-        where the stage came to its end meanwhile.
+        """Enters an explorer into the run, once an earlier one of that name is dead and reaped. False where the stage
+        has ended meanwhile.
 
-        Raises SyncError if that one is alive.
+        Raises SyncError if the earlier one is alive.
         """
         life, stopped = uuid.uuid4().hex, RunningStatus.STOPPED.value
 
         def free(values: Values) -> bool:
             earlier = values.get("explorers", {}).get(name)
-            return earlier is None or (earlier["status"] == stopped and bool(earlier.get("buried", True)))
+            return earlier is None or (earlier["status"] == stopped and bool(earlier.get("reaped", True)))
 
         def enter(values: Values) -> Values:
             if not free(values):
                 return values
             entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life}
-            # The beat is for whoever has just seen the earlier one fall silent and must not take this one for it.
+            # The beat is for roles that have just seen the earlier one fall silent: this one is not it.
             return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
 
         await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
@@ -165,25 +153,26 @@ class Synchronizer:
             return False
         if values.get("explorers", {}).get(name, {}).get("life") != life:
             raise SyncError(
-                f"join the run as explorer {name!r}", "another one of that name is in it",
+                f"join the run as explorer {name!r}",
+                "another explorer of that name is in it",
                 "give each its own run.explorer, or leave it out",
-            )  # fmt: skip
+            )
         _log.info("explorer %s joins", name)
         return True
 
     def finish(self) -> None:
-        """The trainer is done: explorers may go."""
+        """The trainer has finished the stage: explorers may leave."""
         self._write(lambda values: {**values, "trainer": RunningStatus.STOPPED.value, "finished": True})
 
-    async def finished(self, name: str) -> None:
-        """Waits until the trainer is done, for as long as it lives."""
+    async def wait_finished(self, name: str) -> None:
+        """Waits until the trainer has finished the stage, for as long as it lives."""
 
         def over(values: Values) -> bool:
             return bool(values.get("finished")) or self._incarnation in values.get("ended", ())
 
         values: Values = {}
         while not over(values):
-            values = await self.board.poll(lambda v: over(v) or self._broken(v), 60.0)
+            values = await self.board.poll(lambda v: over(v) or self._broken(v), _POLL_S)
             self._refuse_broken(values)
         if values.get("finished"):
             self.set_explorer_status(name, RunningStatus.STOPPED)
@@ -191,8 +180,8 @@ class Synchronizer:
     def set_trainer_status(self, status: RunningStatus) -> None:
         self._write(lambda values: {**values, "trainer": status.value})
 
-    def trained(self, step: int) -> None:
-        """The trainer says that it has taken a step: whoever waits for it sees that it gets on."""
+    def report_step(self, step: int) -> None:
+        """The trainer has taken a step: progress for every role that waits for it."""
         self._write(lambda values: {**values, "step": step})
 
     def set_explorer_status(self, name: str, status: RunningStatus) -> None:
@@ -200,55 +189,42 @@ class Synchronizer:
 
     @property
     def trainer_status(self) -> RunningStatus:
-        """STOPPED until the trainer has said otherwise."""
+        """STOPPED until a trainer opens the board."""
         return RunningStatus(self.board.read().get("trainer", RunningStatus.STOPPED))
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many living explorers are in each status."""
-        statuses = [entry["status"] for entry in living(self.board.read()).values()]
+        """How many live explorers are in each status."""
+        statuses = [entry["status"] for entry in live_explorers(self.board.read()).values()]
         return {status: statuses.count(status.value) for status in RunningStatus}
 
-    # ------------------------------------------------------------------ life and death
+    # ------------------------------------------------------------------ heartbeats and failures
 
     @contextmanager
-    def heart(self, role: str) -> Generator[None]:
-        """Beats for this role while the block runs. A thread beats, so that a busy event loop is not a death; should
-        it fail, `tend` says so."""
+    def heartbeat(self, role: str) -> Generator[None]:
+        """Beats for this role while the block runs; should that fail, `monitor` raises it."""
         if self.heartbeat_s is None:
             yield
             return
-        stopped, period_s = threading.Event(), self.heartbeat_s / 4
-
-        def work() -> None:
-            try:
-                while not stopped.is_set():
-                    self._write(lambda values: _with_beat(values, role))
-                    stopped.wait(period_s)
-            except Exception as error:  # nobody awaits a thread
-                self._heart_failed = error
-
-        thread = threading.Thread(target=work, name=f"heart-{role}", daemon=True)
-        thread.start()
-        try:
+        self._heartbeat = Heartbeat(
+            lambda: self._write(lambda values: _with_beat(values, role)), self.heartbeat_s / 4, role
+        )
+        with self._heartbeat:
             yield
-        finally:
-            stopped.set()
-            thread.join(self.heartbeat_s)
 
     @contextmanager
-    def obituary(self, role: str) -> Generator[None]:
-        """Leaves word on the board when the role of this block ends by an error, so that nobody waits for it."""
+    def report_failure(self, role: str) -> Generator[None]:
+        """Marks the role of this block as dead when it ends by an error, so that no other role waits for it."""
         try:
             yield
         except BaseException as error:
-            # An explorer that is asked to stop leaves; that is no reason to end the run, whoever else explores.
-            asked_to = isinstance(error, CancelledError | KeyboardInterrupt)
-            self.report_death(role, "it was stopped" if asked_to else _cause(error), replaced=asked_to)
+            # An explorer that is stopped from outside leaves; the run goes on, with or without others.
+            stopped = isinstance(error, CancelledError | KeyboardInterrupt)
+            self.mark_dead(role, "it was stopped" if stopped else _cause(error), replaced=stopped)
             raise
 
-    def report_death(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
-        """Says on the board that a role has died. The death of an explorer is borne while another one lives, or while
-        a new one takes its place (`replaced`); any other ends the run. With `beats`, only if it has not beaten since.
+    def mark_dead(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
+        """Marks a role as dead. The run goes on without an explorer while another one lives, or where a new one takes
+        its place (`replaced`); it fails otherwise. With `beats`, only if that is still the role's count of beats.
         """
 
         def change(values: Values) -> Values:
@@ -256,43 +232,53 @@ class Synchronizer:
             if beats is not None and values.get("beats", {}).get(role, 0) != beats:
                 return values
             if role in explorers:
-                if role not in living(values):
+                if role not in live_explorers(values):
                     return values
-                values = _with_explorer(values, role, status=RunningStatus.STOPPED.value, dead=cause, buried=False)
+                values = _with_explorer(values, role, status=RunningStatus.STOPPED.value, dead=cause, reaped=False)
                 evaluation = values.get("evaluation")
                 if evaluation is not None and evaluation["by"] == role and evaluation["metrics"] is None:
                     values = {**values, "evaluation": {**evaluation, "by": None}}
-                if replaced or living(values):
+                if replaced or live_explorers(values):
                     return values
             return {"failed": {"role": role, "cause": cause}, **values}
 
         self._write(change)
 
-    async def tend(self, role: str, bury: Callable[[str], Awaitable[object]] | None = None) -> None:
-        """Watches the other roles until it is cancelled; `bury` is awaited for each explorer that died.
+    async def monitor(self, role: str, reap: Callable[[str], Awaitable[object]] | None = None) -> None:
+        """Watches the other roles until it is cancelled; `reap` is awaited for each explorer that died.
 
-        Raises RoleFailed for a death that the run cannot bear, and where this role itself counts as dead.
+        Raises RoleFailed where the run has failed, where this role counts as dead, and where its heartbeat stopped.
         """
 
-        def to_bury(values: Values) -> list[str]:
-            return [name for name in dead(values) if bury and not values["explorers"][name]["buried"]]
+        def unreaped(values: Values) -> list[str]:
+            return [name for name in dead_explorers(values) if reap and not values["explorers"][name]["reaped"]]
 
-        pulse = _Pulse(self.heartbeat_s) if self.heartbeat_s is not None else None
         patience_s = 1.0 if self.heartbeat_s is None else self.heartbeat_s / 4
+        trackers = defaultdict[str, HeartbeatTracker](lambda: HeartbeatTracker((self.heartbeat_s or 0.0) / 2))
         while True:
-            values = await self.board.poll(lambda v: self._broken(v) or bool(to_bury(v)), patience_s)
+            values = await self.board.poll(lambda v: self._broken(v) or bool(unreaped(v)), patience_s)
             self._refuse_broken(values)
-            if role in dead(values):
-                raise RoleFailed(role, f"it counts as dead: {dead(values)[role]}")
-            if self._heart_failed is not None:
-                raise RoleFailed(role, f"its heart stopped: {_cause(self._heart_failed)}") from self._heart_failed
-            for name in to_bury(values):
-                assert bury is not None
-                await bury(name)
-                self._write(lambda values, name=name: _with_explorer(values, name, buried=True))
-                _log.warning("explorer %s is gone: %s", name, dead(values)[name])
-            for peer, beats in pulse.silent(values, role) if pulse is not None else ():
-                self.report_death(peer, f"no heartbeat for {self.heartbeat_s} s", beats=beats)
+            if role in dead_explorers(values):
+                raise RoleFailed(role, f"it counts as dead: {dead_explorers(values)[role]}")
+            if self._heartbeat is not None and (error := self._heartbeat.error) is not None:
+                raise RoleFailed(role, f"its heartbeat stopped: {_cause(error)}") from error
+            for name in unreaped(values):
+                assert reap is not None
+                await reap(name)
+                self._write(lambda values, name=name: _with_explorer(values, name, reaped=True))
+                _log.warning("explorer %s is gone: %s", name, dead_explorers(values)[name])
+            if self.heartbeat_s is not None:
+                self._mark_silent(role, self.heartbeat_s, values, trackers)
+
+    def _mark_silent(
+        self, role: str, heartbeat_s: float, values: Values, trackers: Mapping[str, HeartbeatTracker]
+    ) -> None:
+        """Marks the other roles whose heartbeat has stopped as dead."""
+        peers = {*live_explorers(values), *(() if values.get("finished") else (TRAINER,))} - {role}
+        for peer in sorted(peers):
+            beats = values.get("beats", {}).get(peer, 0)
+            if trackers[peer].silence_s(beats) > heartbeat_s:
+                self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", beats=beats)
 
     def check_alive(self) -> Values:
         """The board. Raises RoleFailed where the run is over for a reason other than being finished."""
@@ -300,20 +286,20 @@ class Synchronizer:
         self._refuse_broken(values)
         return values
 
-    def beside(self, other: Synchronizer) -> Synchronizer:
-        """This one, taking part in the same life of the run as `other`."""
+    def attach(self, other: Synchronizer) -> Synchronizer:
+        """Takes part in the stage that `other` takes part in; returns itself."""
         self._incarnation = other._incarnation
         return self
 
     def _broken(self, values: Values) -> bool:
-        return "failed" in values or not self._same_life(values)
+        return "failed" in values or not self._same_incarnation(values)
 
-    def _same_life(self, values: Values) -> bool:
+    def _same_incarnation(self, values: Values) -> bool:
         return self._incarnation in (values.get("incarnation", ""), *values.get("ended", ()))
 
     def _refuse_broken(self, values: Values) -> None:
         """Raises RoleFailed if this run is over for a reason other than being finished."""
-        if not self._same_life(values):
+        if not self._same_incarnation(values):
             raise RoleFailed(TRAINER, "another one was started over the same buffer and run.name")
         if "failed" in values:
             raise RoleFailed(values["failed"]["role"], values["failed"]["cause"])
@@ -321,9 +307,9 @@ class Synchronizer:
     # ------------------------------------------------------------------ versions
 
     def publish(self, version: int, held: Sequence[int] = ()) -> None:
-        """Says that `version` has been delivered, or lies where it can be fetched. Versions only grow.
+        """Announces that `version` was delivered, or can be fetched. Versions only grow.
 
-        Of those published before, what is not among the `held` ones is gone; nothing said, the last few are kept.
+        Of the earlier ones, only those in `held` can still be fetched; where `held` is empty, the last few.
         """
 
         def change(values: Values) -> Values:
@@ -335,36 +321,32 @@ class Synchronizer:
                     "publish versions in order",
                 )
             before = [v for v in versions if v != version and (v in held or not held)]
-            return {**values, "versions": [*before[-_REMEMBERED:], version]}
+            # In one change: an explorer that adopts the version must not find the trainer still asking for one.
+            newest = [*before[-_MAX_REMEMBERED:], version]
+            return {**values, "versions": newest, "trainer": RunningStatus.RUNNING.value}
 
         self._write(change)
 
     @property
     def published(self) -> tuple[int, ...]:
-        """The versions that can be had, oldest first."""
+        """The versions that can be fetched, oldest first."""
         return tuple(self.board.read().get("versions", ()))
 
-    def ask(self, name: str, wants: bool) -> None:
-        """An explorer says whether it wants newer weights."""
-        self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING)
-
-    def require(self, name: str) -> None:
-        """An explorer says that it wants newer weights."""
-        self.ask(name, True)
+    def request_weights(self, name: str, requested: bool = True) -> None:
+        """An explorer asks for newer weights, or takes its request back."""
+        self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC if requested else RunningStatus.RUNNING)
 
     async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
-        """Waits for something newer than `loaded` that can be had; the newest of it, or the next one.
+        """Waits for a version newer than `loaded`: the newest one, or the next.
 
         With a collective method that is the version of an exchange about to begin.
         """
-        newer: list[int] = []
 
-        def look(values: Values) -> bool:
-            newer[:] = [v for v in self._offered(values) if loaded is None or v > loaded]
-            return bool(newer)
+        def newer(values: Values) -> list[int]:
+            return [version for version in self._offered(values) if loaded is None or version > loaded]
 
-        def answers(values: Values) -> bool:
-            """The trainer's interval is over and it asks for an explorer at a sync point; here is one."""
+        def requested(values: Values) -> bool:
+            """The trainer's interval is over and it waits for an explorer at a sync point, as this one is."""
             mine = values.get("explorers", {}).get(name, {}).get("status")
             return (
                 self.style is SyncStyle.DYNAMIC_BY_TRAINER
@@ -373,13 +355,14 @@ class Synchronizer:
             )
 
         while True:
-            await self._wait(
-                lambda values: look(values) or answers(values),
-                f"explorer {name!r} (version {loaded})", "the trainer's next version",
-            )  # fmt: skip
-            if newer:
-                return newer[-1] if newest else newer[0]
-            self.require(name)
+            values = await self._wait(
+                lambda values: bool(newer(values)) or requested(values),
+                f"explorer {name!r} (version {loaded})",
+                "the trainer's next version",
+            )
+            if versions := newer(values):
+                return versions[-1] if newest else versions[0]
+            self.request_weights(name)
 
     def _offered(self, values: Values) -> list[int]:
         if not self.collective:
@@ -388,52 +371,53 @@ class Synchronizer:
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
-        """An explorer says that it now plays with `version`; `wants`: it still has nothing to play, and wants newer."""
+        """An explorer has loaded `version`; `wants`: the version admits no slot to it, and it asks for a newer one."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
         self._explorer(name, status=status.value, version=version)
 
     def interval_over(self, steps: float) -> bool:
-        """Whether an explorer that played so many steps' worth of groups with the same weights asks for newer ones."""
+        """Whether an explorer asks for newer weights after so many steps' worth of groups with the same ones."""
         return self.style is SyncStyle.DYNAMIC_BY_EXPLORER and steps >= self.interval
 
     # ------------------------------------------------------------------ collective exchange
 
     async def ready_to_nccl_sync(self, role: str, version: int, address: str = "") -> Exchange | None:
-        """Waits until the trainer and every living explorer that lacks `version` stand ready; None if no explorer does.
+        """Waits until the trainer and every live explorer that lacks `version` are ready; None if no explorer is.
 
-        The trainer says at which `address` (`host:port`) it is met. Both sides then enter the exchange.
+        The trainer gives the `address` (`host:port`) of its rendezvous store. Both sides then enter the exchange.
         """
         if role == TRAINER:
-            return await self._gather(version, address)
+            return await self._open_exchange(version, address)
 
         entered: list[int] = []
 
-        def stand(values: Values) -> Values:
+        def enter(values: Values) -> Values:
             exchange = values.get("exchange")
             entered.clear()
             if exchange is None or exchange["version"] != version or exchange["members"] is not None:
-                return values  # it was agreed upon without this explorer, or given up
-            if role in dead(values):
+                return values  # it begins without this explorer, or was aborted
+            if role in dead_explorers(values):
                 return values
             entered.append(exchange["number"])
             ready = {**exchange, "ready": sorted({*exchange["ready"], role})}
             return _with_explorer({**values, "exchange": ready}, role, status=RunningStatus.WAITING_SYNC.value)
 
-        self._write(stand)
+        self._write(enter)
         self.check_alive()
         if not entered:
             return None
         (number,) = entered
         values = await self._wait(
             lambda v: v["exchange"]["number"] != number or v["exchange"]["members"] is not None,
-            f"explorer {role!r}", f"the exchange of version {version}",
-        )  # fmt: skip
+            f"explorer {role!r}",
+            f"the exchange of version {version}",
+        )
         agreed = values["exchange"]
         if agreed["number"] != number or role not in agreed["members"]:
             return None
         return Exchange(number, version, tuple(agreed["members"]), agreed["address"])
 
-    async def _gather(self, version: int, address: str) -> Exchange | None:
+    async def _open_exchange(self, version: int, address: str) -> Exchange | None:
         def begin(values: Values) -> Values:
             number = values.get("exchange", {"number": 0})["number"] + 1
             opened: Values = {"number": number, "version": version, "ready": [], "members": None, "address": address}
@@ -441,109 +425,111 @@ class Synchronizer:
 
         def agree(values: Values) -> Values:
             exchange = values["exchange"]
-            members = [name for name in exchange["ready"] if name in living(values)]
+            members = [name for name in exchange["ready"] if name in live_explorers(values)]
             return {**values, "exchange": {**exchange, "members": members}, "trainer": RunningStatus.RUNNING.value}
 
         self._write(begin)
         await self._wait(
-            lambda v: bool(living(v)) and not set(_behind(v, version)) - set(v["exchange"]["ready"]),
-            TRAINER, f"the explorers to enter the exchange of version {version}",
-        )  # fmt: skip
+            lambda v: bool(live_explorers(v)) and not set(_behind(v, version)) - set(v["exchange"]["ready"]),
+            TRAINER,
+            f"the explorers to enter the exchange of version {version}",
+        )
         self._write(agree)
         exchange = self.check_alive()["exchange"]
         members = tuple(exchange["members"])
         return Exchange(exchange["number"], version, members, address) if members else None
 
-    def broken(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
-        """Why an exchange under way will not be finished: one of those `waited_for` is gone, or the trainer has begun
-        another. Empty while it may be. Raises RoleFailed where the run is over."""
+    def abort_reason(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
+        """Why an exchange cannot complete: one of those `waited_for` is gone, or the trainer has started another one.
+        Empty while it can. Raises RoleFailed where the run has failed."""
         values = self.check_alive()
         for name in waited_for:
-            if name not in living(values):
-                return f"explorer {name!r} is gone: {dead(values).get(name, 'it stopped')}"
+            if name not in live_explorers(values):
+                return f"explorer {name!r} is gone: {dead_explorers(values).get(name, 'it stopped')}"
         now = values["exchange"]["number"]
-        return f"the trainer has begun exchange {now}" if now != exchange.number else ""
+        return f"the trainer has started exchange {now}" if now != exchange.number else ""
 
     # ------------------------------------------------------------------ evaluation
 
-    async def evaluation(self, version: int) -> Metrics:
-        """The trainer asks for an evaluation of `version` and waits for the answer of whichever explorer plays it."""
+    async def request_evaluation(self, version: int) -> Metrics:
+        """The trainer requests an evaluation of `version` and waits for the metrics of the explorer that runs it."""
 
-        def ask(values: Values) -> Values:
+        def request(values: Values) -> Values:
             number = values.get("evaluation", {"number": 0})["number"] + 1
             return {**values, "evaluation": {"number": number, "version": version, "by": None, "metrics": None}}
 
-        self._write(ask)
+        self._write(request)
         values = await self._wait(
             lambda values: values["evaluation"]["metrics"] is not None, TRAINER, f"an evaluation of version {version}"
         )
         return values["evaluation"]["metrics"]
 
     async def next_evaluation(self, name: str, answered: int) -> tuple[int, int]:
-        """Waits for an evaluation that this explorer can play, its version being loaded; (number, version), claimed."""
+        """Waits for a request for the version that this explorer has loaded, and claims it; (number, version)."""
 
         def mine(values: Values) -> bool:
-            asked = values.get("evaluation")
+            request = values.get("evaluation")
             loaded = values.get("explorers", {}).get(name, {}).get("version")
             return (
-                asked is not None and asked["number"] > answered and asked["by"] in (None, name)
-                and asked["metrics"] is None and loaded == asked["version"]
-            )  # fmt: skip
+                request is not None
+                and request["number"] > answered
+                and request["by"] in (None, name)
+                and request["metrics"] is None
+                and loaded == request["version"]
+            )
 
         def claim(values: Values) -> Values:
             return {**values, "evaluation": {**values["evaluation"], "by": name}} if mine(values) else values
 
         while True:
-            # For as long as the run lives: there may be nothing to evaluate for hours.
-            values = await self.board.poll(lambda v: mine(v) or self._broken(v), 60.0)
+            # For as long as the run lasts: there may be nothing to evaluate for hours.
+            values = await self.board.poll(lambda v: mine(v) or self._broken(v), _POLL_S)
             self._refuse_broken(values)
             if mine(values):
                 self._write(claim)
-                asked = self.check_alive()["evaluation"]
-                if asked["by"] == name:
-                    return asked["number"], asked["version"]
+                request = self.check_alive()["evaluation"]
+                if request["by"] == name:
+                    return request["number"], request["version"]
 
     def answer_evaluation(self, number: int, metrics: Metrics) -> None:
-        """An explorer gives the numbers of the evaluation that it claimed."""
+        """An explorer reports the metrics of the evaluation that it claimed."""
 
         def answer(values: Values) -> Values:
-            asked = values["evaluation"]
-            return {**values, "evaluation": {**asked, "metrics": metrics}} if asked["number"] == number else values
+            request = values["evaluation"]
+            return {**values, "evaluation": {**request, "metrics": metrics}} if request["number"] == number else values
 
         self._write(answer)
 
     # ------------------------------------------------------------------ the board
 
     async def _wait(self, until: Callable[[Values], bool], who: str, whom: str) -> Values:
-        """The board once `until` holds. Any change but a heartbeat counts as getting on; without one for `deadline_s`
-        SyncError says who waited for whom."""
-        since = last = time.monotonic()
-        seen = _progress(self.board.read())
+        """The board once `until` holds. Any change but a heartbeat is progress.
 
-        def over(values: Values) -> bool:
-            return self._broken(values) or until(values) or _progress(values) != seen
+        Raises SyncError after `deadline_s` without one, RoleFailed where the run has failed.
+        """
+        last: Values = {}
 
-        while True:
-            values = await self.board.poll(over, max(0.0, last + self.deadline_s - time.monotonic()))
+        async def poll(deadline: ProgressDeadline) -> tuple[Values | None, object]:
+            nonlocal last
+
+            def over(values: Values) -> bool:
+                return self._broken(values) or until(values) or _without_beats(values) != deadline.state
+
+            last = values = await self.board.poll(over, deadline.left_s)
             self._refuse_broken(values)
-            if until(values):
-                return values
-            if _progress(values) != seen:
-                seen, last = _progress(values), time.monotonic()
-            elif time.monotonic() >= last + self.deadline_s:
-                now = time.monotonic()
-                raise SyncError(
-                    f"{who} waits for {whom}",
-                    f"waiting for {now - since:.0f} s, nothing happened for {now - last:.0f} s; the board says {seen}",
-                    "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
-                )
+            return values if until(values) else None, _without_beats(values)
 
-    def _explorer(self, name: str, **entry: Any) -> None:
-        # The dead stay dead, whatever they say: their slots are played by others by now.
-        self._write(lambda values: values if name in dead(values) else _with_explorer(values, name, **entry))
+        def waiting() -> Waiting:
+            return Waiting(who, whom, f"the board says {_without_beats(last)}")
+
+        return await wait_until(poll, waiting, self.deadline_s)
+
+    def _explorer(self, name: str, **entry: object) -> None:
+        # An explorer that counts as dead stays dead: its slots are issued to others by now.
+        self._write(lambda values: values if name in dead_explorers(values) else _with_explorer(values, name, **entry))
 
     def _write(self, change: Callable[[Values], Values]) -> None:
-        """Changes the board, unless another trainer has begun on it: then it is no longer this role's to change."""
+        """Changes the board, unless another trainer has opened it since."""
 
         def allowed(values: Values) -> Values:
             return change(values) if self._incarnation in ("", values.get("incarnation", "")) else values
@@ -551,52 +537,25 @@ class Synchronizer:
         self.board.write(allowed)
 
 
-class _Pulse:
-    """Notices hearts that have stopped. It compares beats, not clocks: machines disagree on the time."""
-
-    def __init__(self, heartbeat_s: float) -> None:
-        self._heartbeat_s = heartbeat_s
-        self._seen: dict[str, tuple[int, float]] = {}
-        """What each role's count of beats was, and since when."""
-        self._looked = time.monotonic()
-
-    def silent(self, values: Values, role: str) -> list[tuple[str, int]]:
-        """The roles, `role` aside, that have not beaten for too long, and how often they have."""
-        now = time.monotonic()
-        if now - self._looked > self._heartbeat_s / 2:
-            self._seen.clear()  # whoever did not look, or could not, has nothing to say about others
-        self._looked = now
-        silent: list[tuple[str, int]] = []
-        peers = [*living(values), *([] if values.get("finished") else [TRAINER])]
-        for peer in (peer for peer in peers if peer != role):
-            beats = values.get("beats", {}).get(peer, 0)
-            count, since = self._seen.get(peer, (None, now))
-            if count != beats:
-                self._seen[peer] = (beats, now)
-            elif now - since > self._heartbeat_s:
-                silent.append((peer, beats))
-        return silent
-
-
-def living(values: Values) -> Mapping[str, Mapping[str, Any]]:
-    """The explorers on a board that joined and have neither died nor gone."""
+def live_explorers(values: Values) -> Mapping[str, Mapping[str, Any]]:
+    """The explorers on a board that have joined and have neither died nor left."""
     explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
     stopped = RunningStatus.STOPPED.value
     return {name: entry for name, entry in explorers.items() if entry["status"] != stopped}
 
 
-def dead(values: Values) -> Mapping[str, str]:
-    """Explorers that died, and of what."""
+def dead_explorers(values: Values) -> Mapping[str, str]:
+    """The explorers on a board that died, and the cause of each."""
     return {name: entry["dead"] for name, entry in values.get("explorers", {}).items() if "dead" in entry}
 
 
-def wanted(values: Values) -> bool:
-    """Whether a living explorer asks for newer weights."""
+def weights_requested(values: Values) -> bool:
+    """Whether a live explorer asks for newer weights."""
     asking = (RunningStatus.REQUIRE_SYNC.value, RunningStatus.WAITING_SYNC.value)
-    return any(entry["status"] in asking for entry in living(values).values())
+    return any(entry["status"] in asking for entry in live_explorers(values).values())
 
 
-def _with_explorer(values: Values, name: str, **entry: Any) -> Values:
+def _with_explorer(values: Values, name: str, **entry: object) -> Values:
     explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
     return {**values, "explorers": {**explorers, name: {**explorers.get(name, {}), **entry}}}
 
@@ -607,14 +566,14 @@ def _with_beat(values: Values, role: str) -> Values:
 
 
 def _behind(values: Values, version: int) -> list[str]:
-    return [name for name, entry in living(values).items() if entry.get("version") != version]
+    return [name for name, entry in live_explorers(values).items() if entry.get("version") != version]
 
 
-def _progress(values: Values) -> dict[str, Any]:
+def _without_beats(values: Values) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "beats"}
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong first, in one line per part."""
+    """The first cause of an error."""
     cause = first_cause(error)
     return str(cause) if isinstance(cause, TriviumError) else f"{type(cause).__name__}: {cause}"

@@ -20,13 +20,26 @@ from trivium.policy import Policy
 from trivium.protocols import ReadableEngine
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
-from trivium.synchronizer import TRAINER, Synchronizer
-from trivium.types import Group, Lease, Message, Request, Sampling, StopReason, Task, Trajectory, Turn
+from trivium.synchronizer import Synchronizer
+from trivium.types import (
+    TRAINER,
+    Group,
+    Lease,
+    Message,
+    Request,
+    Sampling,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+    capabilities_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trivium.protocols import Buffer, RolloutEngine, WeightChannel, Weights, Workflow
+    from trivium.policy import Workflow
+    from trivium.protocols import Buffer, RolloutEngine, WeightChannel, Weights
     from trivium.types import Completion, IntArray
 
 
@@ -39,22 +52,22 @@ async def check_workflow(
     """
     alone = policy_factory()
     earned = await workflow.run(task, alone)
-    _promise(len(alone.turns) > 0, "run records at least one turn: await policy.reply(...)")
-    _promise(earned is None or _all_finite(earned), f"run returns None or finite numbers by name, not {earned!r}")
-    _promise(_all_finite(alone.metrics), f"policy.metrics holds finite numbers by name, not {alone.metrics!r}")
+    _require(len(alone.turns) > 0, "run records at least one turn: await policy.generate(...)")
+    _require(earned is None or _all_finite(earned), f"run returns None or finite numbers by name, not {earned!r}")
+    _require(_all_finite(alone.metrics), f"policy.metrics holds finite numbers by name, not {alone.metrics!r}")
 
     company = [policy_factory(), policy_factory()]
     results = await asyncio.gather(*(workflow.run(task, policy) for policy in company))
     for policy, result in zip(company, results, strict=True):
-        same = result == earned and [*map(_said, policy.turns)] == [*map(_said, alone.turns)]
-        _promise(same, "a trajectory does not depend on those played beside it, or before: keep no state on self")
+        same = result == earned and [*map(_contents, policy.turns)] == [*map(_contents, alone.turns)]
+        _require(same, "a trajectory does not depend on those rolled out beside it, or before: keep no state on self")
 
     silent = _SilentPolicy()
-    playing = asyncio.ensure_future(workflow.run(task, silent))
-    await asyncio.wait_for(silent.asked.wait(), patience_s)
-    playing.cancel()
-    await asyncio.wait({playing}, timeout=patience_s)
-    _promise(playing.done() and playing.cancelled(), "run ends when it is cancelled: let CancelledError through")
+    running = asyncio.ensure_future(workflow.run(task, silent))
+    await asyncio.wait_for(silent.requested.wait(), patience_s)
+    running.cancel()
+    await asyncio.wait({running}, timeout=patience_s)
+    _require(running.done() and running.cancelled(), "run ends when it is cancelled: let CancelledError through")
 
 
 async def check_engine(
@@ -66,22 +79,22 @@ async def check_engine(
     max_new_tokens: int = 12,
     patience_s: float = 30.0,
 ) -> None:
-    """An engine samples what it says it samples, repeats itself, switches weights between replies, and never hangs.
+    """An engine samples what it says it samples, repeats itself, switches weights between completions, and never hangs.
 
     `make` builds a fresh engine, the same one each time. `prompts` are at least two prompts it can read; `weights`
     yields weights that `load` accepts. What an engine does not promise (`exact_sampling`, `batch_invariant`,
     `updates_in_flight`) is not asked of it.
     """
-    _promise(len(prompts) >= 2, "check_engine is given at least two prompts")
+    _require(len(prompts) >= 2, "check_engine is given at least two prompts")
     engine = make()
     try:
         async with asyncio.timeout(patience_s):
-            await _check_replies(engine, prompts, eos_token_ids, max_new_tokens)
+            await _check_completions(engine, prompts, eos_token_ids, max_new_tokens)
         async with asyncio.timeout(patience_s):
             await _check_cancelling(engine, prompts, max_new_tokens)
         async with asyncio.timeout(patience_s):
             await _check_loading(engine, prompts, weights, max_new_tokens)
-        if getattr(engine, "updates_in_flight", False):
+        if capabilities_of(engine).updates_in_flight:
             async with asyncio.timeout(patience_s):
                 await _check_updating(engine, prompts, weights, max_new_tokens)
     finally:
@@ -90,7 +103,7 @@ async def check_engine(
     async with asyncio.timeout(patience_s):
         await engine.close()
         closed = await asyncio.gather(engine.generate(_request(prompts[0], 0, max_new_tokens)), return_exceptions=True)
-        _promise(isinstance(closed[0], Exception), "generate raises once the engine is closed")
+        _require(isinstance(closed[0], Exception), "generate raises once the engine is closed")
         engine = make()
         long = [asyncio.ensure_future(engine.generate(_request(prompt, 0, max_new_tokens))) for prompt in prompts]
         await asyncio.sleep(0)
@@ -98,7 +111,7 @@ async def check_engine(
         await asyncio.wait(long)
 
 
-async def _check_replies(
+async def _check_completions(
     engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int
 ) -> None:
     requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
@@ -107,29 +120,29 @@ async def _check_replies(
     together = await asyncio.gather(*map(engine.generate, requests))
     for request, done in zip(requests, together, strict=True):
         _check_completion(request, done, engine.version, eos)
-    if not engine.exact_sampling:
+    if not capabilities_of(engine).exact_sampling:
         return
     for request, done in [*zip(requests, together, strict=True)][:: max(1, len(requests) // 8)]:
         alone = await engine.generate(request)
         same = np.array_equal(alone.tokens, done.tokens) and alone.stop_reason is done.stop_reason
-        _promise(same, "exact_sampling: the same key gives the same tokens, in whatever company")
-        if getattr(engine, "batch_invariant", False):
+        _require(same, "exact_sampling: the same key gives the same tokens, in whatever company")
+        if capabilities_of(engine).batch_invariant:
             bits = alone.log_prob.tobytes() == done.log_prob.tobytes()
-            _promise(bits, "batch_invariant: log-probabilities do not depend on the company, bit for bit")
+            _require(bits, "batch_invariant: log-probabilities do not depend on the company, bit for bit")
 
 
 def _check_completion(request: Request, done: Completion, version: int, eos: frozenset[int]) -> None:
     tokens, limit = done.tokens, request.sampling.max_new_tokens
-    _promise(1 <= len(tokens) <= limit, f"a reply has 1 to max_new_tokens = {limit} tokens, not {len(tokens)}")
-    _promise(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
-    _promise(bool(np.isfinite(done.log_prob).all() and (done.log_prob <= 0).all()), "log_prob is finite and at most 0")
-    _promise(bool((done.policy_version == version).all()), f"policy_version is the loaded version {version}")
-    _promise(request.sampling.temperature > 0 or not done.log_prob.any(), "log_prob is 0 at temperature 0")
+    _require(1 <= len(tokens) <= limit, f"a completion has 1 to max_new_tokens = {limit} tokens, not {len(tokens)}")
+    _require(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
+    _require(bool(np.isfinite(done.log_prob).all() and (done.log_prob <= 0).all()), "log_prob is finite and at most 0")
+    _require(bool((done.policy_version == version).all()), f"policy_version is the loaded version {version}")
+    _require(request.sampling.temperature > 0 or not done.log_prob.any(), "log_prob is 0 at temperature 0")
     ends = [int(token) in eos for token in tokens]
-    _promise(not any(ends[:-1]), "a reply ends with its first end-of-sequence token")
+    _require(not any(ends[:-1]), "a completion ends with its first end-of-sequence token")
     expected = StopReason.EOS if ends[-1] else StopReason.LENGTH
-    _promise(done.stop_reason is expected, f"stop_reason is {expected}, not {done.stop_reason}")
-    _promise(ends[-1] or len(tokens) == limit, "a reply without end of sequence has max_new_tokens tokens")
+    _require(done.stop_reason is expected, f"stop_reason is {expected}, not {done.stop_reason}")
+    _require(ends[-1] or len(tokens) == limit, "a completion without end of sequence has max_new_tokens tokens")
 
 
 async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:
@@ -139,10 +152,10 @@ async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], 
     for call in calls[1:]:
         call.cancel()
     await asyncio.wait(calls)
-    _promise(
+    _require(
         all(call.cancelled() for call in calls[1:]), "generate ends when it is cancelled: let CancelledError through"
     )
-    _promise(calls[0].exception() is None, "cancelling one call leaves the others alone")
+    _require(calls[0].exception() is None, "cancelling one call leaves the others alone")
     await asyncio.gather(*map(engine.generate, requests))
 
 
@@ -157,15 +170,15 @@ async def _check_loading(
     await asyncio.sleep(0)
     after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     await loading
-    _promise(engine.version == new, "version is the one that was loaded, once load returns")
+    _require(engine.version == new, "version is the one that was loaded, once load returns")
     early, late = await asyncio.gather(*before), await asyncio.gather(*after)
     kept = all((done.policy_version == old).all() for done in early)
-    _promise(kept, "load waits for the replies in flight: they belong to the old version, whole")
-    _promise(all((done.policy_version == new).all() for done in late), "requests after load wait for the new version")
+    _require(kept, "load waits for the completions in flight: they belong to the old version, whole")
+    _require(all((done.policy_version == new).all() for done in late), "requests after load wait for the new version")
     if isinstance(engine, ReadableEngine):
         held, given = dict(await engine.weights()), dict(weights())
         same = all(name in held and _same_bits(held[name], value.to(held[name].dtype)) for name, value in given.items())
-        _promise(same, "weights: what is held after load is what was given, in the engine's own type, to the bit")
+        _require(same, "weights: what is held after load is what was given, in the engine's own type, to the bit")
 
 
 async def _check_updating(
@@ -176,14 +189,16 @@ async def _check_updating(
     before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)
     await engine.load(new, given, in_flight="update")
-    _promise(engine.version == new, "version is the one that was loaded, once load returns")
+    _require(engine.version == new, "version is the one that was loaded, once load returns")
     after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     early, late = await asyncio.gather(*before), await asyncio.gather(*after)
     spans = [done.policy_version for done in early]
     in_order = all((np.diff(span) >= 0).all() and {*span.tolist()} <= {old, new} for span in spans)
-    _promise(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
-    _promise(any((span == new).any() for span in spans), "updates_in_flight: replies in flight go on with new weights")
-    _promise(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
+    _require(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
+    _require(
+        any((span == new).any() for span in spans), "updates_in_flight: completions in flight go on with new weights"
+    )
+    _require(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
 
 
 MakeBuffer = Callable[[str, Schedule], "Buffer"]
@@ -197,9 +212,18 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
     shorter than `patience_s`.
     """
     checks = (
-        _check_order, _check_admission, _check_eviction, _check_release, _check_calling_off, _check_dropped,
-        _check_refused, _check_cancelled_waits, _check_restored, _check_lost_future, _check_close,
-    )  # fmt: skip
+        _check_order,
+        _check_admission,
+        _check_eviction,
+        _check_release,
+        _check_calling_off,
+        _check_dropped,
+        _check_refused,
+        _check_cancelled_waits,
+        _check_restored,
+        _check_lost_future,
+        _check_close,
+    )
     for check in checks:
         async with asyncio.timeout(patience_s):
             await check(make)
@@ -208,7 +232,7 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
 
 
 async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 60.0) -> None:
-    """A buffer over data that exists already gives it in one order, whoever asks, and needs no explorer.
+    """A buffer over data that exists already gives it in one order, to every caller, and needs no explorer.
 
     `make()` builds an end of it before version 0 of a stage, over data for at least three steps of two groups.
     """
@@ -216,66 +240,70 @@ async def check_read_buffer(make: Callable[[], Buffer], *, patience_s: float = 6
         buffer, again = make(), make()
         await buffer.restore(None, 0)
         await again.restore(None, 0)
-        _promise(not buffer.explored, "a buffer that nobody fills says explored = False")
+        unfilled = not capabilities_of(buffer).explored
+        _require(unfilled, "a buffer that no explorer fills declares Capabilities(explored=False)")
         first, second = await buffer.take(2, 0), await buffer.take(2, 1)
         state = json.loads(json.dumps(await buffer.state()))
         third = await buffer.take(2, 2)
         slots = _slots([*first, *second, *third])
-        _promise(len(set(slots)) == 6, "no group is given twice")
-        _promise(repr(await again.take(2, 0)) == repr(first), "the data and its order are the same for everybody")
-        _promise(repr(await again.past(slots[1::-1])) == repr(first[::-1]), "past returns groups that were taken")
+        _require(len(set(slots)) == 6, "no group is given twice")
+        _require(repr(await again.take(2, 0)) == repr(first), "the data and its order are the same for every caller")
+        _require(
+            repr(await again.taken_groups(slots[1::-1])) == repr(first[::-1]),
+            "taken_groups returns groups that were taken",
+        )
         resumed = make()
         await resumed.restore(state, 2)
-        _promise(repr(await resumed.take(2, 2)) == repr(third), "what was taken after the checkpoint is taken again")
+        _require(repr(await resumed.take(2, 2)) == repr(third), "what was taken after the checkpoint is taken again")
         await _refused(buffer.lease("e", wait=False), "there are no slots to explore")
         await _refused(buffer.put("e", first[0]), "nothing is put")
-        _promise(await buffer.release("e") == 0, "there are no leases to release")
-        await buffer.drained(0)
+        _require(await buffer.release("e") == 0, "there are no leases to release")
+        await buffer.drain(0)
         await buffer.close()
 
 
 async def _check_order(make: MakeBuffer) -> None:
     buffer = await _opened(make, "order", _schedule())
     held = [await _lease(buffer) for _ in range(2)]
-    _promise([lease.slot for lease in held] == [0, 1], "slots are issued from 0, in order")
+    _require([lease.slot for lease in held] == [0, 1], "slots are issued from 0, in order")
     await buffer.put("e", _group(held[1]))
     taking = asyncio.ensure_future(buffer.take(2, 0))
     await asyncio.sleep(0.1)
-    _promise(not taking.done(), "take waits for as many groups as were asked for")
+    _require(not taking.done(), "take waits for as many groups as were asked for")
     await _refused(buffer.put("e", _group(held[1])), "a group is put once")
     await buffer.put("e", _group(held[0]))
     taken = await taking
-    _promise(_slots(taken) == [0, 1], "with max_staleness 0 groups are taken in slot order")
-    again = await buffer.past([1, 0])
-    _promise(_slots(again) == [1, 0], "past returns groups that were taken, as asked for")
-    _promise(repr(again[1]) == repr(taken[0]), "a group comes out as it went in")
+    _require(_slots(taken) == [0, 1], "with max_staleness 0 groups are taken in slot order")
+    again = await buffer.taken_groups([1, 0])
+    _require(_slots(again) == [1, 0], "taken_groups returns groups that were taken, as asked for")
+    _require(repr(again[1]) == repr(taken[0]), "a group comes out as it went in")
 
     buffer = await _opened(make, "arrival", _schedule(max_staleness=4))
     held = [await _lease(buffer) for _ in range(3)]
     for lease in (held[2], held[0], held[1]):
         await buffer.put("e", _group(lease))
     taken = await buffer.take(2, 0) + await buffer.take(1, 0)
-    _promise(_slots(taken) == [2, 0, 1], "with staleness groups are taken in order of arrival")
+    _require(_slots(taken) == [2, 0, 1], "with staleness groups are taken in order of arrival")
 
 
 async def _check_admission(make: MakeBuffer) -> None:
     buffer = await _opened(make, "admission", _schedule(max_staleness=1))
-    _promise(await buffer.lease("late", wait=False) is None, "who has adopted no version gets no slot")
+    _require(await buffer.lease("late", wait=False) is None, "who has adopted no version gets no slot")
     slots = [(await _lease(buffer)).slot for _ in range(4)]
-    _promise(slots == [0, 1, 2, 3], "version v admits (v + max_staleness + 1) * groups_per_step slots")
-    _promise(await buffer.lease("e", wait=False) is None, "without wait, lease returns None where nothing is free")
+    _require(slots == [0, 1, 2, 3], "version v admits (v + max_staleness + 1) * groups_per_step slots")
+    _require(await buffer.lease("e", wait=False) is None, "without wait, lease returns None where nothing is free")
     waiting = asyncio.ensure_future(buffer.lease("e"))
-    draining = asyncio.ensure_future(buffer.drained(0))
+    draining = asyncio.ensure_future(buffer.drain(0))
     await asyncio.sleep(0.1)
-    _promise(not waiting.done(), "lease waits for a slot")
+    _require(not waiting.done(), "lease waits for a slot")
     for slot in slots[:3]:
         await buffer.put("e", _group(Lease(slot)))
     await asyncio.sleep(0.1)
-    _promise(not draining.done(), "drained waits for every slot that the version admits")
+    _require(not draining.done(), "drain waits for every slot that the version admits")
     await buffer.put("e", _group(Lease(3)))
     await draining
     await buffer.advance("e", 1)
-    _promise(await waiting == Lease(4), "a newer version admits more slots, and wakes who waits for one")
+    _require(await waiting == Lease(4), "a newer version admits more slots, and wakes who waits for one")
     await _refused(buffer.put("other", _group(Lease(4))), "only who leased a slot puts its group")
     await _refused(buffer.put("e", _group(Lease(77))), "only what was leased is put")
 
@@ -289,16 +317,16 @@ async def _check_eviction(make: MakeBuffer) -> None:
     await asyncio.sleep(0.1)
     await buffer.advance("e", 2)
     first = await _lease(buffer)
-    _promise(first == Lease(1, attempt=1), "what became too stale is issued again, as another attempt")
+    _require(first == Lease(1, attempt=1), "what became too stale is issued again, as another attempt")
     await buffer.put("e", _group(first, version=0))
     await _until(buffer, evicted=4, given_up=1)  # after max_attempts another slot takes its place
     rest = [await _lease(buffer) for _ in range(6)]
     promised = [Lease(2, 1), Lease(3, 1), *map(Lease, range(4, 8))]
-    _promise(rest == promised, "evicted slots come first, then new ones")
+    _require(rest == promised, "evicted slots come first, then new ones")
     last = await buffer.lease("e", wait=False)
-    _promise(last == Lease(8), "a slot that is given up for good is replaced by another one")
+    _require(last == Lease(8), "a slot that is given up for good is replaced by another one")
     await buffer.put("e", _group(rest[3], version=2))
-    _promise(_slots(await taking) == [5], "take never returns what is staler than max_staleness")
+    _require(_slots(await taking) == [5], "take never returns what is staler than max_staleness")
 
 
 async def _check_release(make: MakeBuffer) -> None:
@@ -306,33 +334,33 @@ async def _check_release(make: MakeBuffer) -> None:
     await buffer.advance("heir", 0)
     held = [await _lease(buffer) for _ in range(2)]
     await buffer.put("e", _group(held[0]))
-    _promise(await buffer.release("e") == 1, "release says how many leases came back")
-    _promise(await buffer.lease("e", wait=False) is None, "who was released gets nothing before it adopts a version")
-    _promise(await buffer.lease("heir") == held[1], "a released lease is issued again, as the same attempt")
+    _require(await buffer.release("e") == 1, "release says how many leases came back")
+    _require(await buffer.lease("e", wait=False) is None, "who was released gets nothing before it adopts a version")
+    _require(await buffer.lease("heir") == held[1], "a released lease is issued again, as the same attempt")
     await _refused(buffer.put("e", _group(held[1])), "the lease of who was released is no longer its own")
     await buffer.put("heir", _group(held[1]))
-    _promise(_slots(await buffer.take(2, 0)) == [0, 1], "what was put before a release stays")
+    _require(_slots(await buffer.take(2, 0)) == [0, 1], "what was put before a release stays")
 
 
 async def _check_calling_off(make: MakeBuffer) -> None:
     buffer = await _opened(make, "calling-off", _schedule(max_staleness=1))
-    hearing = asyncio.ensure_future(buffer.called_off("e"))
+    hearing = asyncio.ensure_future(buffer.cancelled_leases("e"))
     held = [await _lease(buffer) for _ in range(4)]
     for lease in held[:2]:
         await buffer.put("e", _group(lease))
     await buffer.take(1, 0)
     await asyncio.sleep(0.1)
-    _promise(not hearing.done(), "what can still be trained on is not called off")
+    _require(not hearing.done(), "what can still be trained on is not cancelled")
     await buffer.take(1, 1)
-    _promise(
+    _require(
         sorted(await hearing, key=lambda lease: lease.slot) == held[2:], "what could only be too stale is called off"
     )
     await buffer.put("e", _group(held[2]))
-    _promise((await buffer.counts())["called_off"] == 2, "what was called off is counted")
+    _require((await buffer.counts())["called_off"] == 2, "what was cancelled is counted")
     await buffer.advance("e", 1)
-    _promise(await _lease(buffer) == Lease(2, attempt=1), "a slot that was called off is issued again")
+    _require(await _lease(buffer) == Lease(2, attempt=1), "a slot that was cancelled is issued again")
     await buffer.put("e", _group(Lease(2, 1), version=1))
-    _promise([g.attempt for g in await buffer.take(1, 2)] == [1], "a group that was called off is never taken")
+    _require([g.attempt for g in await buffer.take(1, 2)] == [1], "a group that was cancelled is never taken")
 
 
 async def _check_dropped(make: MakeBuffer) -> None:
@@ -340,12 +368,12 @@ async def _check_dropped(make: MakeBuffer) -> None:
     held = [await _lease(buffer) for _ in range(2)]
     await buffer.put("e", _group(held[0]).refused("unwanted"))
     third = await _lease(buffer)
-    _promise(third == Lease(2), "another slot is issued for a group that was dropped")
+    _require(third == Lease(2), "another slot is issued for a group that was dropped")
     for lease in (held[1], third):
         await buffer.put("e", _group(lease))
-    _promise(_slots(await buffer.take(2, 0)) == [1, 2], "a group that was dropped is never taken")
+    _require(_slots(await buffer.take(2, 0)) == [1, 2], "a group that was dropped is never taken")
     counts = await buffer.counts()
-    _promise((counts["dropped"], counts["given_up"]) == (1, 0), "what was dropped is counted as that")
+    _require((counts["dropped"], counts["given_up"]) == (1, 0), "what was dropped is counted as that")
 
 
 async def _check_refused(make: MakeBuffer) -> None:
@@ -353,10 +381,10 @@ async def _check_refused(make: MakeBuffer) -> None:
     for _ in range(2):
         await buffer.put("e", _group(await _lease(buffer)))
     await buffer.take(2, 0)
-    _promise(await buffer.lease("e", wait=False) is None, "a version admits no slot of the next step")
+    _require(await buffer.lease("e", wait=False) is None, "a version admits no slot of the next step")
     await buffer.refuse(1)
     await buffer.put("e", _group(await _lease(buffer)))
-    _promise(_slots(await buffer.take(1, 0)) == [2], "a slot is issued for a group that the trainer refused")
+    _require(_slots(await buffer.take(1, 0)) == [2], "a slot is issued for a group that the trainer refused")
 
 
 async def _check_cancelled_waits(make: MakeBuffer) -> None:
@@ -377,10 +405,10 @@ async def _check_cancelled_waits(make: MakeBuffer) -> None:
         if not leasing.cancelled():
             await buffer.release("gone")
     held = [await _lease(buffer) for _ in range(2)]
-    _promise(held == [Lease(0), Lease(1)], "a lease that was cancelled holds no slot")
+    _require(held == [Lease(0), Lease(1)], "a lease that was cancelled holds no slot")
     for lease in held:
         await buffer.put("e", _group(lease))
-    _promise(_slots(await buffer.take(2, 0)) == [0, 1], "a take that was cancelled keeps no group")
+    _require(_slots(await buffer.take(2, 0)) == [0, 1], "a take that was cancelled keeps no group")
 
 
 async def _check_restored(make: MakeBuffer) -> None:
@@ -394,11 +422,11 @@ async def _check_restored(make: MakeBuffer) -> None:
     await buffer.put("e", _group(held[3]))
     await buffer.take(2, 1)
     again = await _opened(make, "restored", schedule, state, version=1)
-    _promise(_slots(await again.take(2, 1)) == [2, 3], "what was taken after the checkpoint is taken again")
+    _require(_slots(await again.take(2, 1)) == [2, 3], "what was taken after the checkpoint is taken again")
     await again.advance("e", 1)
-    _promise(await _lease(again) == Lease(4), "what was put after the checkpoint is not played again")
+    _require(await _lease(again) == Lease(4), "what was put after the checkpoint is not issued again")
     first = await _opened(make, "restored", schedule)
-    _promise(_slots(await first.take(4, 0)) == [0, 1, 2, 3], "without a checkpoint the stage begins with what was put")
+    _require(_slots(await first.take(4, 0)) == [0, 1, 2, 3], "without a checkpoint the stage begins with what was put")
 
 
 async def _check_lost_future(make: MakeBuffer) -> None:
@@ -412,22 +440,22 @@ async def _check_lost_future(make: MakeBuffer) -> None:
     await buffer.put("e", _group(await _lease(buffer), version=1))
     again = await _opened(make, "lost-future", schedule, state, version=0)
     await again.advance("e", 1)
-    _promise(await _lease(again) == Lease(4), "in an unordered run nothing is left of versions that are lost")
-    _promise(_slots(await again.take(2, 0)) == [2, 3], "what older versions played stays")
+    _require(await _lease(again) == Lease(4), "in an unordered run nothing is left of versions that are lost")
+    _require(_slots(await again.take(2, 0)) == [2, 3], "what older versions sampled stays")
 
 
 async def _check_close(make: MakeBuffer) -> None:
     buffer = await _opened(make, "close", _schedule())
-    taking, leasing = asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease("nobody"))
+    taking, leasing = asyncio.ensure_future(buffer.take(2, 0)), asyncio.ensure_future(buffer.lease("waiting"))
     await asyncio.sleep(0.05)
     await buffer.close()
     ends = await asyncio.gather(taking, leasing, buffer.lease("e", wait=False), return_exceptions=True)
     closed = all(isinstance(end, StopAsyncIteration) for end in ends)
-    _promise(closed, f"close wakes everybody, with StopAsyncIteration from then on, not {ends!r}")
+    _require(closed, f"close wakes every waiter, with StopAsyncIteration from then on, not {ends!r}")
 
 
 async def _check_company(make: MakeBuffer, shared: bool) -> None:
-    """Four writers and two readers at once; one explorer dies and its leases are played by the others."""
+    """Four writers and two readers at once; one explorer dies and its leases go to the others."""
     number = 96
     schedule = _schedule(groups_per_step=number, max_staleness=8)
     trainer = await _opened(make, "company", schedule)
@@ -453,14 +481,14 @@ async def _check_company(make: MakeBuffer, shared: bool) -> None:
     writing = [write(end, f"writer-{place}") for place, end in enumerate(ends[:4])]
     *written, first, second = await asyncio.gather(*writing, *map(read, ends[4:]))
     everything = list(range(number))
-    _promise(sorted(slot for slots in written for slot in slots) == everything, "every slot is issued once")
-    _promise(sorted(first + second) == everything, "every group is delivered once, whoever takes")
+    _require(sorted(slot for slots in written for slot in slots) == everything, "every slot is issued once")
+    _require(sorted(first + second) == everything, "every group is delivered once, to one reader")
 
 
-def _schedule(**change: Any) -> Schedule:
+def _schedule(**change: object) -> Schedule:
     tasks: Any = [Task(f"t{place}", (Message("user", f"{place}="),), {"answer": place}) for place in range(8)]
-    said: dict[str, Any] = {"groups_per_step": 2, "steps": 50, "shuffle": False, **change}
-    return Schedule(tasks, 0, **said)
+    options: dict[str, Any] = {"groups_per_step": 2, "steps": 50, "shuffle": False, **change}
+    return Schedule(tasks, 0, **options)
 
 
 async def _opened(
@@ -480,14 +508,18 @@ async def _lease(buffer: Buffer) -> Lease:
 
 
 def _group(lease: Lease, version: int = 0) -> Group:
-    """What an explorer plays that has loaded `version`."""
+    """A group of an explorer that has loaded `version`."""
     turn = Turn(
-        np.arange(3, dtype=np.int32), np.array([5, 6 + lease.slot], np.int32), np.array([-0.5, -1.25], np.float32),
-        np.full(2, version, np.int32), StopReason.EOS, "six",
-    )  # fmt: skip
+        np.arange(3, dtype=np.int32),
+        np.array([5, 6 + lease.slot], np.int32),
+        np.array([-0.5, -1.25], np.float32),
+        np.full(2, version, np.int32),
+        StopReason.EOS,
+        "six",
+    )
     task = Task(f"t{lease.slot % 8}", (Message("user", f"{lease.slot % 8}="),), {"answer": lease.slot % 8})
-    played = (Trajectory(0, (turn,), {"exact": 1.0}), Trajectory(1, (turn,), {"exact": 0.0}, metrics={"n": 2.0}))
-    return Group(lease.slot, task, played, lease.slot // 8, lease.attempt, version)
+    rollouts = (Trajectory(0, (turn,), {"exact": 1.0}), Trajectory(1, (turn,), {"exact": 0.0}, metrics={"n": 2.0}))
+    return Group(lease.slot, task, rollouts, lease.slot // 8, lease.attempt, version)
 
 
 def _slots(groups: Sequence[Group]) -> list[int]:
@@ -505,7 +537,7 @@ async def _refused(putting: Awaitable[object], promise: str) -> None:
         await putting
     except DataError:
         return
-    _promise(False, promise + ": DataError for anything else")
+    _require(False, promise + ": DataError for anything else")
 
 
 async def check_channel(
@@ -519,34 +551,34 @@ async def check_channel(
     `directory` is an empty one to save in.
     """
     async with asyncio.timeout(patience_s):
-        pair = await _Ends.open(make, patience_s)
+        pair = await _ChannelEnds.open(make, patience_s)
         sent = [_odd_tensors(seed) for seed in range(3)]
         for version, tensors in enumerate(sent):
             mine = {name: tensor.clone() for name, tensor in tensors.items()}
-            _promise(_same(await pair.deliver(version, mine), tensors), "collect yields what was offered, to the bit")
+            _require(_same(await pair.deliver(version, mine), tensors), "collect yields what was offered, to the bit")
             for tensor in mine.values():
                 tensor.zero_()
         kept = pair.trainer.versions
-        _promise(list(kept) == sorted({*kept} & {1, 2}), f"versions: the newest two at most, oldest first, not {kept}")
+        _require(list(kept) == sorted({*kept} & {1, 2}), f"versions: the newest two at most, oldest first, not {kept}")
         for version in kept:
             same = _same(await pair.collect(version), sent[version])
-            _promise(same, "what versions promises can be collected again, whatever the trainer did to its tensors")
+            _require(same, "what versions promises can be collected again, whatever the trainer did to its tensors")
         for version in {0, 1, 2, 99} - {*kept}:
-            _promise(await pair.refuses(version), f"collect({version}) is a SyncError: versions does not promise it")
+            _require(await pair.refuses(version), f"collect({version}) is a SyncError: versions does not promise it")
         twice = [("weight", torch.ones(2)), ("weight", torch.zeros(2))]
         offered = await asyncio.gather(asyncio.to_thread(pair.trainer.offer, 3, twice), return_exceptions=True)
-        _promise(isinstance(offered[0], SyncError), "offer refuses, with a SyncError, a name that comes twice")
+        _require(isinstance(offered[0], SyncError), "offer refuses, with a SyncError, a name that comes twice")
         await asyncio.to_thread(pair.trainer.save, directory, kept[:1])
-        again = await _Ends.open(make, patience_s)
+        again = await _ChannelEnds.open(make, patience_s)
         await asyncio.to_thread(again.trainer.restore, directory)
-        _promise(again.trainer.versions == kept[:1], "restore takes back what was saved, and nothing that lies about")
+        _require(again.trainer.versions == kept[:1], "restore takes back what was saved, and nothing that lies about")
         for version in kept[:1]:
-            _promise(_same(await again.collect(version), sent[version]), "what was saved comes back, to the bit")
+            _require(_same(await again.collect(version), sent[version]), "what was saved comes back, to the bit")
         for version in kept[1:]:
-            _promise(await again.refuses(version), "a version that was not saved is gone: a trainer will make it anew")
+            _require(await again.refuses(version), "a version that was not saved is gone: a trainer will make it anew")
 
 
-class _Ends:
+class _ChannelEnds:
     """Both ends of a channel, and the handshake around it that the loops make in a run."""
 
     def __init__(self, make: Callable[[str, Synchronizer], WeightChannel], patience_s: float) -> None:
@@ -555,13 +587,13 @@ class _Ends:
         self.trainer = make(TRAINER, self.trainer_side)
         self.explorer = make("explorer-0", self.explorer_side)
         for side in (self.trainer_side, self.explorer_side):
-            side.collective = getattr(self.trainer, "collective", False)
+            side.collective = capabilities_of(self.trainer).collective
 
     @classmethod
-    async def open(cls, make: Callable[[str, Synchronizer], WeightChannel], patience_s: float) -> _Ends:
+    async def open(cls, make: Callable[[str, Synchronizer], WeightChannel], patience_s: float) -> _ChannelEnds:
         ends = cls(make, patience_s)
         ends.trainer_side.open()
-        await ends.explorer_side.meet("explorer-0")
+        await ends.explorer_side.wait_for_trainer("explorer-0")
         await ends.explorer_side.join("explorer-0")
         return ends
 
@@ -569,12 +601,12 @@ class _Ends:
         """One version, all the way."""
         offering = asyncio.ensure_future(asyncio.to_thread(self.trainer.offer, version, iter(weights.items())))
         if not self.trainer_side.collective:
-            _promise(await offering, "offer returns True: the version can be had")
+            _require(await offering, "offer returns True: the version can be had")
             self.trainer_side.publish(version)
         seen = await self.explorer_side.next_version("explorer-0", None, newest=True)
-        _promise(seen == version, f"the version on offer is {version}, not {seen}")
+        _require(seen == version, f"the version on offer is {version}, not {seen}")
         collected = await self.collect(version)
-        _promise(await offering, "offer returns True: an explorer has the version")
+        _require(await offering, "offer returns True: an explorer has the version")
         self.explorer_side.adopted("explorer-0", version)
         return collected
 
@@ -597,17 +629,24 @@ def _odd_tensors(seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(shape, generator=generator)
 
     return {
-        "matrix": drawn(3, 5), "bfloat16": drawn(7).to(torch.bfloat16), "half": drawn(3).half(),
-        "double": drawn(4).double(), "scalar": drawn(), "whole": torch.tensor([seed, 2**40]),
-        "small": torch.arange(5, dtype=torch.int8) - seed, "truth": drawn(3) > 0, "empty": torch.empty(0, 4),
-        "transposed": drawn(4, 6).T, "part": drawn(6, 4)[1:5, ::2],
+        "matrix": drawn(3, 5),
+        "bfloat16": drawn(7).to(torch.bfloat16),
+        "half": drawn(3).half(),
+        "double": drawn(4).double(),
+        "scalar": drawn(),
+        "whole": torch.tensor([seed, 2**40]),
+        "small": torch.arange(5, dtype=torch.int8) - seed,
+        "truth": drawn(3) > 0,
+        "empty": torch.empty(0, 4),
+        "transposed": drawn(4, 6).T,
+        "part": drawn(6, 4)[1:5, ::2],
         "strange": torch.tensor([torch.nan, torch.inf, -0.0, 1e-45, float(seed)]),
-    }  # fmt: skip
+    }
 
 
-def _same(found: Weights, expected: Mapping[str, torch.Tensor]) -> bool:
+def _same(actual: Weights, expected: Mapping[str, torch.Tensor]) -> bool:
     """Whether names, order, types, shapes and bits are the same."""
-    pairs = list(found)
+    pairs = list(actual)
     in_order = [name for name, _ in pairs] == [*expected]
     return in_order and all(_same_bits(tensor, expected[name]) for name, tensor in pairs)
 
@@ -628,11 +667,11 @@ class _SilentPolicy(Policy):
     """A policy that never answers, to be cancelled while it is waited for."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.metrics = {}
 
-    async def reply(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> NoReturn:
-        self.asked.set()
+    async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> NoReturn:
+        self.requested.set()
         while True:
             await asyncio.sleep(3600)
 
@@ -644,12 +683,12 @@ class _SilentPolicy(Policy):
         return ()
 
 
-def _promise(kept: bool, promise: str) -> None:
+def _require(kept: bool, promise: str) -> None:
     if not kept:
         raise AssertionError(promise)
 
 
-def _all_finite(numbers: Any) -> bool:
+def _all_finite(numbers: object) -> bool:
     """Whether it is a mapping from text to finite numbers."""
     if not isinstance(numbers, Mapping):
         return False
@@ -657,5 +696,5 @@ def _all_finite(numbers: Any) -> bool:
     return all(isinstance(n, str) and isinstance(v, int | float) and math.isfinite(v) for n, v in named)
 
 
-def _said(turn: Turn) -> tuple[list[int], list[int]]:
+def _contents(turn: Turn) -> tuple[list[int], list[int]]:
     return turn.prompt_tokens.tolist(), turn.tokens.tolist()

@@ -12,39 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import RunDirError, TriviumError
-from trivium.explorer import refuse_failing
-from trivium.loops import train_loop
+from trivium.explorer import check_failures
+from trivium.loops import train_loop, train_step
 from trivium.metrics import aggregate, declared
-from trivium.protocols import TrainEngine as TrainEngineWrapper
-from trivium.registry import resolve
-from trivium.synchronizer import RunningStatus, SyncStyle, living, wanted
-from trivium.types import Experiences, Group, Sample
+from trivium.synchronizer import live_explorers, weights_requested
+from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.board import Values
-    from trivium.checkpoint import Checkpoint, CheckpointStore
-    from trivium.config import RunConfig
-    from trivium.evaluate import AskedEvaluator
+    from trivium.checkpoint.store import Checkpoint, CheckpointStore
+    from trivium.evaluate import RemoteEvaluator
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.types import Metrics
-
-__all__ = ["Cadence", "Experiences", "TrainEngineWrapper", "Trainer", "get_trainer_wrapper"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 _GRACE_S = 0.2
 """How long a trainer waits for groups before an explorer may be given weights ahead of `sync.interval`."""
-
-
-def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
-    """The train engine that a config describes (in its first stage), for whoever wants to drive one without a Trainer.
-
-    Nothing is loaded before its `prepare()`. It saves under `weights` in the run directory.
-    """
-    return resolve("train", "trivium.assemble:lone_train_engine")(config)  # by name: core imports nothing above it
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class Cadence:
 
 @dataclass
 class Trainer:
-    """Consumes groups and trains the policy. The method names are those of the seeds."""
+    """Consumes groups and trains the policy."""
 
     engine: TrainEngine
     buffer: Buffer
@@ -74,7 +61,7 @@ class Trainer:
     monitor: Monitor
     checkpoints: CheckpointStore
     cadence: Cadence
-    evaluator: AskedEvaluator | None = None
+    evaluator: RemoteEvaluator | None = None
     resume: Checkpoint | None = None
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
@@ -116,11 +103,11 @@ class Trainer:
         self.last_trainer_sync_step = self.train_step_num
 
     async def train(self) -> str:
-        """Trains until the stage is done; returns the trainer's name."""
+        """Trains until the stage is done, and closes the buffer; returns the trainer's name."""
         await train_loop(self)
         return self.name
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Takes up the data, publishes what explorers start from; evaluates it if this is where the stage starts."""
         state: Mapping[str, Any] = self.resume.state if self.resume is not None else {}
         await self.buffer.restore(state.get("buffer"), self.train_step_num)
@@ -130,7 +117,7 @@ class Trainer:
         for version in held:
             self.synchronizer.publish(version, held)
         version = self.train_step_num
-        followed = self.buffer.explored or self.evaluator is not None
+        followed = capabilities_of(self.buffer).explored or self.evaluator is not None
         started_from = self.schedule.resume_version(version) == version or self.schedule.published(version)
         if followed and (started_from or self.synchronizer.style is not SyncStyle.FIXED):
             await asyncio.to_thread(self.sync_weight)
@@ -157,7 +144,7 @@ class Trainer:
             self._data_ended, self.train_continue = True, False
             return False
         with self._timed("train"):
-            going_on, metrics = await asyncio.to_thread(self.engine.train_step, groups)
+            metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm)
         self.score = None  # of this step nothing has been measured yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -166,26 +153,26 @@ class Trainer:
         self._spend({name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")})
         metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(fresh) / metrics["time/step"]
         self._seconds.clear()
-        self.synchronizer.trained(self.train_step_num)
+        self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
             self._examples += _examples(fresh)
-        self.train_continue = going_on and self.train_step_num < self.last_step
+        self.train_continue = self.train_step_num < self.last_step
         self._ask_for_sync()
         return self.train_continue
 
     async def _groups(self, version: int) -> tuple[list[Group], list[Group], Metrics]:
         """A step's groups, the refused ones among them (the step leaves them out again, and counts them); those of them
-        that were played for it; and where they all came from."""
+        that were rolled out for it; and their origin."""
         wanted = missing = self.schedule.groups_per_step
         algorithm, rows = self.engine.algorithm, list[dict[str, float]]()
         groups, fresh = list[Group](), list[Group]()
         for refills in reversed(range(algorithm.refill + 1)):
             sample = await self._sample(missing, version)
             groups += sample.groups
-            fresh += [group for group in sample.groups if group.slot not in sample.others]
+            fresh += [group for group in sample.groups if group.slot not in sample.stored_slots]
             rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
-            refuse_failing(fresh, self.max_failed_fraction, f"step {version + 1}")
+            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
             missing = wanted - len(algorithm.filter(groups)[0])
             if not (missing and refills):
                 break
@@ -202,17 +189,17 @@ class Trainer:
         waited_for = asyncio.ensure_future(doing)
         try:
             while not waited_for.done():
-                # Woken at once by what the board says; a need_sync of somebody else's is asked every second.
+                # A change of the board wakes it at once; an overridden need_sync is polled every second.
                 patience_s = 1.0 if self._starved else _GRACE_S
-                asked = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, patience_s))
+                polling = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, patience_s))
                 writing = set[asyncio.Future[Any]]() if self._writing is None else {self._writing}
                 try:
-                    await asyncio.wait({waited_for, asked, *writing}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({waited_for, polling, *writing}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    ended = not asked.cancel()
+                    ended = not polling.cancel()
                 self._look_at_save()
                 if ended:
-                    asked.result()  # a board that fails is no board without news
+                    polling.result()  # raises where the board fails
                 if not waited_for.done() and self.need_sync():
                     await asyncio.to_thread(self.sync_weight)
                 self._starved = True
@@ -229,15 +216,16 @@ class Trainer:
         offered = self.last_sync_step == self.train_step_num
         if self.evaluation_due and not offered:
             return True
-        if self.synchronizer.collective and any(entry.get("version") is None for entry in living(values).values()):
-            return True  # somebody who came late has no weights at all, and there is nowhere to fetch them
-        if not self.buffer.explored:
+        explorers = live_explorers(values).values()
+        if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
+            return True  # an explorer that joined late has no weights at all, and there is nowhere to fetch them
+        if not capabilities_of(self.buffer).explored:
             return False
         if self.synchronizer.style is SyncStyle.FIXED:
             return not offered and self.schedule.published(self.train_step_num)
         # Who asks is answered every `interval` steps; sooner only where the trainer has nothing else to do.
         over = self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
-        return not offered and wanted(values) and (over or self._starved)
+        return not offered and weights_requested(values) and (over or self._starved)
 
     def _ask_for_sync(self) -> None:
         """With `dynamic_by_trainer`, tells the explorers that the interval is over."""
@@ -247,12 +235,11 @@ class Trainer:
                 self.synchronizer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
 
     def sync_weight(self) -> None:
-        """Offers the current weights and says so; a version that nobody took is not published. Blocks."""
+        """Offers the current weights and publishes their version where they were delivered. Blocks."""
         with self._timed("sync"):
             if not self.engine.sync_weight():
                 return
             self.synchronizer.publish(self.train_step_num, self.channel.versions)
-        self.synchronizer.set_trainer_status(RunningStatus.RUNNING)
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
         self._show_examples()
 
@@ -261,7 +248,7 @@ class Trainer:
             self.monitor.table(self.train_step_num, "rollout_examples", self._examples)
             self._examples = []
 
-    async def conclude_step(self) -> None:
+    async def end_step(self) -> None:
         """Evaluates and saves, where this step is one for it. Raises what went wrong with the save before."""
         self._look_at_save()
         if self.evaluation_due and self.evaluator is not None:
@@ -274,28 +261,33 @@ class Trainer:
         self._show_examples()
         if self._saved_step != self.train_step_num:
             await self.save_checkpoint()
-        await self.saved()
+        await self.wait_for_save()
         self._spend(self._seconds)  # of what came after the last step's row
         self._seconds.clear()
 
     async def save_checkpoint(self) -> None:
         """Saves the whole state of the run at this step. It is complete when this returns or, with
-        `saves_asynchronously`, when `saved` does: then this returns as soon as training may move what is saved.
+        `saves_asynchronously`, when `wait_for_save` does: then this returns as soon as training may move what is saved.
 
         Waits for the save before. Raises what either save raises.
         """
         version = self.train_step_num
-        oldest = self.schedule.resume_version(version) if self.buffer.explored else version
+        oldest = self.schedule.resume_version(version) if capabilities_of(self.buffer).explored else version
         with self._timed("checkpoint"):
-            await self.saved()
-            needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are still to be played
+            await self.wait_for_save()
+            needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots still to come
             # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
             state = {
-                **self.record, "seconds": self.seconds, "version": version, "score": self.score,
+                **self.run_record,
+                "version": version,
+                "score": self.score,
                 "evaluated": self._evaluated_step,
-                "counts": dict(self._counts), "buffer": await self.buffer.state(), "strategy": self.strategy.state(),
-                "algorithm": self.engine.algorithm.state(), "monitor": self.monitor.state(),
-            }  # fmt: skip
+                "counts": dict(self._counts),
+                "buffer": await self.buffer.state(),
+                "strategy": self.strategy.state(),
+                "algorithm": self.engine.algorithm.state(),
+                "monitor": self.monitor.state(),
+            }
             loop, held = asyncio.get_running_loop(), asyncio.Event()
 
             def write(directory: Path) -> None:
@@ -316,7 +308,7 @@ class Trainer:
                 holding.cancel()
             self._look_at_save()
 
-    async def saved(self) -> None:
+    async def wait_for_save(self) -> None:
         """Waits until the save that is being written is complete; raises what went wrong with it."""
         if self._writing is not None:
             writing = self._writing
@@ -335,7 +327,7 @@ class Trainer:
                 raise RunDirError(
                     f"save the checkpoint of step {self._saved_step}",
                     f"{type(error).__name__}: {error}",
-                    "mend the cause and run the same command again: it continues from the checkpoint before",
+                    "fix the cause and run the same command again: it continues from the checkpoint before",
                 ) from error
 
     async def shutdown(self) -> None:
@@ -350,12 +342,17 @@ class Trainer:
     @property
     def train_step_num(self) -> int:
         """Train steps behind this policy, earlier stages included."""
-        return self.engine.train_step_num
+        return self.engine.version
 
     @property
     def seconds(self) -> float:
         """Wall time spent on this run, earlier sessions and stages included."""
         return self.record.get("seconds", 0.0) + time.monotonic() - self._started
+
+    @property
+    def run_record(self) -> dict[str, Any]:
+        """What a later stage or session, and the summary, need to know of the run so far."""
+        return {**self.record, "seconds": self.seconds}
 
     @property
     def last_step(self) -> int:
@@ -375,7 +372,7 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.train_step_num % every == 0
 
-    async def _evaluate(self, evaluator: AskedEvaluator) -> float:
+    async def _evaluate(self, evaluator: RemoteEvaluator) -> float:
         """Logs an evaluation row; returns its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
@@ -423,20 +420,24 @@ def _origin(groups: Sequence[Group]) -> Metrics:
 
 
 def _rollout_tokens(groups: Sequence[Group]) -> int:
-    return sum(trajectory.num_tokens for group in groups for trajectory in group.played)
+    return sum(trajectory.num_tokens for group in groups for trajectory in group.rollouts)
 
 
 def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The best and the worst playing of a step, as rows of a table."""
-    played = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
-    if not played:
+    """The best and the worst rollout of a step, as rows of a table."""
+    rollouts = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
+    if not rollouts:
         return []
-    extremes = {id(row[2]): row for row in (pick(played, key=lambda row: row[0]) for pick in (max, min))}
+    extremes = {id(row[2]): row for row in (pick(rollouts, key=lambda row: row[0]) for pick in (max, min))}
     return [
         {
-            "task": group.task.task_id, "prompt": "\n".join(message.content for message in group.task.prompt),
-            "reply": trajectory.completion, "reward": reward, **trajectory.rewards,
-            "version": group.oldest_version, "tokens": trajectory.num_tokens,
+            "task": group.task.task_id,
+            "prompt": "\n".join(message.content for message in group.task.prompt),
+            "reply": trajectory.completion,
+            "reward": reward,
+            **trajectory.rewards,
+            "version": group.oldest_version,
+            "tokens": trajectory.num_tokens,
         }
         for reward, group, trajectory in extremes.values()
-    ]  # fmt: skip
+    ]

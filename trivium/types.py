@@ -1,6 +1,6 @@
 """Nouns: what travels between the roles. Frozen values over read-only numpy arrays; tokens are the truth.
 
-Legend: L tokens of one experience. Index t of every per-token array speaks about `tokens[t]`:
+Legend: L tokens of one experience. Index t of every per-token array belongs to `tokens[t]`:
 `log_prob[t] = log p(tokens[t] | tokens[:t])`.
 """
 
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trivium.errors import DataError
+from trivium.errors import ConfigError, DataError
 from trivium.randomness import SampleKey
 
 IntArray = npt.NDArray[np.int32]
@@ -29,6 +30,8 @@ Columns = Mapping[str, Any]
 EXPERT_VERSION = -1
 """The policy version of tokens that no policy of this run sampled: expert and supervised data."""
 
+TRAINER = "trainer"
+"""The role name of the trainer; any other name on a board is an explorer's."""
 SERVED = "served"
 """The taskset of tasks that agents bring over HTTP (`run.mode: serve`): no schedule knows them."""
 
@@ -46,8 +49,8 @@ SCORES: Mapping[str, str] = {
 }
 """What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability at the
 moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
-p (H + log p), which says where its entropy goes when a token's logit rises. `teacher_top` is (L, K, 2): the teacher's
-likeliest tokens and their log-probabilities."""
+p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
+K most probable tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Teacher:
     path: Path
     """A plain Hugging Face directory."""
     top_k: int
-    """How many of its likeliest tokens the score `teacher_top` holds."""
+    """How many of its most probable tokens the score `teacher_top` holds."""
 
 
 def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArray:
@@ -67,6 +70,46 @@ def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArra
         result = result.copy()
         result.flags.writeable = False
     return result
+
+
+class RunningStatus(StrEnum):
+    """What a role is doing, as the other side sees it."""
+
+    RUNNING = "running"
+    REQUIRE_SYNC = "require_sync"
+    """It wants newer weights exchanged: an explorer without a free slot, or a trainer whose interval is over."""
+    WAITING_SYNC = "waiting_sync"
+    """It stands at a collective exchange and cannot go on without the other side."""
+    STOPPED = "stopped"
+
+
+class SyncMethod(StrEnum):
+    """How weights travel."""
+
+    NCCL = "nccl"
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
+class SyncStyle(StrEnum):
+    """Who decides when weights travel."""
+
+    FIXED = "fixed"
+    DYNAMIC_BY_TRAINER = "dynamic_by_trainer"
+    DYNAMIC_BY_EXPLORER = "dynamic_by_explorer"
+
+
+class SaveStrategy(StrEnum):
+    """Who may write at the same time."""
+
+    SINGLE_THREAD = "single_thread"
+    """One saver in the whole cluster."""
+    SINGLE_PROCESS = "single_process"
+    """The savers of one job on one node."""
+    SINGLE_NODE = "single_node"
+    """The savers of one node."""
+    UNRESTRICTED = "unrestricted"
+    """Every saver."""
 
 
 class StopReason(StrEnum):
@@ -79,7 +122,7 @@ class StopReason(StrEnum):
     STOP = "stop"
     """A stop string appeared."""
     ABORT = "abort"
-    """The engine was told to give up."""
+    """The engine was closed before the turn ended."""
     ENV_DONE = "env_done"
     """The environment declared the episode finished."""
 
@@ -115,7 +158,7 @@ class Task:
     task_id: str
     prompt: tuple[Message, ...]
     columns: Columns = field(default_factory=dict[str, Any])
-    """Everything else the row says (JSON values): `answer`, `data_source`, ... Rewards receive it by name."""
+    """All other columns of the row (JSON values): `answer`, `data_source`, ... Rewards receive it by name."""
     taskset: str = "train"
 
 
@@ -127,7 +170,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most probable tokens; 0 keeps all."""
     min_new_tokens: int = 0
     """End-of-sequence is impossible before this many tokens."""
     stop: tuple[str, ...] = ()
@@ -146,7 +189,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for a request. All arrays have the length of the reply."""
+    """What an engine sampled for a request. All arrays have one entry per sampled token."""
 
     tokens: IntArray
     log_prob: FloatArray
@@ -163,7 +206,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One reply of the policy together with the exact context it was sampled in."""
+    """One completion of the policy with the exact context it was sampled in."""
 
     prompt_tokens: IntArray
     tokens: IntArray
@@ -171,12 +214,12 @@ class Turn:
     policy_version: IntArray
     stop_reason: StopReason
     text: str
-    """The reply decoded, special tokens dropped: for people, rewards and environments; never encoded again."""
+    """The completion decoded, without special tokens: for people, rewards and environments; never encoded again."""
     media: tuple[Media, ...] = ()
     reward: float = 0.0
-    """What the environment paid for this turn alone; part of the trajectory's reward, for step-wise estimators."""
+    """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
     state: str = ""
-    """Names the state of the environment that the turn was played in: equal where it was the same. Empty: unknown."""
+    """Identifies the environment's state before the turn: equal where the state was equal. Empty: unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", _frozen(self.prompt_tokens, np.int32))
@@ -194,10 +237,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trajectory cannot be trained on. Recorded, counted, shown; never scored."""
+    """Why a trajectory cannot be trained on: recorded and counted, never scored."""
 
     side: str
-    """Who failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
+    """What failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
     kind: str
     """The error's class name."""
     message: str
@@ -205,7 +248,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The record of one playing of one task."""
+    """One rollout of one task, recorded."""
 
     index: int
     """Position in the group."""
@@ -214,7 +257,7 @@ class Trajectory:
     """Each reward component by name, weights already applied."""
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Numbers the workflow wants to see averaged; logged under `workflow/`."""
+    """Metrics of the workflow; their means are logged under `workflow/`."""
 
     @property
     def reward(self) -> float:
@@ -233,17 +276,17 @@ class Trajectory:
 
     @property
     def completion(self) -> str:
-        """What a reward reads: the text of the last turn."""
+        """The text of the last turn: what reward functions read."""
         return self.turns[-1].text if self.turns else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to play one slot."""
+    """The right to roll out one slot."""
 
     slot: int
     attempt: int = 0
-    """How often the slot had been given up before."""
+    """How often the slot was leased and given up before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,18 +294,18 @@ class Group:
     """The trajectories of one task: what a slot was leased for."""
 
     slot: int
-    """Negative for what was mixed in from elsewhere: no slot of the schedule."""
+    """Negative for replayed and expert groups, which have no slot of the schedule."""
     task: Task
     trajectories: tuple[Trajectory, ...]
     epoch: int = 0
     attempt: int = 0
-    """How often the slot had been given up before."""
+    """How often the slot was leased and given up before."""
     version: int = 0
     """The policy version loaded when the lease was granted; no token was sampled by an older one."""
     greedy: Trajectory | None = None
-    """One more playing of the task, without randomness: a baseline for estimators that ask for it, never trained on."""
+    """A further rollout at temperature 0: a baseline for estimators that need one, never trained on."""
     dropped: str = ""
-    """Why the experience pipeline refused it, where it did: journaled and counted, never delivered."""
+    """Why the experience pipeline dropped it; such a group is journaled and counted, never delivered."""
 
     def refused(self, why: str) -> Group:
         """The same group, never to be trained on."""
@@ -274,7 +317,7 @@ class Group:
 
     @property
     def expert(self) -> bool:
-        """Whether somebody else wrote its replies: nobody judges them, they are there to be imitated."""
+        """Whether its completions are an expert's: no reward is computed for them."""
         return self.oldest_version == EXPERT_VERSION
 
     @property
@@ -289,12 +332,12 @@ class Group:
         return max((int(t.policy_version.max()) for t in self.turns() if len(t.policy_version)), default=self.version)
 
     @property
-    def played(self) -> tuple[Trajectory, ...]:
-        """Every playing of the task: the members, and the greedy one where there is one."""
+    def rollouts(self) -> tuple[Trajectory, ...]:
+        """The members, and the greedy rollout where there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def turns(self) -> Iterator[Turn]:
-        for trajectory in self.played:
+        for trajectory in self.rollouts:
             yield from trajectory.turns
 
     @property
@@ -302,10 +345,20 @@ class Group:
         """The members that did not fail."""
         return tuple(t for t in self.trajectories if t.failure is None)
 
+    def member_rewards(self, component: str = "") -> list[float]:
+        """The reward of each living member: the total, or one component; raises DataError where a member lacks it."""
+        for member in self.alive if component else ():
+            if component not in member.rewards:
+                raise DataError(
+                    f"the reward component {component!r}",
+                    f"a trajectory of task {self.task.task_id!r} has {sorted(member.rewards) or 'none'}",
+                    "name one of these components, or leave `component` out",
+                )
+        return [member.rewards[component] if component else member.reward for member in self.alive]
+
 
 Experiences = Sequence[Group]
-"""The seeds' name for what one train step is given: groups, of whose living members the algorithm makes the trainable
-sequences (`Experience`) and what they are worth."""
+"""The groups of one train step; the algorithm makes `Experience`s of the members that did not fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +368,8 @@ class Sample:
     groups: tuple[Group, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Logged under `sample/`."""
-    others: frozenset[int] = frozenset()
-    """Slots of groups that were not played for this step: replayed, or an expert's. They say nothing about how the
-    run's explorers keep up and fare."""
+    stored_slots: frozenset[int] = frozenset()
+    """Slots of groups that are replayed or an expert's; metrics of the explorers leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +402,11 @@ class Experience:
     stop_reason: StopReason = StopReason.EOS
     media: tuple[Media, ...] = ()
     turns: tuple[TurnSpan, ...] = ()
-    """The turns it is made of, in order; none where nobody sampled it."""
+    """The turns it is made of, in order; empty for an expert's sequence."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
     """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
     greedy_reward: float | None = None
-    """The reward of the task's greedy reply, where one was played and judged."""
+    """The reward of the task's greedy rollout, where there is one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -362,10 +414,12 @@ class Experience:
         object.__setattr__(self, "rollout_log_prob", _frozen(self.rollout_log_prob, np.float32))
         object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
         lengths = {
-            "tokens": len(self.tokens), "response_mask": len(self.response_mask),
-            "rollout_log_prob": len(self.rollout_log_prob), "policy_version": len(self.policy_version),
+            "tokens": len(self.tokens),
+            "response_mask": len(self.response_mask),
+            "rollout_log_prob": len(self.rollout_log_prob),
+            "policy_version": len(self.policy_version),
             **{f"extra.{name}": len(array) for name, array in self.extra.items()},
-        }  # fmt: skip
+        }
         if len(set(lengths.values())) != 1:
             raise DataError(
                 "an experience whose arrays share one length",
@@ -404,7 +458,7 @@ class Batch:
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
     """Name -> one array per experience, with leading axis L: `advantages`, `returns`, `old_log_prob`, ..."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What was measured while these experiences were prepared for an update; logged with it."""
+    """Metrics of preparing these experiences for an update; logged with it."""
 
     def __post_init__(self) -> None:
         frozen = {
@@ -497,3 +551,71 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         turns=tuple(spans),
         greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a plugin can do. Its class, instance or function declares `capabilities = Capabilities(...)`; one that does
+    not has the defaults. Each field concerns one kind of plugin."""
+
+    # buffers
+    explored: bool = True
+    """Explorers fill it: it issues slots. False: it reads what exists already."""
+    recorded: bool = False
+    """Not filled by explorers, but a policy of another run sampled its groups, with log-probabilities and rewards."""
+    shared: bool = False
+    """Several processes reach it. Its class has `open_board(config, *, name)`, the board of a run in the same place,
+    and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
+    # sample strategies
+    mixed: bool = False
+    """A batch may hold experts' completions beside the policy's own."""
+    judges: bool = False
+    """It scores the groups of a step itself, so explorers need not."""
+    # operators
+    drops: bool = True
+    """It may refuse groups."""
+    # workflows
+    gives_rewards: bool = True
+    """A rollout may bring rewards of its own; where it never does, reward functions must."""
+    # weight channels
+    local: bool = False
+    """Both ends are in one process."""
+    collective: bool = False
+    """A version is sent to all explorers at once, and kept nowhere."""
+    uses_directory: bool = True
+    """It keeps versions in the directory that it is given (`sync.dir`)."""
+    # rollout engines
+    exact_sampling: bool = False
+    """The per-position uniforms of a request's key are honoured."""
+    batch_invariant: bool = False
+    """Log-probabilities do not depend on what shares the batch, bit for bit."""
+    updates_in_flight: bool = False
+    """`load` can change the weights in the middle of completions."""
+    adopts_adapters: bool = False
+    """`load` takes a LoRA adapter in place of all weights."""
+    # train engines
+    multiple_ranks: bool = False
+    """Several processes can train one model; its Config has `sequence_parallel` and `shard`."""
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a policy sampled the groups of the buffer: expert data was not."""
+        return self.explored or self.recorded
+
+
+def capabilities_of(plugin: object) -> Capabilities:
+    """What a plugin (class, instance or function) can do. Raises ConfigError for one that declares a field of
+    Capabilities as an attribute of its own: it would have no effect."""
+    declared = getattr(plugin, "capabilities", None)
+    if declared is not None:
+        return declared
+    names = [field.name for field in fields(Capabilities) if isinstance(getattr(plugin, field.name, None), bool)]
+    if names:
+        values = ", ".join(f"{name}={getattr(plugin, name)}" for name in names)
+        owner = plugin if isinstance(plugin, type | FunctionType) else type(plugin)
+        raise ConfigError(
+            f"what {owner.__name__} can do",
+            f"the attribute {', '.join(names)}, which is not read",
+            f"declare `capabilities = Capabilities({values})` (trivium.types)",
+        )
+    return Capabilities()

@@ -21,9 +21,13 @@ RENDERER = ChatRenderer(tiny_tokenizer("0123456789="))
 def sql_ends(url: str, path: Path) -> Callable[[str, Schedule], SqlBuffer]:
     def make(name: str, schedule: Schedule) -> SqlBuffer:
         return SqlBuffer(
-            SqlBuffer.Config(url=url), schedule=schedule, rollouts=path / name, renderer=RENDERER, deadline_s=60,
+            SqlBuffer.Config(url=url),
+            schedule=schedule,
+            rollouts=path / name,
+            renderer=RENDERER,
+            deadline_s=60,
             name=f"{path.name}/{name}",
-        )  # fmt: skip
+        )
 
     return make
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trivium.protocols import WeightChannel, Weights
-from trivium.sync.checkpoint import CheckpointChannel
 from trivium.sync.collective import CollectiveChannel
+from trivium.sync.files import FileChannel
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.testing import check_channel
@@ -27,7 +27,7 @@ def one_object(kind: type[MemoryChannel]) -> Make:
 
 def makers(tmp_path: Path) -> dict[str, Make]:
     def files(role: str, synchronizer: Synchronizer) -> WeightChannel:
-        return CheckpointChannel(keep=2, directory=tmp_path / "sync", synchronizer=synchronizer, role=role)
+        return FileChannel(keep=2, directory=tmp_path / "sync", synchronizer=synchronizer, role=role)
 
     def broadcast(role: str, synchronizer: Synchronizer) -> WeightChannel:
         return CollectiveChannel(keep=2, directory=tmp_path, synchronizer=synchronizer, role=role)

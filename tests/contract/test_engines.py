@@ -37,9 +37,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
     config = Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
 
@@ -101,7 +107,7 @@ class Wrong(ScriptedEngine):
         ("reason", "stop_reason"),
         ("company", "batch_invariant"),
         ("no wait", "load waits"),
-        ("wait", "replies in flight go on with new weights"),
+        ("wait", "completions in flight go on with new weights"),
     ],
 )
 async def test_a_broken_engine_is_told_which_promise_it_breaks(fault: str, promise: str) -> None:

@@ -25,9 +25,11 @@ TASK = Task("t", (Message("user", "digit?"),), {"secret": 6})
 def make_policy() -> Policy:
     """A policy that says a digit which follows from the request's key."""
     engine = ScriptedEngine(
-        ScriptedEngine.Config(replies=tuple("0123456789")), eos_token_ids=RENDERER.eos_token_ids,
-        decode=RENDERER.decode, encode=lambda text: tiny_tokenizer().encode(text),
-    )  # fmt: skip
+        ScriptedEngine.Config(replies=tuple("0123456789")),
+        eos_token_ids=RENDERER.eos_token_ids,
+        decode=RENDERER.decode,
+        encode=lambda text: tiny_tokenizer().encode(text),
+    )
     return Policy(engine, RENDERER, Sampling(4), SampleKey(0, "train", "train", "t"), 200)
 
 
@@ -47,7 +49,7 @@ class Silent:
 
 class Infinite:
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         return {"environment": float("inf")}
 
 
@@ -55,7 +57,7 @@ class Numbered:
     """A bare number instead of a mapping."""
 
     async def run(self, task: Task, policy: Policy) -> Any:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         return 1.0
 
 
@@ -66,7 +68,7 @@ class Forgetful:
 
     async def run(self, task: Task, policy: Policy) -> None:
         self.messages = (*self.messages, *task.prompt)
-        await policy.reply(self.messages)
+        await policy.generate(self.messages)
 
 
 class Stubborn:
@@ -74,14 +76,14 @@ class Stubborn:
 
     async def run(self, task: Task, policy: Policy) -> None:
         try:
-            await policy.reply(task.prompt)
+            await policy.generate(task.prompt)
         except asyncio.CancelledError:
             return
 
 
 class Measures:
     async def run(self, task: Task, policy: Policy) -> None:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         policy.metrics["ratio"] = float("nan")
 
 

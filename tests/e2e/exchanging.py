@@ -1,20 +1,12 @@
-"""The two sides of a collective exchange, each a process of its own, that a test starts and kills.
-
-A process that imports everything once and forks one child per role, so that a role costs a fraction of a second.
-stdin: one JSON object per line, {"do": "start", "role": ..., ...} or {"do": "wait", "pid": ..., "seconds": ...}.
-stdout: one JSON value per line: the pid, or the exit code (negative: the signal; null: it still runs).
-"""
+"""The two sides of a collective exchange, each a process of its own, that a test starts and kills."""
 
 # ruff: noqa: T201  (its words are what the test reads)
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +14,21 @@ import torch
 from safetensors.torch import save_file
 
 import trivium.sync.collective as collective
-import trivium.sync.wire as wire
-from trivium.assemble import algorithm_of
+import trivium.sync.process_group as process_group
 from trivium.board import SharedBoard
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.files import FileBuffer
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer
-from trivium.loops import Parts, explore_half
+from trivium.loops import Parts, run_explorer
 from trivium.protocols import WeightChannel
+from trivium.runtime.build import algorithm_of
 from trivium.schedule import Schedule
 from trivium.sync.collective import CollectiveChannel
-from trivium.synchronizer import TRAINER, Synchronizer, living
-from trivium.training.torch import TorchTrainEngine
-from trivium.types import Sampling
+from trivium.synchronizer import Synchronizer, live_explorers
+from trivium.training.engine import TorchTrainEngine
+from trivium.types import TRAINER, Sampling
 
 HEARTBEAT_S, DEADLINE_S = 2.0, 30.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -64,29 +56,39 @@ def arm(owner: Any, name: str, nth: int, deed: str) -> None:
 
 def flip() -> None:
     """One bit of the second bucket changes on its way into this process."""
-    original, calls = collective._carried, iter(range(1, 1_000_000))
+    original, calls = collective._received_bytes, iter(range(1, 1_000_000))
 
-    def replacement(wire: Any, size: int) -> torch.Tensor:
-        flat = original(wire, size)
+    def replacement(group: Any, size: int) -> torch.Tensor:
+        flat = original(group, size)
         if next(calls) == 2:
             flat[1] ^= 4
         return flat
 
-    collective._carried = replacement
+    collective._received_bytes = replacement
 
 
 # --------------------------------------------------------------------------- the trainer
 
 
 def trainer(order: dict[str, Any]) -> None:
-    config = RunConfig.from_mapping({
-        "model": {"kind": "hf", "path": order["model"]}, "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"], "schedule": {"groups_per_step": 2, "group_size": 2},
-    })  # fmt: skip
+    config = config_from_mapping(
+        {
+            "model": {"kind": "hf", "path": order["model"]},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "rewards": ["exact"],
+            "schedule": {"groups_per_step": 2, "group_size": 2},
+        }
+    )
     engine = TorchTrainEngine(
-        TorchTrainEngine.Config(), model_dir=Path(order["model"]), algorithm=algorithm_of(config), temperature=1.0,
-        max_response_length=4, total_steps=4, seed=0, threads=1,
-    )  # fmt: skip
+        TorchTrainEngine.Config(),
+        model_dir=Path(order["model"]),
+        algorithm=algorithm_of(config),
+        temperature=1.0,
+        max_response_length=4,
+        total_steps=4,
+        seed=0,
+        threads=1,
+    )
     engine.prepare()
     synchronizer, engine.channel = meeting(order, TRAINER)
     asyncio.run(train(order, engine, synchronizer))
@@ -95,14 +97,14 @@ def trainer(order: dict[str, Any]) -> None:
 async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: Synchronizer) -> None:
     directory, board = Path(order["directory"]), synchronizer.board
 
-    async def bury(name: str) -> None:
-        print(f"buried {name}", flush=True)
+    async def reap(name: str) -> None:
+        print(f"reaped {name}", flush=True)
 
     synchronizer.open()
-    with synchronizer.obituary(TRAINER), synchronizer.heart(TRAINER):
+    with synchronizer.report_failure(TRAINER), synchronizer.heartbeat(TRAINER):
         async with asyncio.TaskGroup() as tasks:
-            tending = tasks.create_task(synchronizer.tend(TRAINER, bury))
-            await board.poll(lambda values: len(living(values)) == order["explorers"], DEADLINE_S)
+            monitoring = tasks.create_task(synchronizer.monitor(TRAINER, reap))
+            await board.poll(lambda values: len(live_explorers(values)) == order["explorers"], DEADLINE_S)
             for engine.version in range(order["versions"]):
                 change(engine)
                 held = {name: tensor.clone() for name, tensor in engine._policy.module.state_dict().items()}
@@ -111,9 +113,9 @@ async def train(order: dict[str, Any], engine: TorchTrainEngine, synchronizer: S
                 synchronizer.publish(engine.version)
                 print(f"delivered {engine.version}", flush=True)
             last = engine.version
-            await board.poll(lambda v: all(e["version"] == last for e in living(v).values()), DEADLINE_S)
+            await board.poll(lambda v: all(e["version"] == last for e in live_explorers(v).values()), DEADLINE_S)
             synchronizer.finish()
-            tending.cancel()
+            monitoring.cancel()
 
 
 @torch.no_grad()
@@ -154,12 +156,12 @@ def explorer(order: dict[str, Any]) -> None:
     buffer = FileBuffer(FileBuffer.Config(), schedule=schedule, rollouts=role.directory, renderer=nobody, deadline_s=1)
 
     async def follow() -> None:
-        await synchronizer.meet(order["name"])
+        await synchronizer.wait_for_trainer(order["name"])
         if "at" in order:
-            arm(wire.Wire, order["at"], order["nth"], order["deed"])
+            arm(process_group.ExchangeGroup, order["at"], order["nth"], order["deed"])
         elif order.get("deed") == "flip":
             flip()
-        await explore_half(Parts(buffer, schedule, synchronizer, channel), role)
+        await run_explorer(Parts(buffer, schedule, synchronizer, channel), role)
         await engine.close()
 
     asyncio.run(follow())
@@ -168,38 +170,14 @@ def explorer(order: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------- the processes
 
 
-def start(order: dict[str, Any]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(0)
-    collective.BUCKET_BYTES, wire.PIECE_BYTES = 4096, 1000  # several buckets of several pieces, of a small model
-    if order["role"] == "trainer" and "at" in order:
-        arm(wire.Wire, order["at"], order["nth"], order["deed"])
-    try:
-        (trainer if order["role"] == "trainer" else explorer)(order)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
-def wait(order: dict[str, Any]) -> int | None:
-    """The exit code, once there is one."""
-    end = time.monotonic() + order["seconds"]
-    while True:
-        pid, status = os.waitpid(order["pid"], os.WNOHANG)
-        if pid or time.monotonic() > end:
-            return os.waitstatus_to_exitcode(status) if pid else None
-        time.sleep(0.02)
-
-
-if __name__ == "__main__":
+def take_part(order: dict[str, Any]) -> None:
+    """One side, in a process of its own."""
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        said = json.loads(line)
-        print(json.dumps(start(said) if said["do"] == "start" else wait(said)), flush=True)
+    # Several buckets of several pieces, of a small model.
+    collective.BUCKET_BYTES, process_group.PIECE_BYTES = 4096, 1000
+    if order["role"] == TRAINER:
+        if "at" in order:
+            arm(process_group.ExchangeGroup, order["at"], order["nth"], order["deed"])
+        trainer(order)
+    else:
+        explorer(order)

@@ -1,8 +1,6 @@
-"""Runs `trivium run` again and again in one run directory, killing it with SIGKILL at the moments it is told.
+"""Runs `trivium run` again and again in one run directory, killing it with SIGKILL at chosen moments.
 
-A process of its own: it imports everything once and forks a child per launch, so that a launch costs a second, not ten.
-stdin: {"arguments": [...], "kills": [{"moment": "save", "nth": 1} | {"moment": "time", "seconds": 0.4}, ...]}.
-stdout: one line per launch: the moment it was killed at, or `finished`.
+The launches are forked from the preloaded process; a moment is a call of the product's code in which the process dies.
 """
 
 from __future__ import annotations
@@ -12,29 +10,32 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import trivium.launch
-import trivium.sealing
+import trivium.checkpoint.atomic as atomic
+import trivium.runtime.launch as launch
+from tests.processes import Forked, fork_server, trivium
 from trivium.buffers.journal import Journal
-from trivium.checkpoint import CheckpointStore
-from trivium.cli import main
+from trivium.checkpoint.store import CheckpointStore
 from trivium.engines.decoder import Decoder
 from trivium.monitors.jsonl import _RowFile
+from trivium.training.engine import TorchTrainEngine
 from trivium.training.optim import Optimizer
-from trivium.training.saving import Held
-from trivium.training.torch import TorchTrainEngine
+from trivium.training.snapshot import Snapshot
+
+Kill = tuple[str, int] | float
+"""(moment, the how manieth call of its kind), or seconds after the start."""
 
 
 def die(moment: str) -> None:
-    """Says which moment was reached, on the file descriptor the parent reads, and is gone."""
-    os.write(REPORT, moment.encode())
+    """Reports the moment that was reached to the test, and is gone."""
+    REPORT.send(moment)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -77,9 +78,9 @@ def whole(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None: ...
 
 
-def half_the_files(original: Callable[..., Any], held: Held, directory: Path) -> None:
+def half_the_files(original: Callable[..., Any], snapshot: Snapshot, directory: Path) -> None:
     """Training has gone on since."""
-    original(replace(held, files=dict(list(held.files.items())[:2])), directory)
+    original(replace(snapshot, files=dict(list(snapshot.files.items())[:2])), directory)
     wait_for_a_step(directory.parents[1], int(re.findall(r"\d{6}", directory.name)[0]))
 
 
@@ -97,12 +98,12 @@ def wait_for_a_step(run_dir: Path, saved: int) -> None:
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "model: built, not renamed": (Path, "rename", nothing),
-    "config: half written": (trivium.launch, "write_aside", half_of_a_file),
-    "save: models written, not sealed": (TorchTrainEngine, "save", whole),
-    "save: manifest half written": (trivium.sealing, "write_aside", half_of_a_file),
-    "save: sealed, not renamed": (Path, "rename", nothing),
+    "config: half written": (launch, "atomic_write", half_of_a_file),
+    "save: models written, no manifest": (TorchTrainEngine, "save", whole),
+    "save: manifest half written": (atomic, "atomic_write", half_of_a_file),
+    "save: manifest written, not renamed": (Path, "rename", nothing),
     "save: renamed, not pruned": (CheckpointStore, "prune", nothing),
-    "prune: unsealed, not removed": (shutil, "rmtree", nothing),
+    "prune: manifest gone, files not removed": (shutil, "rmtree", nothing),
     "put: half a record": (Journal, "append", half_a_record),
     "put: journaled, not counted": (Journal, "append", whole),
     "adopt: half the tensors": (Decoder, "load", half_the_tensors),
@@ -111,45 +112,49 @@ MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "log: half a row": (_RowFile, "append", half_a_row),
 }
 BESIDE: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "beside: half the files, training goes on": (Held, "_write_own", half_the_files),
+    "beside: half the files, training goes on": (Snapshot, "_write_own", half_the_files),
     "beside: complete, not pruned, training goes on": (CheckpointStore, "prune", not_pruned),
 }
 """Moments of a save that training does not wait for."""
 
 
-def child(arguments: list[str], kill: dict[str, Any] | None) -> None:
-    if kill is not None and kill["moment"] == "time":
-        threading.Timer(kill["seconds"], die, ["time"]).start()
-    elif kill is not None:
-        owner, name, deadly = (MOMENTS | BESIDE)[kill["moment"]]
-        arm(owner, name, kill["moment"], kill["nth"], deadly)
-    sys.argv = ["trivium", *arguments]
-    try:
-        main()
-    except SystemExit as done:
-        os._exit(done.code if isinstance(done.code, int) else 1)
+def launches(config: Path, run_dir: Path, kills: Sequence[Kill] = (), overrides: Sequence[str] = ()) -> list[str]:
+    """`trivium run` once for each kill, and once more: the moment each launch was killed at, or `finished`.
+
+    Fails when the last one does not finish.
+    """
+    arguments = ("run", str(config), f"run.dir={run_dir}", *overrides)
+    output = run_dir.with_name(f"{run_dir.name}.out")
+    outcomes = [_launch(arguments, kill, output) for kill in (*kills, None)]
+    assert outcomes[-1] == "finished", (outcomes, output.read_text())
+    return outcomes
 
 
-def launch(arguments: list[str], kill: dict[str, Any] | None) -> str:
+def _launch(arguments: Sequence[str], kill: Kill | None, output: Path) -> str:
+    reading, writing = fork_server().Pipe(duplex=False)
+    with reading, writing:
+        process = Forked("trivium", output, _command, arguments, kill, writing)
+        try:
+            code = process.wait(120)
+        finally:
+            process.kill()
+        if code == -signal.SIGKILL and reading.poll():
+            return reading.recv()
+    return "finished" if code == 0 else f"exit code {code}"
+
+
+def _command(arguments: Sequence[str], kill: Kill | None, report: Connection) -> None:
     global REPORT
-    reading, REPORT = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        child(arguments, kill)
-    os.close(REPORT)
-    with os.fdopen(reading) as report:
-        moment = report.read()
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return moment if os.WTERMSIG(status) == signal.SIGKILL and moment else f"died of {status}"
-    return "finished" if os.WEXITSTATUS(status) == 0 else f"exit code {os.WEXITSTATUS(status)}"
+    REPORT = report
+    match kill:
+        case None:
+            pass
+        case float():
+            threading.Timer(kill, die, ["time"]).start()
+        case moment, nth:
+            owner, name, deadly = (MOMENTS | BESIDE)[moment]
+            arm(owner, name, moment, nth, deadly)
+    trivium(*arguments)
 
 
-REPORT = -1
-
-if __name__ == "__main__":
-    orders = json.load(sys.stdin)
-    for kill in [*orders["kills"], None]:
-        print(launch(orders["arguments"], kill), flush=True)
+REPORT: Connection

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trivium.cluster import ActorRolloutRefWorker, CriticWorker
-from trivium.cluster.dispatch import Dispatch, register
+from trivium.frontdoors.verl import ActorRolloutRefWorker, CriticWorker
+from trivium.frontdoors.verl.dispatch import Dispatch, register
 
 
 def note(worker: Any, what: str) -> None:
     """One line in the run directory for each call."""
-    path = Path(worker.config.order.run_dir) / f"calls-{worker.role}-{worker.rank}.jsonl"
+    path = Path(worker.config.spec.run_dir) / f"calls-{worker.role}-{worker.rank}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(what) + "\n")
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trivium.cluster.dispatch import Dispatch, Execute, register
-from trivium.cluster.worker import Worker
+from trivium.frontdoors.verl.dispatch import Dispatch, Execute, register
+from trivium.frontdoors.verl.worker import Worker
 
 
 class Traced:
@@ -64,10 +64,14 @@ class Counting(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def who(self) -> dict[str, Any]:
         return {
-            "rank": self.rank, "size": self.world_size, "local": self.local_rank, "pid": os.getpid(),
-            "thread": threading.get_ident(), "port": int(os.environ["MASTER_PORT"]),
+            "rank": self.rank,
+            "size": self.world_size,
+            "local": self.local_rank,
+            "pid": os.getpid(),
+            "thread": threading.get_ident(),
+            "port": int(os.environ["MASTER_PORT"]),
             "threads": os.environ["OMP_NUM_THREADS"],
-        }  # fmt: skip
+        }
 
     @register(Dispatch.ONE_TO_ALL)
     def same(self, value: Any) -> Any:

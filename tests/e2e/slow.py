@@ -26,7 +26,7 @@ class Slow:
     async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
         waits = task.taskset == "train" and not (self._hurry and self._hurry.exists())
         await asyncio.sleep(self._pause_s if waits else 0.0)
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         return None
 
 

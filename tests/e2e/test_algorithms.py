@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from trivium.config import RunConfig, merged
-from trivium.launch import run
+from trivium.config import config_from_mapping, merged
 from trivium.metrics import depends_on_machine
+from trivium.runtime.launch import run
 
 STEPS = 4
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
     "model": {
-        "kind": "tiny", "alphabet": "0123456789+=", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "mlp": 64,
+        "kind": "tiny",
+        "alphabet": "0123456789+=",
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "kv_heads": 1,
+        "mlp": 64,
         "max_position": 24,
     },
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
@@ -33,7 +39,7 @@ BASE: dict[str, Any] = {
     "schedule": {"steps": STEPS, "groups_per_step": 4, "group_size": 4},
     "checkpoint": {"save_every": 2, "keep": 4},
     "monitors": [{"kind": "jsonl"}],
-}  # fmt: skip
+}
 
 KL = {"place": "reward", "controller": "adaptive", "coef": 0.2, "target": 0.001, "horizon": 64, "estimator": "k1"}
 CASES: dict[str, dict[str, Any]] = {
@@ -42,29 +48,34 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo": {"algorithm": {"kind": "rloo"}},
     "reinforce": {"algorithm": {"kind": "reinforce"}},
     "sft": {
-        "algorithm": {"kind": "sft"}, "buffer": {"kind": "files"},
+        "algorithm": {"kind": "sft"},
+        "buffer": {"kind": "files"},
         "schedule": {"groups_per_step": 16, "group_size": 1},
     },
     "grpo, kl in the loss, old recomputed": {
         "algorithm": {
-            "kind": "grpo", "kl": {"coef": 0.05, "estimator": "low_var_kl"}, "old_log_prob": "recompute",
+            "kind": "grpo",
+            "kl": {"coef": 0.05, "estimator": "low_var_kl"},
+            "old_log_prob": "recompute",
             "mini_batches": 2,
         }
     },
     "ppo, adaptive kl in the reward": {"algorithm": {"kind": "ppo", "kl": KL}},
     "grpo, refused groups replaced, rewards shaped": {
         "algorithm": {
-            "kind": "grpo", "filters": ["zero_variance"], "refill": 3,
+            "kind": "grpo",
+            "filters": ["zero_variance"],
+            "refill": 3,
             "shaping": [{"kind": "overlong_penalty", "factor": 0.3, "buffer": 0.6}, "running_normalise"],
         }
     },
     "remax, against a greedy reply": {"algorithm": {"kind": "grpo", "advantage": "remax"}},
-}  # fmt: skip
+}
 
 
 def train(case: str, run_dir: Path) -> dict[str, Any]:
     """Runs the case in `run_dir`, from whatever is there; the metric rows and the tensors of the last checkpoint."""
-    run(RunConfig.from_mapping(merged(merged(BASE, CASES[case]), {"run": {"dir": str(run_dir)}})))
+    run(config_from_mapping(merged(merged(BASE, CASES[case]), {"run": {"dir": str(run_dir)}})))
     last = run_dir / "checkpoints" / f"step-{STEPS:06d}"
     files = sorted(last.rglob("*.safetensors"))
     return {

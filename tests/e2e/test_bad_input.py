@@ -81,16 +81,30 @@ evaluation: {every: 5}
     code, output = trivium("check", str(config(tmp_path, text)))
     assert code == 2
     assert problems_in(output) == [
-        "engine.sampling.temperature", "engine.sampling.top_p", "evaluation.every", "rewards", "schedule.group_size",
-        "tasks", "tasks.training.path",
-    ]  # fmt: skip
+        "engine.sampling.temperature",
+        "engine.sampling.top_p",
+        "evaluation.every",
+        "rewards",
+        "schedule.group_size",
+        "tasks",
+        "tasks.training.path",
+    ]
     code, output = trivium(
-        "check", str(TINY), "engine.sampling.top_p=0.9", "schedule.max_staleness=0", "sync.interval=2",
+        "check",
+        str(TINY),
+        "engine.sampling.top_p=0.9",
+        "schedule.max_staleness=0",
+        "sync.interval=2",
         "evaluation.taskset=tset",
-    )  # fmt: skip
+    )
     assert code == 2
-    wrong = ("checkpoint.keep_best", "engine.sampling.top_p", "evaluation.every", "evaluation.taskset",
-             "schedule.max_staleness")  # fmt: skip
+    wrong = (
+        "checkpoint.keep_best",
+        "engine.sampling.top_p",
+        "evaluation.every",
+        "evaluation.taskset",
+        "schedule.max_staleness",
+    )
     assert problems_in(output) == sorted(f"stages[{stage}].{name}" for stage in (0, 1) for name in wrong)
     assert "did you mean 'test'" in output
 
@@ -104,7 +118,7 @@ def test_check_of_a_good_config_prints_the_plan() -> None:
 
 def test_a_key_said_twice(tmp_path: Path) -> None:
     code, output, _ = run_with(tmp_path, "rewards: [{kind: exact}]\nschedule: {steps: 3}\nschedule: {steps: 4}\n")
-    refused(code, output, "the key 'schedule' is said twice")
+    refused(code, output, "the key 'schedule' is given twice")
 
 
 def test_a_missing_config_file(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -17,81 +13,54 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config
 
+from tests.e2e.exchanging import take_part
+from tests.processes import Forked
+from trivium.types import TRAINER
+
 SIZE = {
-    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
 MODELS = {
     "tied": Qwen3Config(**SIZE, tie_word_embeddings=True),
     # Its router keeps a persistent buffer, in float32 whatever the model is in.
     "buffer": Glm4MoeConfig(
-        **SIZE, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        first_k_dense_replace=1, tie_word_embeddings=True,
+        **SIZE,
+        moe_intermediate_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        tie_word_embeddings=True,
     ),
-}  # fmt: skip
-
-
-class Role:
-    """A process that was started, and what it wrote."""
-
-    def __init__(self, pid: int, log: Path, ask: Callable[..., Any]) -> None:
-        self.pid, self._log, self._ask = pid, log, ask
-        self.exit_code: int | None = None
-
-    def wait(self, seconds: float) -> int:
-        """The exit code, negative for a signal."""
-        self.exit_code = self._ask(do="wait", pid=self.pid, seconds=seconds)
-        assert self.exit_code is not None, f"{self._log.name} still runs after {seconds} s:\n{self.said}"
-        return self.exit_code
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
-
-    def end(self) -> None:
-        if self.exit_code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(30)
-
-
-@pytest.fixture(scope="module")
-def ask() -> Generator[Callable[..., Any]]:
-    """Talks to the process that forks the roles."""
-    script = Path(__file__).with_name("exchanging.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def say(**order: Any) -> Any:
-            print(json.dumps(order), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
-
-        yield say
-        process.stdin.close()
+}
 
 
 @pytest.fixture
-def start(ask: Callable[..., Any], tmp_path: Path) -> Generator[Callable[..., Role]]:
+def start(tmp_path: Path) -> Generator[Callable[..., Forked]]:
     """Starts roles over one board; none is left at the end."""
-    started: list[Role] = []
+    started: list[Forked] = []
 
-    def begin(role: str, *, model: str = "tied", dtype: str = "float32", **order: Any) -> Role:
+    def begin(name: str, *, model: str = "tied", dtype: str = "float32", **order: Any) -> Forked:
         path = tmp_path / "model"
         if not path.exists():
             torch.manual_seed(3)
             AutoModelForCausalLM.from_config(MODELS[model]).save_pretrained(path)
-        log = tmp_path / f"{role}-{len(started)}.log"
-        kind = "trainer" if role == "trainer" else "explorer"
-        about = {"role": kind, "name": role, "log": str(log), "model": str(path), "dtype": dtype, **order}
-        started.append(Role(ask(do="start", directory=str(tmp_path), **about), log, ask))
+        role = TRAINER if name == TRAINER else "explorer"
+        about = {"role": role, "name": name, "directory": str(tmp_path), "model": str(path), "dtype": dtype, **order}
+        started.append(Forked(name, tmp_path / f"{name}-{len(started)}.log", take_part, about))
         return started[-1]
 
     yield begin
-    for each in started:
-        each.end()
+    for process in started:
+        process.kill()
 
 
 def assert_held(directory: Path, name: str, version: int) -> None:
@@ -108,13 +77,13 @@ def assert_held(directory: Path, name: str, version: int) -> None:
 
 @pytest.mark.parametrize(("model", "dtype"), [("tied", "float32"), ("buffer", "bfloat16")])
 def test_two_explorers_hold_what_the_trainer_had(
-    model: str, dtype: str, start: Callable[..., Role], tmp_path: Path
+    model: str, dtype: str, start: Callable[..., Forked], tmp_path: Path
 ) -> None:
     trainer = start("trainer", model=model, versions=3, explorers=2)
     explorers = [start(name, model=model, dtype=dtype) for name in ("ann", "bob")]
-    assert trainer.wait(60) == 0, trainer.said
+    assert trainer.wait(60) == 0, trainer.text
     for name, explorer in zip(("ann", "bob"), explorers, strict=True):
-        assert explorer.wait(30) == 0, explorer.said
+        assert explorer.wait(30) == 0, explorer.text
         for version in range(3):
             assert_held(tmp_path, name, version)
     names = load_file(tmp_path / "ann-2.safetensors").keys()
@@ -124,45 +93,47 @@ def test_two_explorers_hold_what_the_trainer_had(
     assert not any(torch.equal(before[name], after[name]) for name in names), "every tensor and buffer changed"
 
 
-@pytest.mark.parametrize(("at", "nth", "deed"), [("carry", 40, "kill"), ("done", 2, "kill"), ("carry", 40, "stop")])
+@pytest.mark.parametrize(
+    ("at", "nth", "deed"), [("broadcast", 40, "kill"), ("acknowledge_all", 2, "kill"), ("broadcast", 40, "stop")]
+)
 def test_an_explorer_that_dies_in_an_exchange_keeps_nobody_else_from_the_version(
-    at: str, nth: int, deed: str, start: Callable[..., Role], tmp_path: Path
+    at: str, nth: int, deed: str, start: Callable[..., Forked], tmp_path: Path
 ) -> None:
     """In the middle of the tensors, and after everything has arrived; gone, or merely silent."""
     trainer = start("trainer", versions=4, explorers=2)
     victim = start("ann", at=at, nth=nth, deed=deed)
     other = start("bob")
-    assert trainer.wait(60) == 0, trainer.said
-    assert other.wait(30) == 0, other.said
+    assert trainer.wait(60) == 0, trainer.text
+    assert other.wait(30) == 0, other.text
     for version in range(4):
         assert_held(tmp_path, "bob", version)
-        assert f"delivered {version}" in trainer.said
-    assert "buried ann" in trainer.said
+        assert f"delivered {version}" in trainer.text
+    assert "reaped ann" in trainer.text
     if deed == "kill":
         assert victim.wait(10) == -signal.SIGKILL
-    assert "adopted 3" not in victim.said
+    assert "adopted 3" not in victim.text
 
 
-def test_a_trainer_that_dies_in_an_exchange_is_named_by_the_explorers(start: Callable[..., Role]) -> None:
-    trainer = start("trainer", versions=2, explorers=2, at="start", nth=40, deed="kill")
+def test_a_trainer_that_dies_in_an_exchange_is_named_by_the_explorers(start: Callable[..., Forked]) -> None:
+    trainer = start("trainer", versions=2, explorers=2, at="broadcast_async", nth=40, deed="kill")
     explorers = [start(name) for name in ("ann", "bob")]
-    assert trainer.wait(60) == -signal.SIGKILL, trainer.said
+    assert trainer.wait(60) == -signal.SIGKILL, trainer.text
     died = time.monotonic()
     for explorer in explorers:
         assert explorer.wait(20) == 1
-        assert "RoleFailed" in explorer.said
-        assert "found: trainer failed: " in explorer.said
+        assert "RoleFailed" in explorer.text
+        assert "found: trainer failed: " in explorer.text
     assert time.monotonic() - died < 15
 
 
-def test_a_bit_that_changed_on_the_way_is_found_and_named(start: Callable[..., Role], tmp_path: Path) -> None:
+def test_a_bit_that_changed_on_the_way_is_found_and_named(start: Callable[..., Forked], tmp_path: Path) -> None:
     trainer = start("trainer", versions=2, explorers=2)
     victim, other = start("ann", deed="flip"), start("bob")
     assert victim.wait(60) == 1
-    assert "SyncError" in victim.said
-    assert "of version 0" in victim.said
-    assert "its bytes changed between the trainer and here" in victim.said
+    assert "SyncError" in victim.text
+    assert "of version 0" in victim.text
+    assert "its bytes changed between the trainer and here" in victim.text
     assert not (tmp_path / "ann-0.safetensors").exists()
-    assert trainer.wait(30) == 0, trainer.said
-    assert other.wait(30) == 0, other.said
+    assert trainer.wait(30) == 0, trainer.text
+    assert other.wait(30) == 0, other.text
     assert_held(tmp_path, "bob", 1)

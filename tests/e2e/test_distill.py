@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
-from trivium.launch import run
+from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
@@ -23,9 +23,15 @@ PROMPTS = [f"{a}+{b}=" for a in range(10) for b in range(10)]
 
 def tiny(alphabet: str = ALPHABET) -> dict[str, Any]:
     return {
-        "kind": "tiny", "alphabet": alphabet, "layers": 1, "hidden": 32, "heads": 2, "mlp": 64, "max_position": 24,
+        "kind": "tiny",
+        "alphabet": alphabet,
+        "layers": 1,
+        "hidden": 32,
+        "heads": 2,
+        "mlp": 64,
+        "max_position": 24,
         "tied": False,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +57,8 @@ def train(run_dir: Path, algorithm: dict[str, Any], **changes: Any) -> list[dict
         "train": {"optimizer": {"lr": 1e-2}},
         "schedule": {"steps": STEPS, "groups_per_step": 32, "group_size": 2},
         "monitors": [{"kind": "jsonl"}],
-    }  # fmt: skip
-    run(RunConfig.from_mapping(said | changes))
+    }
+    run(config_from_mapping(said | changes))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -91,9 +97,11 @@ def test_the_policy_comes_to_speak_like_the_teacher(tmp_path: Path, teacher: Pat
 
 def test_expert_replies_can_be_distilled_as_well(tmp_path: Path, teacher: Path) -> None:
     rows = train(
-        tmp_path / "run", {"kind": "distill_top_k", "teacher": {"path": str(teacher), "top_k": 6}},
-        buffer={"kind": "files"}, schedule={"steps": 6, "groups_per_step": 32, "group_size": 1},
-    )  # fmt: skip
+        tmp_path / "run",
+        {"kind": "distill_top_k", "teacher": {"path": str(teacher), "top_k": 6}},
+        buffer={"kind": "files"},
+        schedule={"steps": 6, "groups_per_step": 32, "group_size": 1},
+    )
     assert rows[-1]["train/teacher_kl"] < rows[0]["train/teacher_kl"] / 1.5
 
 

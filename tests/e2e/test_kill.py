@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.killing import BESIDE, MOMENTS
+from tests.e2e.killing import BESIDE, MOMENTS, launches
 from trivium.metrics import depends_on_machine
 
-HERE = Path(__file__).parent
+TINY = Path(__file__).parent / "tiny.yaml"
 CLOCK = ("seconds", "time", "verdict")
 """What a summary says about the clock."""
 SYNCHRONOUS: tuple[str, ...] = ()
 ASYNCHRONOUS = ("schedule.deterministic=true", "schedule.max_staleness=2")
-
-
-def launches(run_dir: Path, kills: list[dict[str, Any]], overrides: tuple[str, ...]) -> list[str]:
-    """What became of each launch, the last one being left alone."""
-    arguments = ["run", str(HERE / "tiny.yaml"), f"run.dir={run_dir}", *overrides]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.killing"], cwd=HERE.parents[1], text=True, capture_output=True, timeout=240,
-        input=json.dumps({"arguments": arguments, "kills": kills}),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    outcomes = done.stdout.split("\n")[:-1]
-    assert outcomes[-1] == "finished", (outcomes, done.stderr)
-    return outcomes
 
 
 def outcome_of(run_dir: Path) -> dict[str, Any]:
@@ -52,7 +37,7 @@ def uninterrupted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[str, ...], dict[str, Any], float]:
     run_dir = tmp_path_factory.mktemp("uninterrupted")
-    assert launches(run_dir, [], request.param) == ["finished"]
+    assert launches(TINY, run_dir, overrides=request.param) == ["finished"]
     seconds = json.loads((run_dir / "summary.json").read_text())["seconds"]
     return request.param, outcome_of(run_dir), seconds
 
@@ -63,16 +48,26 @@ def test_killed_at_every_kind_of_moment(
     overrides, expected, _ = uninterrupted
     # Early moments first: each launch starts from where the last one died.
     kills = [
-        ("model: built, not renamed", 1), ("config: half written", 1), ("update: gradient there, no step", 2),
-        ("save: models written, not sealed", 1), ("save: manifest half written", 1), ("save: sealed, not renamed", 1),
-        ("save: renamed, not pruned", 1), ("log: half a row", 2), ("put: half a record", 3),
-        ("put: journaled, not counted", 2), ("adopt: half the tensors", 2), ("update: step taken, no version", 1),
-        ("put: half a record", 6), ("prune: unsealed, not removed", 2), ("adopt: half the tensors", 2),
-    ]  # fmt: skip
-    outcomes = launches(tmp_path, [{"moment": moment, "nth": nth} for moment, nth in kills], overrides)
+        ("model: built, not renamed", 1),
+        ("config: half written", 1),
+        ("update: gradient there, no step", 2),
+        ("save: models written, no manifest", 1),
+        ("save: manifest half written", 1),
+        ("save: manifest written, not renamed", 1),
+        ("save: renamed, not pruned", 1),
+        ("log: half a row", 2),
+        ("put: half a record", 3),
+        ("put: journaled, not counted", 2),
+        ("adopt: half the tensors", 2),
+        ("update: step taken, no version", 1),
+        ("put: half a record", 6),
+        ("prune: manifest gone, files not removed", 2),
+        ("adopt: half the tensors", 2),
+    ]
+    outcomes = launches(TINY, tmp_path / "run", kills, overrides)
     assert outcomes[:-1] == [moment for moment, _ in kills]
     assert {moment for moment, _ in kills} == set(MOMENTS)
-    assert outcome_of(tmp_path) == expected
+    assert outcome_of(tmp_path / "run") == expected
 
 
 @pytest.mark.parametrize("uninterrupted", [SYNCHRONOUS], indirect=True, ids=["synchronous"])
@@ -82,10 +77,9 @@ def test_killed_while_a_checkpoint_is_written_beside_training(
     _, expected, _ = uninterrupted
     half, whole = BESIDE
     kills = [(half, 1), (half, 2), (whole, 1), (half, 2)]  # the saves of steps 2, 4, 4 and 6: in the middle of a stage
-    orders = [{"moment": moment, "nth": nth} for moment, nth in kills]
-    outcomes = launches(tmp_path, orders, ("checkpoint.asynchronous=true",))
+    outcomes = launches(TINY, tmp_path / "run", kills, ("checkpoint.asynchronous=true",))
     assert outcomes[:-1] == [moment for moment, _ in kills]
-    assert outcome_of(tmp_path) == expected
+    assert outcome_of(tmp_path / "run") == expected
 
 
 def test_killed_at_ten_random_times(
@@ -96,8 +90,8 @@ def test_killed_at_ten_random_times(
     overrides, expected, seconds = uninterrupted
     dice, killed = random.Random(20261120), 0
     for attempt in range(6):
-        kills = [{"moment": "time", "seconds": dice.uniform(0.05, seconds / (attempt + 1))} for _ in range(10 - killed)]
-        outcomes = launches(tmp_path / f"run-{attempt}", kills, overrides)
+        kills = [dice.uniform(0.05, seconds / (attempt + 1)) for _ in range(10 - killed)]
+        outcomes = launches(TINY, tmp_path / f"run-{attempt}", kills, overrides)
         killed += outcomes.count("time")
         assert set(outcomes) <= {"time", "finished"}
         assert outcome_of(tmp_path / f"run-{attempt}") == expected

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trivium.assemble import evaluate
-from trivium.config import RunConfig
-from trivium.launch import run
+from trivium.config import RunConfig, config_from_mapping
+from trivium.runtime.build import evaluate
+from trivium.runtime.launch import run
 
 SUPERVISED, REINFORCED = 12, 80
 SHUFFLED = f"{Path(__file__).with_name('shuffled.py')}:Shuffled"
@@ -18,25 +18,35 @@ def config(run_dir: Path, reward: str) -> RunConfig:
     """Sums up to 4+4: a moment of imitation, which leaves most of them wrong, then reinforcement."""
     stages: list[dict[str, Any]] = [
         {
-            "algorithm": {"kind": "sft"}, "buffer": {"kind": "files"}, "train": {"optimizer": {"lr": 4e-3}},
+            "algorithm": {"kind": "sft"},
+            "buffer": {"kind": "files"},
+            "train": {"optimizer": {"lr": 4e-3}},
             "schedule": {"steps": SUPERVISED, "groups_per_step": 32, "group_size": 1},
         },
         {
             "algorithm": {
-                "kind": "grpo", "mini_batches": 2, "entropy": {"coef": 0.01},
+                "kind": "grpo",
+                "mini_batches": 2,
+                "entropy": {"coef": 0.01},
                 "policy_loss": {"kind": "ppo", "clip_high": 0.3},
             },
             "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},
             "schedule": {"steps": REINFORCED, "groups_per_step": 16, "group_size": 8},
         },
-    ]  # fmt: skip
-    return RunConfig.from_mapping(
+    ]
+    return config_from_mapping(
         {
             "run": {"dir": str(run_dir)},
             "cluster": {"threads": 1},
             "model": {
-                "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2,
-                "mlp": 128, "max_position": 24,
+                "kind": "tiny",
+                "alphabet": "0123456789+=",
+                "layers": 1,
+                "hidden": 64,
+                "heads": 2,
+                "kv_heads": 2,
+                "mlp": 128,
+                "max_position": 24,
             },
             "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
             "rewards": [{"kind": reward}],
@@ -45,7 +55,7 @@ def config(run_dir: Path, reward: str) -> RunConfig:
             "monitors": [{"kind": "jsonl"}],
             "stages": stages,
         }
-    )  # fmt: skip
+    )
 
 
 def gains(run_dir: Path, reward: str) -> tuple[float, float]:

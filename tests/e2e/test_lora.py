@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.e2e.killing import launches
 from tests.e2e.test_kill import outcome_of
-from trivium.config import RunConfig
-from trivium.launch import run
+from trivium.config import load_config
+from trivium.runtime.launch import run
 
 HERE = Path(__file__).parent
 SUPERVISED, REINFORCED = 8, 6
@@ -24,43 +23,32 @@ SUPERVISED, REINFORCED = 8, 6
 def write_config(directory: Path, push: str) -> Path:
     stages: list[dict[str, Any]] = [
         {
-            "algorithm": {"kind": "sft"}, "buffer": {"kind": "files"}, "train": {"optimizer": {"lr": 5e-3}},
+            "algorithm": {"kind": "sft"},
+            "buffer": {"kind": "files"},
+            "train": {"optimizer": {"lr": 5e-3}},
             "schedule": {"steps": SUPERVISED, "groups_per_step": 16, "group_size": 1},
         },
         {
-            "algorithm": {
-                "kind": "grpo", "entropy": {"coef": 0.01}, "kl": {"estimator": "low_var_kl", "coef": 0.01}
-            },
+            "algorithm": {"kind": "grpo", "entropy": {"coef": 0.01}, "kl": {"estimator": "low_var_kl", "coef": 0.01}},
             "train": {"optimizer": {"lr": 5e-3}, "lora": {"rank": 4, "alpha": 8, "push": push}},
             "schedule": {"steps": REINFORCED, "groups_per_step": 4, "group_size": 4},
         },
-    ]  # fmt: skip
+    ]
     path = directory / f"{push}.yaml"
     path.write_text(yaml.safe_dump({"extends": str(HERE / "tiny.yaml"), "stages": stages}))
     return path
 
 
-def launches(config: Path, run_dir: Path, kills: list[dict[str, Any]]) -> list[str]:
-    order = {"arguments": ["run", str(config), f"run.dir={run_dir}"], "kills": kills}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.killing"], cwd=HERE.parents[1], text=True, capture_output=True, timeout=240,
-        input=json.dumps(order),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("finished\n"), (done.stdout, done.stderr)
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
 def test_an_adapter_learns_the_same_however_it_is_sent_and_wherever_the_run_is_killed(tmp_path: Path) -> None:
     merged, alone = tmp_path / "merged-run", tmp_path / "adapter-run"
-    run(RunConfig.load(write_config(tmp_path, "merged"), [f"run.dir={merged}"]))
+    run(load_config(write_config(tmp_path, "merged"), [f"run.dir={merged}"]))
     kills = [
-        ("update: step taken, no version", SUPERVISED + 2), ("save: models written, not sealed", 2),
+        ("update: step taken, no version", SUPERVISED + 2),
+        ("save: models written, no manifest", 2),
         ("log: half a row", 2),
-    ]  # fmt: skip
-    orders = [{"moment": moment, "nth": nth} for moment, nth in kills]
-    assert launches(write_config(tmp_path, "adapter"), alone, orders)[:-1] == [moment for moment, _ in kills]
+    ]
+    assert launches(write_config(tmp_path, "adapter"), alone, kills)[:-1] == [moment for moment, _ in kills]
     one, other = outcome_of(merged), outcome_of(alone)
     for outcome in (one, other):
         outcome["tensors"] = {name: held for name, held in outcome["tensors"].items() if "versions" not in name}

@@ -4,24 +4,28 @@ replayed groups, and operators before the buffer. Each kind resumes from a kill 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.e2e.killing import launches
 from tests.e2e.test_kill import outcome_of
-from trivium.config import RunConfig, merged
-from trivium.launch import run
+from trivium.config import RunConfig, config_from_mapping, merged
+from trivium.runtime.launch import run
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
     "model": {
-        "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "mlp": 64,
+        "kind": "tiny",
+        "alphabet": "0123456789+=",
+        "layers": 1,
+        "hidden": 32,
+        "heads": 2,
+        "kv_heads": 1,
+        "mlp": 64,
         "max_position": 24,
     },
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
@@ -32,17 +36,21 @@ BASE: dict[str, Any] = {
     "schedule": {"steps": STEPS, "groups_per_step": 6, "group_size": 4},
     "checkpoint": {"save_every": 2, "keep": 2},
     "monitors": [{"kind": "jsonl"}],
-}  # fmt: skip
+}
 MIX = {"buffer": {"strategy": {"kind": "mix", "taskset": "experts", "expert_data_ratio": 0.4}}}
 LOSS = {"algorithm": {"kind": "grpo", "policy_loss": {"kind": "mix", "mu": 0.5}, "mini_batches": 2}}
 REPLAY = {
     "buffer": {
         "strategy": {
-            "kind": "replay", "fraction": 0.5, "max_age": 3, "priority": "decay_limit_randomization", "sigma": 1.0
+            "kind": "replay",
+            "fraction": 0.5,
+            "max_age": 3,
+            "priority": "decay_limit_randomization",
+            "sigma": 1.0,
         },
         "operators": ["reward_std_filter", {"kind": "metrics", "numbers": ["pass_rate"]}],
     }
-}  # fmt: skip
+}
 
 
 def config_of(folder: Path, *said: dict[str, Any], wrong: bool = False) -> RunConfig:
@@ -54,7 +62,7 @@ def config_of(folder: Path, *said: dict[str, Any], wrong: bool = False) -> RunCo
     everything = merged(BASE, {"run": {"dir": str(folder / "run")}, "tasks": {"experts": experts}})
     for part in said:
         everything = merged(everything, part)
-    return RunConfig.from_mapping(everything)
+    return config_from_mapping(everything)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -68,9 +76,11 @@ def weights_of(folder: Path) -> bytes:
 
 def test_an_experts_replies_are_learnt_beside_what_is_played(tmp_path: Path) -> None:
     learning = {
-        "schedule": {"steps": 60}, "rewards": ["exact"], "checkpoint": {"save_every": 0},
+        "schedule": {"steps": 60},
+        "rewards": ["exact"],
+        "checkpoint": {"save_every": 0},
         "evaluation": {"taskset": "experts", "sampling": {"max_new_tokens": 3}},
-    }  # fmt: skip
+    }
     summary = run(config_of(tmp_path, MIX, LOSS, learning))
     assert summary["accuracy_before"] <= 0.25
     assert summary["accuracy_after"] >= 0.625
@@ -132,20 +142,17 @@ def test_a_stricter_bound_than_the_schedules_holds(tmp_path: Path) -> None:
     "said",
     [(MIX, LOSS, {"schedule": {"deterministic": True, "max_staleness": 2}}), (REPLAY,)],
     ids=["mix, ahead of its trainer", "replay"],
-)  # fmt: skip
+)
 def test_a_killed_run_ends_with_the_same_bytes(said: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
     run(config_of(tmp_path / "whole", *said))
     killed = config_of(tmp_path / "killed", *said)
     (tmp_path / "killed" / "config.yaml").write_text(yaml.safe_dump(killed.model_dump(mode="json", exclude_unset=True)))
     kills = [
-        {"moment": "put: half a record", "nth": 5}, {"moment": "put: journaled, not counted", "nth": 2},
-        {"moment": "update: step taken, no version", "nth": 5}, {"moment": "update: gradient there, no step", "nth": 2},
-    ]  # fmt: skip
-    orders = {"arguments": ["run", str(tmp_path / "killed" / "config.yaml")], "kills": kills}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.killing"], cwd=ROOT, text=True, capture_output=True, timeout=240,
-        input=json.dumps(orders),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*(kill["moment"] for kill in kills), "finished"], done.stderr
+        ("put: half a record", 5),
+        ("put: journaled, not counted", 2),
+        ("update: step taken, no version", 5),
+        ("update: gradient there, no step", 2),
+    ]
+    outcomes = launches(tmp_path / "killed" / "config.yaml", tmp_path / "killed" / "run", kills)
+    assert outcomes[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path / "killed" / "run") == outcome_of(tmp_path / "whole" / "run")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from trivium.config import RunConfig, merged
-from trivium.launch import run
+from trivium.config import config_from_mapping, merged
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import ScoreModel
 from trivium.models.packed import pack
+from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Message
@@ -23,13 +23,19 @@ from trivium.types import Message
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
     "model": {
-        "kind": "tiny", "alphabet": "0123456789+=", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "mlp": 64,
+        "kind": "tiny",
+        "alphabet": "0123456789+=",
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "kv_heads": 1,
+        "mlp": 64,
         "max_position": 24,
     },
     "train": {"optimizer": {"lr": 1e-2}},
     "monitors": [{"kind": "jsonl"}],
     "algorithm": {"kind": "dpo"},
-}  # fmt: skip
+}
 OFFLINE = {
     "buffer": {"kind": "files"},
     "schedule": {"steps": 10, "groups_per_step": 16, "group_size": 2},
@@ -67,7 +73,7 @@ def train(run_dir: Path, *said: dict[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = BASE
     for change in (*said, {"run": {"dir": str(run_dir)}}):
         data = merged(data, change)
-    run(RunConfig.from_mapping(data))
+    run(config_from_mapping(data))
     last = max((run_dir / "checkpoints").glob("step-*"))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {

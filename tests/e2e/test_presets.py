@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from trivium.config import RunConfig, merged
-from trivium.launch import run
+from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.registry import CATALOGUE
+from trivium.runtime.launch import run
 from trivium.text.tiny import TinyModel
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
 MODEL = {
-    "kind": "tiny", "alphabet": "0123456789+=?abcdefghijklmnopqrstuvwxyz", "layers": 1, "hidden": 32, "heads": 2,
-    "kv_heads": 1, "mlp": 64, "max_position": 96,
-}  # fmt: skip
+    "kind": "tiny",
+    "alphabet": "0123456789+=?abcdefghijklmnopqrstuvwxyz",
+    "layers": 1,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 1,
+    "mlp": 64,
+    "max_position": 96,
+}
 BASE: dict[str, Any] = {
     "cluster": {"threads": 1},
     "model": MODEL,
@@ -38,10 +44,12 @@ BASE: dict[str, Any] = {
 TURNS = {
     "tasks": {"train": {"kind": "python", "source": str(ROOT / "recipes/guess.py:tasks"), "id": "id"}},
     "workflow": {
-        "kind": "multi_turn", "environment": str(ROOT / "recipes/guess.py:Guess"), "max_turns": 4,
+        "kind": "multi_turn",
+        "environment": str(ROOT / "recipes/guess.py:Guess"),
+        "max_turns": 4,
     },
     "engine": {"sampling": {"max_new_tokens": 2}},
-}  # fmt: skip
+}
 EXPERT = {"buffer": {"kind": "files"}, "schedule": {"group_size": 1}}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"schedule": {"groups_per_step": 32, "group_size": 1}},
@@ -71,7 +79,7 @@ def config_of(preset: str, folder: Path) -> RunConfig:
         (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
         said |= {"tasks": {"train": {"kind": "jsonl", "path": str(folder / "pairs.jsonl"), "id": "prompt"}}}
         said = merged(said, {"buffer": {"kind": "files"}, "schedule": {"group_size": 2}})
-    return RunConfig.from_mapping(merged(said, {"run": {"dir": str(folder / "run")}}))
+    return config_from_mapping(merged(said, {"run": {"dir": str(folder / "run")}}))
 
 
 @pytest.mark.parametrize("preset", CATALOGUE["algorithms"])

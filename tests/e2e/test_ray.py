@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.ray_parts import Launcher, Run, ray_instance
+from tests.e2e.ray_parts import Run, run_command
 from tests.e2e.test_kill import outcome_of
 
 HERE = Path(__file__).parent
@@ -23,26 +23,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
-    with ray_instance() as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture(scope="module")
-def one_process(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """The outcome of a run in one process; each is made once."""
     known: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def outcome(*arguments: str) -> dict[str, Any]:
         if arguments not in known:
-            run = launcher.run(tmp_path_factory.mktemp("one-process"), *arguments)
+            run = run_command(tmp_path_factory.mktemp("one-process"), *arguments)
             assert run.code == 0, run.said
             known[arguments] = outcome_of(run.dir)
             assert known[arguments]["tensors"]
@@ -54,9 +41,12 @@ def one_process(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) ->
 def on_ray(address: str, *, explorers: int = 1, max_restarts: int = 1, pause_s: float = 0.0) -> list[str]:
     slow = [f"workflow.pause_s={pause_s}"] if pause_s else []
     return [
-        "cluster.kind=ray", f"cluster.address={address}", f"cluster.explorers={explorers}",
-        f"cluster.max_restarts={max_restarts}", *slow,
-    ]  # fmt: skip
+        "cluster.kind=ray",
+        f"cluster.address={address}",
+        f"cluster.explorers={explorers}",
+        f"cluster.max_restarts={max_restarts}",
+        *slow,
+    ]
 
 
 def kill(run: Run, role: str, at_step: int) -> float:
@@ -68,24 +58,24 @@ def kill(run: Run, role: str, at_step: int) -> float:
 
 
 def test_two_stages_end_with_the_weights_of_one_process(
-    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+    ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     arguments = [STAGED, "cluster.threads=1", "evaluation.every=0"]
-    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address))
+    run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address))
     assert run.code == 0, run.said
     assert outcome_of(run.dir) == one_process(*arguments)
 
 
 def test_an_asynchronous_deterministic_run_ends_with_the_weights_of_one_process(
-    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+    ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    run = launcher.run(tmp_path / "run", PLAIN, *DETERMINISTIC, *on_ray(ray_address, explorers=2))
+    run = run_command(tmp_path / "run", PLAIN, *DETERMINISTIC, *on_ray(ray_address, explorers=2))
     assert run.code == 0, run.said
     assert outcome_of(run.dir) == one_process(PLAIN, *DETERMINISTIC)
 
 
 def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
-    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+    ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     steps_without, hurry = 0, tmp_path / "hurry"
 
@@ -102,7 +92,7 @@ def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
     # However long this machine takes to start the next explorer, the run lasts longer.
     arguments = [PLAIN, *SYNCHRONOUS, "schedule.steps=60"]
     slowly = [*on_ray(ray_address, explorers=2, pause_s=1.0), f"workflow.hurry={hurry}"]
-    run = launcher.run(tmp_path / "run", *arguments, *slowly, meanwhile=kill_both)
+    run = run_command(tmp_path / "run", *arguments, *slowly, meanwhile=kill_both)
     assert run.code == 0, run.said
     assert "explorer-0 died" in run.said
     assert "engine-1-0 died" in run.said
@@ -111,7 +101,7 @@ def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(
 
 
 def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command_continues(
-    launcher: Launcher, ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
+    ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     arguments = [PLAIN, *DETERMINISTIC]
     for at_step, role in enumerate(("trainer", "buffer", "synchronizer"), start=1):
@@ -121,21 +111,21 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
             nonlocal killed
             killed = kill(run, role, at_step)
 
-        run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address, pause_s=0.3), meanwhile=kill_it)
+        run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address, pause_s=0.3), meanwhile=kill_it)
         assert run.code == 1, run.said
         assert run.ended - killed < 30
         assert f"found: {role} failed: " in run.said
         for part in ("asked: ", "do: "):
             assert part in run.said
         assert not [name for name, pid in run.pids().items() if alive(pid)]
-    run = launcher.run(tmp_path / "run", *arguments, *on_ray(ray_address))
+    run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address))
     assert run.code == 0, run.said
     assert "continuing from step-" in run.log
     assert outcome_of(run.dir) == one_process(*arguments)
 
 
-def test_the_cause_reaches_the_terminal(launcher: Launcher, ray_address: str, tmp_path: Path) -> None:
-    run = launcher.run(tmp_path / "run", PLAIN, *on_ray(ray_address), "workflow.kind=slow.py:Broken")
+def test_the_cause_reaches_the_terminal(ray_address: str, tmp_path: Path) -> None:
+    run = run_command(tmp_path / "run", PLAIN, *on_ray(ray_address), "workflow.kind=slow.py:Broken")
     assert run.code == 1, run.said
     assert "explorer-0 failed: Unheard: the simulator is not licensed on this machine" in run.said
     assert "in __init__" in run.log, "the traceback of the role"
@@ -144,7 +134,7 @@ def test_the_cause_reaches_the_terminal(launcher: Launcher, ray_address: str, tm
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_command_with_a_ray_of_its_own_that_is_interrupted_leaves_nothing_behind(
-    launcher: Launcher, tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     seen: list[int] = []
 
@@ -153,7 +143,7 @@ def test_a_command_with_a_ray_of_its_own_that_is_interrupted_leaves_nothing_behi
         seen.extend(below(run.pid))
         os.kill(run.pid, number)
 
-    run = launcher.run(tmp_path / "run", PLAIN, "cluster.kind=ray", "schedule.steps=100", meanwhile=interrupt)
+    run = run_command(tmp_path / "run", PLAIN, "cluster.kind=ray", "schedule.steps=100", meanwhile=interrupt)
     assert run.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], run.said
     assert len(seen) > 5
     end = time.monotonic() + 10

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.ray_parts import ROOT, Anything
+from tests.e2e.ray_hosted import EOS, Anything, Buffers, raise_in_a_group, scripted
 from trivium import errors
 from trivium.board import SharedBoard
-from trivium.buffers.memory import MemoryBuffer
-from trivium.cluster.directory import RayDirectory
-from trivium.cluster.engines import Recipe, ReplicatedEngine
-from trivium.cluster.hub import Hub
-from trivium.cluster.remote import Gone, Proxy, build_in, start_host, start_worker, wait_for
+from trivium.checkpoint.save_monitor import save_step
+from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
+from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.session import cluster_of
+from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, fetched, store
-from trivium.config import RunConfig
-from trivium.engines.scripted import ScriptedEngine
+from trivium.config import load_config
 from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError, UnknownName
+from trivium.frontdoors.trinity import CheckpointMonitor
+from trivium.frontdoors.trinity.ray_actors import RayDirectory
 from trivium.policy import EngineFailure, PromptTooLong
 from trivium.randomness import SampleKey
-from trivium.save_monitor import CheckpointMonitor, save_step
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.testing import check_buffer, check_channel, check_engine
-from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Request, Sampling
+from trivium.types import Capabilities, Request, Sampling
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
-EOS = frozenset({1, 2})
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connected() -> Iterator[None]:
-    ray.init("local", include_dashboard=False, num_cpus=2, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -61,7 +50,7 @@ def namespace() -> str:
 
 async def hosted(tmp_path: Path, namespace: str, caller: str = "me") -> tuple[Any, Any]:
     actor = start_host("thing", tmp_path, 3, namespace=namespace)
-    return actor, await build_in(actor, "thing", caller, Anything)
+    return actor, await build_hosted(actor, "thing", caller, Anything)
 
 
 async def eventually(happened: Any) -> None:
@@ -72,12 +61,17 @@ async def eventually(happened: Any) -> None:
 
 EVERY_ERROR = [
     *(
-        kind("asked", "found", "do") for _, kind in inspect.getmembers(errors, inspect.isclass)
+        kind("asked", "found", "do")
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
         if issubclass(kind, TriviumError) and kind not in (MissingPackage, RoleFailed)
     ),
-    MissingPackage("ray", "ray", "this"), RoleFailed("trainer", "why"), Gone("buffer", "why"), EngineFailure("a", "b"),
-    PromptTooLong("a", "b", "c"), ConfigError("a", "b", "c", [Problem("w", "x", "y", "z")]),
-]  # fmt: skip
+    MissingPackage("ray", "ray", "this"),
+    RoleFailed("trainer", "why"),
+    ActorDied("buffer", "why"),
+    EngineFailure("a", "b"),
+    PromptTooLong("a", "b", "c"),
+    ConfigError("a", "b", "c", [Problem("w", "x", "y", "z")]),
+]
 
 
 async def test_calls_and_their_errors_cross_whole(tmp_path: Path, namespace: str) -> None:
@@ -131,37 +125,25 @@ async def test_a_death_is_noticed_at_once_by_everybody_who_waits(tmp_path: Path,
     os.kill(thing.pid(), signal.SIGKILL)
     started = time.monotonic()
     for wait in waiting:
-        with pytest.raises(Gone, match="thing failed: its worker process has died"):
+        with pytest.raises(ActorDied, match="thing failed: its worker process has died"):
             await wait
-    with pytest.raises(Gone):
-        wait_for(living, "thing")
-    with pytest.raises(Gone):
+    with pytest.raises(ActorDied):
+        result_of(living, "thing")
+    with pytest.raises(ActorDied):
         thing.doubled(1)
     assert time.monotonic() - started < 10
 
 
 def test_a_role_that_raises_says_what_it_was(tmp_path: Path, namespace: str) -> None:
-    worker = start_worker("trainer", tmp_path, 1, namespace=namespace)
+    worker = start_role("trainer", tmp_path, 1, namespace=namespace)
     with pytest.raises(SyncError, match="a cause of its own"):
-        wait_for(worker.run.remote(raise_in_a_group), "trainer")
-    assert wait_for(worker.run.remote(lambda name, x: (name, x), 5), "trainer") == ("trainer", 5)
-
-
-def raise_in_a_group(name: str) -> None:
-    async def fail() -> None:
-        raise SyncError("a cause of its own")
-
-    async def both() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(asyncio.sleep(3600))
-            tasks.create_task(fail())
-
-    asyncio.run(both())
+        result_of(worker.run.remote(raise_in_a_group, "trainer"), "trainer")
+    assert result_of(worker.run.remote(lambda name, x: (name, x), "trainer", 5), "trainer") == ("trainer", 5)
 
 
 async def test_a_board_over_an_actor_loses_no_write_and_wakes_who_waits(tmp_path: Path, namespace: str) -> None:
     actor = start_host("synchronizer", tmp_path, 1, namespace=namespace)
-    boards = [SharedBoard(await build_in(actor, "synchronizer", f"role-{i}", Hub)) for i in range(4)]
+    boards = [SharedBoard(await build_hosted(actor, "synchronizer", f"role-{i}", BoardAndWeights)) for i in range(4)]
 
     def count(board: SharedBoard) -> None:
         for _ in range(10):
@@ -179,30 +161,10 @@ async def test_a_board_over_an_actor_loses_no_write_and_wakes_who_waits(tmp_path
     assert 0.2 <= time.monotonic() - started < 5
 
 
-class Buffers:
-    """Several buffers in one process, because processes cost seconds."""
-
-    def __init__(self) -> None:
-        self._buffers: list[MemoryBuffer] = []
-
-    def make(self, rollouts: Path, schedule: Schedule) -> int:
-        config, renderer = MemoryBuffer.Config(), ChatRenderer(tiny_tokenizer("0123456789="))
-        self._buffers.append(
-            MemoryBuffer(config, schedule=schedule, rollouts=rollouts, renderer=renderer, deadline_s=60)
-        )
-        return len(self._buffers) - 1
-
-    async def on(self, number: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return await getattr(self._buffers[number], method)(*args, **named)
-
-    async def undo(self, on: str, answer: Any, number: int, method: str, *args: Any) -> None:
-        await self._buffers[number].undo(method, answer)
-
-
 class OneOfThem:
     """One of the buffers, over a proxy."""
 
-    explored = True
+    capabilities = Capabilities()
 
     def __init__(self, buffers: Any, number: int) -> None:
         self._buffers, self._number = buffers, number
@@ -213,7 +175,7 @@ class OneOfThem:
 
 async def test_a_buffer_in_an_actor_keeps_the_contract(tmp_path: Path, namespace: str) -> None:
     actor = start_host("buffer", tmp_path, 1, namespace=namespace)
-    buffers = await build_in(actor, "buffer", "me", Buffers)
+    buffers = await build_hosted(actor, "buffer", "me", Buffers)
 
     def make(name: str, schedule: Schedule) -> Any:
         return OneOfThem(buffers, buffers.make(tmp_path / name, schedule))
@@ -236,7 +198,7 @@ async def test_the_object_store_keeps_the_contract_of_channels(tmp_path: Path, n
         board = id(synchronizer.board)
         if board not in hubs:
             actor = start_host(f"hub-{len(hubs)}", tmp_path, 1, namespace=namespace)
-            wait_for(actor.build.remote(Hub), "hub")
+            result_of(actor.build.remote(BoardAndWeights), "hub")
             hubs[board] = (synchronizer.board, Proxy(actor, "hub", role))
         return Collected(hubs[board][1], keep=2)
 
@@ -255,15 +217,6 @@ async def test_weights_whose_bytes_changed_are_refused() -> None:
 # --------------------------------------------------------------------------- replicas
 
 
-def decode(tokens: Sequence[int]) -> str:
-    return " ".join(map(str, tokens))
-
-
-def scripted(delay_s: float) -> ScriptedEngine:
-    config = ScriptedEngine.Config(replies=((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2)), delay_s=delay_s)
-    return ScriptedEngine(config, eos_token_ids=EOS, decode=decode)
-
-
 def requests(count: int) -> list[Request]:
     keys = [SampleKey(0, "test", "test", str(i)) for i in range(count)]
     return [Request(PROMPTS[0], Sampling(8), key) for key in keys]
@@ -276,8 +229,8 @@ def pids(tmp_path: Path) -> dict[str, int]:
 
 async def replicated(tmp_path: Path, namespace: str, replicas: int, delay_s: float = 0.0) -> ReplicatedEngine:
     names = [f"engine-0-{replica}" for replica in range(replicas)]
-    recipe = Recipe(scripted, (delay_s,), tmp_path, 1, namespace)
-    return await ReplicatedEngine.start(recipe, names, max_restarts=1, deadline_s=60)
+    spec = EngineSpec(scripted, (delay_s,), tmp_path, 1, namespace, max_restarts=1, deadline_s=60)
+    return await ReplicatedEngine.start(spec, names)
 
 
 async def test_a_replicated_engine_keeps_the_contract_of_engines(tmp_path: Path, namespace: str) -> None:
@@ -310,7 +263,7 @@ async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_
     assert {int(version) for done in later for version in done.policy_version} == {8}
     # Once more than it may die.
     os.kill(pids(tmp_path)["engine-0-1~1"], signal.SIGKILL)
-    with pytest.raises(EngineFailure, match=r"replies from engine-0-1\nfound: it died 2 time"):
+    with pytest.raises(EngineFailure, match=r"completions from engine-0-1\nfound: it died 2 time"):
         await engine.load(9, weights)
     assert engine.version == 8
     await engine.close()
@@ -333,12 +286,12 @@ async def test_roles_are_found_by_name(tmp_path: Path, namespace: str) -> None:
 
 def test_trivium_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    config = RunConfig.load(ROOT / "tests/e2e/ray.yaml", ["cluster.kind=ray"])
+    config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray"])
     with pytest.raises(MissingPackage, match=r"pip install 'trivium\[ray\]'"), cluster_of(config):
         pass
 
 
 def test_a_cluster_that_is_not_there_is_an_error_at_once() -> None:
-    config = RunConfig.load(ROOT / "tests/e2e/ray.yaml", ["cluster.kind=ray", "cluster.address=127.0.0.1:9"])
+    config = load_config(Path(__file__).with_name("ray.yaml"), ["cluster.kind=ray", "cluster.address=127.0.0.1:9"])
     with pytest.raises(ConfigError, match=r"a Ray cluster at '127.0.0.1:9'\nfound: .*refused"), cluster_of(config):
         pass

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.ppo_workers import NotingActor, NotingCritic
-from trivium import loops
-from trivium.config import RunConfig, merged
+from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import VALUE_HEAD, ScoreModel
@@ -26,15 +24,15 @@ from trivium.types import Group, StopReason, Trajectory, Turn
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-from trivium.cluster import (  # noqa: E402
+from trivium.frontdoors.verl import (  # noqa: E402
     ActorRolloutRefWorker,
     CriticWorker,
+    NaiveRewardManager,
+    RayPPOTrainer,
     ResourcePoolManager,
     RewardModelWorker,
     Role,
 )
-from trivium.frontdoors import RayPPOTrainer  # noqa: E402
-from trivium.rewards import NaiveRewardManager  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"
 
@@ -49,22 +47,19 @@ def example() -> Any:
     return module
 
 
-@pytest.fixture(scope="module")
-def connected() -> Iterator[None]:
-    ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 def small(example: Any, kind: str, folder: Path, steps: int, **more: Any) -> dict[str, Any]:
     """The example's config, a few short steps of it."""
     short = {
         "data": {"train_batch_size": 8},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 4}, "rollout": {"n": 2}},
         "trainer": {
-            "test_freq": 2, "save_freq": 1, "logger": [], "max_actor_ckpt_to_keep": 2, "log_val_generations": 2
+            "test_freq": 2,
+            "save_freq": 1,
+            "logger": [],
+            "max_actor_ckpt_to_keep": 2,
+            "log_val_generations": 2,
         },
-    }  # fmt: skip
+    }
     return merged(merged(example.config(kind, folder, steps), short), more)
 
 
@@ -123,10 +118,15 @@ def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
 
     def trainer(steps: int, workers: int) -> Overriding:
         return example.make_trainer(
-            "ppo", tmp_path, steps=steps, kind=Overriding, config=small(example, "ppo", tmp_path, steps, algorithm=kl),
+            "ppo",
+            tmp_path,
+            steps=steps,
+            kind=Overriding,
+            config=small(example, "ppo", tmp_path, steps, algorithm=kl),
             train_sampler=torch.utils.data.RandomSampler(range(80)),  # pyright: ignore[reportArgumentType]
-            **roles(ActorRolloutRef=NotingActor, Critic=NotingCritic), **pools(workers, "ActorRolloutRef", "Critic"),
-        )  # fmt: skip
+            **roles(ActorRolloutRef=NotingActor, Critic=NotingCritic),
+            **pools(workers, "ActorRolloutRef", "Critic"),
+        )
 
     example.write_data(tmp_path)
     first = trainer(2, workers=2)
@@ -191,7 +191,7 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     assert [row["input"] for row in shown[:2]] == [row["input"] for row in shown[4:]]
     (taken_up / "run" / "taken_up.txt").unlink()
     with pytest.raises(RunDirError, match="checkpoints up to step 3"):
-        trainer._take_up()
+        trainer._adopt_checkpoint()
 
 
 def test_there_is_no_second_loop(
@@ -204,21 +204,29 @@ def test_there_is_no_second_loop(
     score_model.module.save_pretrained(tmp_path / "judge")
     save_file(score_model.value_head.state_dict(), tmp_path / "judge" / f"{VALUE_HEAD}.safetensors")
     config = small(
-        example, "grpo", tmp_path, 1, reward_model={"enable": True, "model": {"path": str(tmp_path / "judge")}},
+        example,
+        "grpo",
+        tmp_path,
+        1,
+        reward_model={"enable": True, "model": {"path": str(tmp_path / "judge")}},
         trainer={"val_before_train": False, "test_freq": -1},
-    )  # fmt: skip
+    )
     trainer = example.make_trainer(
-        "grpo", tmp_path, steps=1, config=config, reward_fn=NaiveRewardManager(made.tokenizer, 0),
+        "grpo",
+        tmp_path,
+        steps=1,
+        config=config,
+        reward_fn=NaiveRewardManager(made.tokenizer, 0),
         **roles(ActorRollout=ActorRolloutRefWorker, RewardModel=RewardModelWorker),
         **pools(1, "ActorRollout", "RewardModel"),
-    )  # fmt: skip
+    )
     with pytest.raises(TriviumError, match="there are no workers"):
         trainer.fit()
     trainer.init_workers()
     try:
         with monkeypatch.context() as patched:
-            patched.delattr(loops, "train_step")
-            with pytest.raises(ImportError, match="train_step"):
+            patched.delattr("trivium.trainer.train_step")
+            with pytest.raises(NameError, match="train_step"):
                 trainer.fit()
         assert trainer.fit()["steps"] == 1
     finally:
@@ -272,18 +280,24 @@ def test_a_gpu_that_is_not_there_is_an_error(example: Any, tmp_path: Path) -> No
 
 def test_a_run_config_is_taken_as_it_is(example: Any, tmp_path: Path) -> None:
     made = example.make_trainer("grpo", tmp_path, steps=3)
-    config = RunConfig.from_mapping(
+    config = config_from_mapping(
         {
-            "run": {"dir": str(tmp_path / "run")}, "model": {"kind": "hf", "path": str(tmp_path / "model")},
-            "tasks": {"train": {"kind": "parquet", "path": str(tmp_path / "train.parquet")}}, "rewards": ["exact"],
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"kind": "hf", "path": str(tmp_path / "model")},
+            "tasks": {"train": {"kind": "parquet", "path": str(tmp_path / "train.parquet")}},
+            "rewards": ["exact"],
             "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
         }
-    )  # fmt: skip
+    )
     assert RayPPOTrainer(config, made.tokenizer, made.role_worker_mapping, None).run_config == config
     given = RayPPOTrainer(
-        config, made.tokenizer, made.role_worker_mapping, None, reward_fn=lambda prompt, completion: 0.0,
+        config,
+        made.tokenizer,
+        made.role_worker_mapping,
+        None,
+        reward_fn=lambda prompt, completion: 0.0,
         train_dataset=[{"prompt": "1,2"}] * 8,
-    )  # fmt: skip
+    )
     assert given.run_config.rewards == ()
     assert given.run_config.tasks["train"].kind.endswith("DatasetTasks")
 
@@ -294,11 +308,14 @@ def test_rewards_come_from_the_config_where_none_are_passed(example: Any, tmp_pa
     )
     said = merged(
         example.config("grpo", tmp_path, 1),
-        {"custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "score"},
-         "reward_model": {"reward_manager": "naive", "reward_kwargs": {}}},
-    )  # fmt: skip
+        {
+            "custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "score"},
+            "reward_model": {"reward_manager": "naive", "reward_kwargs": {}},
+        },
+    )
     trainer = example.make_trainer("grpo", tmp_path, steps=1, config=said, reward_fn=None)
     task = trainer.run_config.tasks["train"].data.visit(0, 0)
     turn = Turn(np.array([1, 2]), np.array([3]), np.zeros(1), np.zeros(1), StopReason.EOS, "3")  # pyright: ignore[reportArgumentType]
-    judged, _ = trainer._scoring([Group(0, task, (Trajectory(0, (turn,)),))])
+    assert trainer._setup.rewards is not None
+    judged, _ = trainer._setup.rewards([Group(0, task, (Trajectory(0, (turn,)),))])
     assert judged[0].trajectories[0].reward == 3.0

@@ -6,38 +6,29 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.ray_parts import Launcher, Run, ray_instance
+from tests.e2e.ray_parts import Run, run_command
 
 PLAIN = str(Path(__file__).parent / "ray.yaml")
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
-    with ray_instance() as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
-
-
 def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_command_continues(
-    launcher: Launcher, ray_address: str, tmp_path: Path
+    ray_address: str, tmp_path: Path
 ) -> None:
     arguments = [
-        PLAIN, "cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2", "schedule.steps=12",
-        "evaluation.every=0", "sync.method=nccl",
-    ]  # fmt: skip
+        PLAIN,
+        "cluster.kind=ray",
+        f"cluster.address={ray_address}",
+        "cluster.ranks=2",
+        "schedule.steps=12",
+        "evaluation.every=0",
+        "sync.method=nccl",
+    ]
     killed = 0.0
 
     def kill(run: Run) -> None:
@@ -47,13 +38,13 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_com
         os.kill(run.pids()["trainer-rank-1"], signal.SIGKILL)
         killed = time.monotonic()
 
-    run = launcher.run(tmp_path / "run", *arguments, meanwhile=kill)
+    run = run_command(tmp_path / "run", *arguments, meanwhile=kill)
     assert run.code == 1, run.said
     assert run.ended - killed < 30
     assert "found: trainer-rank-1 failed: " in run.said
     assert {"trainer", "trainer-rank-0", "trainer-rank-1", "explorer-0"} <= run.pids().keys()
     assert not [name for name, pid in run.pids().items() if alive(pid)]
-    run = launcher.run(tmp_path / "run", *arguments)
+    run = run_command(tmp_path / "run", *arguments)
     assert run.code == 0, run.said
     assert "continuing from step-" in run.log
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]

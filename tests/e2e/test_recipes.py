@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from trivium.algorithms.groups import batch_of
-from trivium.assemble import Stage, build_buffer, build_schedule, shares_buffer
+from trivium.algorithms.batches import batch_of
 from trivium.buffers.journal import Journal
-from trivium.config import RunConfig, merged, read_yaml
-from trivium.launch import run
+from trivium.config import RunConfig, config_from_mapping, merged, read_yaml
 from trivium.metrics import declared
+from trivium.runtime.build import Stage, build_buffer, build_schedule, shares_buffer
+from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Group
@@ -28,12 +28,13 @@ SMALLER: dict[str, dict[str, Any]] = {
     "arithmetic.yaml": {"tasks": {"test": {"count": 20}}},
     "gsm8k.yaml": {
         "tasks": {name: {"path": str(GSM8K / f"{name}.jsonl"), "limit": 8} for name in ("train", "test")},
-        "engine": {"sampling": {"max_new_tokens": 16}}, "evaluation": {"sampling": {"max_new_tokens": 16}},
+        "engine": {"sampling": {"max_new_tokens": 16}},
+        "evaluation": {"sampling": {"max_new_tokens": 16}},
     },
     "guess.yaml": {},
     "own_reward/run.yaml": {},
     "reasoning_gym.yaml": {"tasks": {"train": {"size": 32}, "test": {"size": 16}}},
-}  # fmt: skip
+}
 """Every recipe, and what keeps it within a second or two."""
 
 
@@ -50,7 +51,7 @@ def smaller(recipe: str, run_dir: Path) -> RunConfig:
     for stage in data["stages"]:
         schedule = stage["schedule"]
         schedule |= {"steps": STEPS, "groups_per_step": min(4, schedule["groups_per_step"])}
-    return RunConfig.from_mapping(data, (RECIPES / recipe).parent)
+    return config_from_mapping(data, (RECIPES / recipe).parent)
 
 
 def journaled(config: RunConfig, run_dir: Path) -> list[Group]:
@@ -59,7 +60,7 @@ def journaled(config: RunConfig, run_dir: Path) -> list[Group]:
         last = config.stage_configs()[-1]
         stage = Stage(last, len(config.stages) - 1, 0, True, run_dir, run_dir / "model")
         slots = range(last.schedule.steps * last.schedule.groups_per_step)
-        return asyncio.run(build_buffer(stage, build_schedule(stage)).past(slots))
+        return asyncio.run(build_buffer(stage, build_schedule(stage)).taken_groups(slots))
     folders = {path.parent for path in (run_dir / "rollouts").rglob("*.msgpack")}
     return [group for folder in sorted(folders) for group in Journal(folder).read(after_step=0)]
 

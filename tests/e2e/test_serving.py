@@ -18,9 +18,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 
-from trivium.config import RunConfig
+from trivium.config import load_config
 from trivium.errors import ConfigError, RolloutsFailing
-from trivium.launch import run
+from trivium.runtime.launch import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 8
@@ -82,12 +82,12 @@ def test_an_agent_is_trained_through_a_kill_of_its_server(tmp_path: Path) -> Non
         check_door(url, example.KEY)
         killer = threading.Thread(target=kill_after, args=(server, run_dir / "checkpoints" / "step-000004"))
         killer.start()
-        asyncio.run(example.play_until_the_end(url, "before"))
+        asyncio.run(example.run_episodes(url, "before"))
         killer.join(60)
         assert server.wait(60) == -signal.SIGKILL
         server.communicate()
         server = start(run_dir)  # serve.json of the dead one is still there; the pid tells
-        asyncio.run(example.play_until_the_end(example.wait_for(server, run_dir), "after"))
+        asyncio.run(example.run_episodes(example.wait_for(server, run_dir), "after"))
         out, err = server.communicate(timeout=60)
         assert server.returncode == 0, err
     finally:
@@ -107,7 +107,7 @@ def test_an_agent_is_trained_through_a_kill_of_its_server(tmp_path: Path) -> Non
 def test_what_stops_the_training_stops_the_server_and_is_said(tmp_path: Path) -> None:
     """Agents that only fail: the trainer gives up, the endpoint closes, the cause is theirs."""
     said = {"workflow": {"max_failed_fraction": 0.5}, "run": {"dir": str(tmp_path / "run"), "mode": "serve"}}
-    config = RunConfig.load(EXAMPLES / "agent.yaml", [f"{k}={json.dumps(v)}" for k, v in said.items()])
+    config = load_config(EXAMPLES / "agent.yaml", [f"{k}={json.dumps(v)}" for k, v in said.items()])
     raised: list[BaseException] = []
 
     def serve() -> None:
@@ -149,14 +149,16 @@ def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
     """`serve` and `train` over a buffer and a channel that both reach."""
     example = the_example()
     shared = [
-        f"buffer={{kind: sql, url: 'sqlite:///{tmp_path}/buffer.db'}}", "run.name=two", "schedule.steps=2",
+        f"buffer={{kind: sql, url: 'sqlite:///{tmp_path}/buffer.db'}}",
+        "run.name=two",
+        "schedule.steps=2",
         f"sync={{method: checkpoint, dir: {tmp_path}/sync}}",
-    ]  # fmt: skip
+    ]
     results: dict[str, Any] = {}
 
     def role(mode: str) -> None:
         said = [*shared, f"run.mode={mode}", f"run.dir={tmp_path / mode}"]
-        results[mode] = run(RunConfig.load(EXAMPLES / "agent.yaml", said))
+        results[mode] = run(load_config(EXAMPLES / "agent.yaml", said))
 
     roles = [threading.Thread(target=role, args=(mode,)) for mode in ("train", "serve")]
     for thread in roles:
@@ -167,7 +169,7 @@ def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
     url = json.loads(path.read_text())["url"]
     while not httpx.get(f"{url}/health").json()["loaded"]:
         time.sleep(0.02)
-    means = asyncio.run(example.play_until_the_end(url))
+    means = asyncio.run(example.run_episodes(url))
     for thread in roles:
         thread.join(60)
     assert len(means) == 2
@@ -180,11 +182,13 @@ def test_a_server_explores_for_a_trainer_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "where"),
     [
-        ("run.mode=both", "tasks.train"), ("schedule.deterministic=true", "schedule.deterministic"),
-        ("cluster.kind=ray", "cluster.kind"), ("evaluation={taskset: train}", "evaluation.taskset"),
+        ("run.mode=both", "tasks.train"),
+        ("schedule.deterministic=true", "schedule.deterministic"),
+        ("cluster.kind=ray", "cluster.kind"),
+        ("evaluation={taskset: train}", "evaluation.taskset"),
     ],
-)  # fmt: skip
+)
 def test_what_agents_cannot_do_is_refused(said: str, where: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        RunConfig.load(EXAMPLES / "agent.yaml", [said])
+        load_config(EXAMPLES / "agent.yaml", [said])
     assert where in [problem.where for problem in raised.value.problems]

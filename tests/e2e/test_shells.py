@@ -10,8 +10,8 @@ import pytest
 import yaml
 from postgres import Server
 
-from tests.e2e.shells import Shell, eventually, shells
 from tests.e2e.test_kill import outcome_of
+from tests.processes import Forked, commands, eventually
 
 HERE = Path(__file__).parent
 BEAT_S = 3.0
@@ -46,9 +46,9 @@ def steps(run_dir: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def assert_ends_well(*ended: Shell) -> None:
-    for shell in ended:
-        assert shell.wait(120) == 0, shell.said
+def assert_ends_well(*ended: Forked) -> None:
+    for command in ended:
+        assert command.wait(120) == 0, command.text
 
 
 def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> None:
@@ -58,22 +58,33 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
         {
             "run": {"dir": str(tmp_path / "run")},
             "model": {
-                "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2,
-                "mlp": 128, "max_position": 24,
+                "kind": "tiny",
+                "alphabet": "0123456789+=",
+                "layers": 1,
+                "hidden": 64,
+                "heads": 2,
+                "kv_heads": 2,
+                "mlp": 128,
+                "max_position": 24,
             },
             "tasks": {name: {"kind": "arithmetic", "max_operand": 4} for name in ("train", "test")},
             "engine": {"sampling": {"max_new_tokens": 3}},
             "evaluation": {"taskset": "test", "every": 0, "sampling": {"max_new_tokens": 3, "temperature": 0.0}},
             "checkpoint": {"save_every": 40},
-            "buffer": {"kind": "sql", "url": postgres.url}, "sync": {"method": "checkpoint"},
+            "buffer": {"kind": "sql", "url": postgres.url},
+            "sync": {"method": "checkpoint"},
             "stages": [
                 {
-                    "algorithm": {"kind": "sft"}, "buffer": {"kind": "files"}, "train": {"optimizer": {"lr": 4e-3}},
+                    "algorithm": {"kind": "sft"},
+                    "buffer": {"kind": "files"},
+                    "train": {"optimizer": {"lr": 4e-3}},
                     "schedule": {"steps": 12, "groups_per_step": 32, "group_size": 1},
                 },
                 {
                     "algorithm": {
-                        "kind": "grpo", "mini_batches": 2, "entropy": {"coef": 0.01},
+                        "kind": "grpo",
+                        "mini_batches": 2,
+                        "entropy": {"coef": 0.01},
                         "policy_loss": {"kind": "ppo", "clip_high": 0.3},
                     },
                     "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},
@@ -81,8 +92,8 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
                 },
             ],
         },
-    )  # fmt: skip
-    with shells(tmp_path) as start:
+    )
+    with commands(tmp_path) as start:
         explorer = start("explore", "run", str(path), "run.mode=explore")
         trainer = start("train", "run", str(path), "run.mode=train")
         assert_ends_well(trainer, explorer)
@@ -98,7 +109,7 @@ def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     for directory in (together, apart):
         directory.mkdir()
-    with shells(tmp_path) as start:
+    with commands(tmp_path) as start:
         path = small(apart, f"sqlite:///{apart / 'buffer.db'}", **schedule)
         explorers = [start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab"]
         assert_ends_well(start("train", "run", str(path), "run.mode=train"), *explorers)
@@ -113,49 +124,50 @@ def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["explore", "train"])
 def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=16)
-    with shells(tmp_path) as start:
+    with commands(tmp_path) as start:
         both = {
             mode: start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=a") for mode in ("train", "explore")
         }
         dying, other = both.pop(victim), next(iter(both.values()))
-        eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.said + other.said)
+        eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.text + other.text)
         dying.kill()
         assert other.wait(30) == 1
-        assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.said
+        assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.text
         again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
         assert_ends_well(*again)
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16
         late = start("late", "run", str(path), "run.mode=explore")
         assert_ends_well(late)
-        assert "is finished: there is nothing to explore" in late.said
+        assert "is finished: there is nothing to explore" in late.text
 
 
 def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}")
-    with shells(tmp_path) as start:
+    with commands(tmp_path) as start:
         start("train", "run", str(path), "run.mode=train")
         stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1")
         assert stranger.wait(90) == 2
-        assert "the trainer runs another one" in stranger.said
+        assert "the trainer runs another one" in stranger.text
 
 
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=24)
-    with shells(tmp_path) as start:
+    with commands(tmp_path) as start:
         trainer = start("train", "run", str(path), "run.mode=train")
         first, second = (start(name, "run", str(path), "run.mode=explore", f"run.explorer={name}") for name in "ab")
         log = tmp_path / "run" / "log-b.txt"
         eventually(
-            lambda: steps(tmp_path / "run") >= 4 and log.is_file() and "explorer b joins" in log.read_text(), 90,
-            lambda: trainer.said + second.said,
-        )  # fmt: skip
+            lambda: steps(tmp_path / "run") >= 4 and log.is_file() and "explorer b joins" in log.read_text(),
+            90,
+            lambda: trainer.text + second.text,
+        )
         first.kill()
         assert_ends_well(trainer, second)
 
 
 def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_path: Path) -> None:
     """The same bytes come out as without the cuts."""
-    with shells(tmp_path) as start:
+    with commands(tmp_path) as start:
 
         def outcome(cuts: int) -> dict[str, Any]:
             directory = tmp_path / f"cut-{cuts}"
@@ -163,7 +175,7 @@ def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_pa
             path = small(directory, postgres.url, steps=10)
             trainer, explorer = (start(mode, "run", str(path), f"run.mode={mode}") for mode in ("train", "explore"))
             while (done := steps(directory / "run")) < cuts:
-                eventually(lambda: steps(directory / "run") > done, 90, lambda: trainer.said + explorer.said)
+                eventually(lambda: steps(directory / "run") > done, 90, lambda: trainer.text + explorer.text)
                 postgres.drop_connections()
             assert_ends_well(trainer, explorer)
             return outcome_of(directory / "run")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from trivium.buffers.journal import Journal
 from trivium.cli import main
-from trivium.config import RunConfig
-from trivium.launch import run
+from trivium.config import config_from_mapping, load_config
 from trivium.metrics import depends_on_machine
+from trivium.runtime.launch import run
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +50,8 @@ def here(directory: Path, way: str) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs in all three ways, a recording that they share, and the one of torchrun gone on with in one process."""
     directory = tmp_path_factory.mktemp("ways")
-    said = RunConfig.load(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
-    run(RunConfig.from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
+    said = load_config(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
+    run(config_from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
     here(directory, "alone")
     for way, (before, after) in WAYS.items():
         command = [*before, "-m", "trivium", *arguments(directory, way), *after]
@@ -93,7 +93,7 @@ def test_every_way_trains_the_same(way: str, directory: Path) -> None:
             torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} of step {step}")
     assert {path.name for path in (directory / way / "checkpoints").iterdir()} == {
         path.name for path in (directory / "alone" / "checkpoints").iterdir()
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)

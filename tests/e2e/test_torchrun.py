@@ -19,9 +19,19 @@ pytestmark = pytest.mark.slow
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trivium",
-        "run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "trivium",
+        "run",
+        str(HERE / "ray.yaml"),
+        f"run.dir={run_dir}",
+        *arguments,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

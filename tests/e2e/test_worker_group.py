@@ -15,25 +15,18 @@ import pytest
 import torch
 
 from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
-from trivium.cluster.backends import refuse_backend
-from trivium.cluster.dispatch import Dispatch, Execute, register, registered_methods
-from trivium.cluster.pools import ResourcePool, ResourcePoolManager, Role, Seat, _seated
-from trivium.cluster.remote import Gone
-from trivium.cluster.rows import gathered, split
-from trivium.cluster.worker import Worker
-from trivium.cluster.worker_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
+from trivium.cluster.actors import ActorDied
+from trivium.cluster.pools import Placement, ResourcePool, _placements
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
+from trivium.frontdoors.verl.dispatch import Dispatch, Execute, register, registered_methods
+from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+from trivium.frontdoors.verl.row_splitting import gathered, split
+from trivium.frontdoors.verl.worker import Worker
+from trivium.frontdoors.verl.worker_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
 from trivium.types import Batch, Experience
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connected() -> Iterator[None]:
-    ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +84,13 @@ def same(a: Any, b: Any) -> bool:
 def kinds(rows: int) -> list[Any]:
     numbers = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
     return [
-        [f"row {row}" for row in range(rows)], tuple(range(rows)), numbers, torch.from_numpy(numbers), batch(rows),
+        [f"row {row}" for row in range(rows)],
+        tuple(range(rows)),
+        numbers,
+        torch.from_numpy(numbers),
+        batch(rows),
         {"array": numbers, "more": {"list": list(range(rows))}, "temperature": 0.7},
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
@@ -303,22 +300,22 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
 def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: Any, run_dir: Path) -> None:
     pool = ResourcePool([3], cpus=0.5)
     group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir)
-    reserved, pids = pool.seats[0].group, [each["pid"] for each in group.who()]
+    reserved, pids = pool.placements[0].group, [each["pid"] for each in group.who()]
     stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
     with pytest.raises(RoleFailed, match="no answer after 2 s"):
         stuck[0].get(timeout_s=2.0)  # by then they are in the middle of it
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()
     for future in stuck:
-        with pytest.raises(Gone, match="ref-rank-1 failed: "):
+        with pytest.raises(ActorDied, match="ref-rank-1 failed: "):
             future.get()
-    with pytest.raises(Gone, match="ref-rank-1"):
+    with pytest.raises(ActorDied, match="ref-rank-1"):
         asyncio.run(awaited(group))
-    with pytest.raises(Gone, match="ref-rank-1"):
+    with pytest.raises(ActorDied, match="ref-rank-1"):
         group.first()
-    with pytest.raises(Gone, match="ref-rank-1"):
+    with pytest.raises(ActorDied, match="ref-rank-1"):
         three.length(stuck[1])
-    with pytest.raises(Gone, match="ref-rank-1"):
+    with pytest.raises(ActorDied, match="ref-rank-1"):
         asyncio.run(group.watch())
     group.shutdown()
     assert time.monotonic() - killed < 30
@@ -326,7 +323,7 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: A
     with pytest.raises(TriviumError, match="the group was shut down"):
         group.first()
     group.shutdown()  # once more changes nothing
-    assert pool.seats == ()
+    assert pool.placements == ()
     assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
 
 
@@ -353,9 +350,15 @@ def eventually(happened: Any) -> bool:
 
 def test_roles_have_the_names_of_the_original() -> None:
     assert [f"{role.name} {role.value} {role}" for role in Role] == [
-        "Actor 0 actor", "Rollout 1 rollout", "ActorRollout 2 actor_rollout", "Critic 3 critic", "RefPolicy 4 ref",
-        "RewardModel 5 rm", "ActorRolloutRef 6 actor_rollout_ref", "Env 7 env",
-    ]  # fmt: skip
+        "Actor 0 actor",
+        "Rollout 1 rollout",
+        "ActorRollout 2 actor_rollout",
+        "Critic 3 critic",
+        "RefPolicy 4 ref",
+        "RewardModel 5 rm",
+        "ActorRolloutRef 6 actor_rollout_ref",
+        "Env 7 env",
+    ]
 
 
 def test_what_a_cluster_lacks_is_said_before_anybody_waits() -> None:
@@ -385,7 +388,7 @@ def test_pools_are_shared_waited_for_and_given_back(run_dir: Path) -> None:
     manager.create_resource_pool()
     pool = manager.get_resource_pool(Role.Critic)
     assert pool is manager.get_resource_pool(Role.Actor)
-    assert [seat.bundle for seat in pool.seats] == [0, 0]
+    assert [placement.bundle for placement in pool.placements] == [0, 0]
     late = ResourcePoolManager({"late": [3]}, {Role.Actor: "late"}, deadline_s=0.5)
     with pytest.raises(ConfigError, match=r"'late': .*\nfound: [\d.]+ CPUs missing: [\d.]+ are free after 0 s"):
         late.create_resource_pool()
@@ -406,23 +409,13 @@ def test_ranks_find_their_machines_again() -> None:
 
     two, four = Group("two", 2), Group("four", 4)
     placed = [("10.0.0.9", two), ("10.0.0.2", four)]
-    seats = _seated(placed)
-    assert [(seat.address, seat.bundle, seat.local_size) for seat in seats] == [
-        *(("10.0.0.2", bundle, 4) for bundle in range(4)), *(("10.0.0.9", bundle, 2) for bundle in range(2))
-    ]  # fmt: skip
-    assert _seated(placed[::-1]) == seats
-    assert isinstance(seats[0], Seat)
-
-
-@pytest.mark.parametrize("name", ["megatron", "Megatron-LM", "sglang", "sglang_async", "veomni"])
-def test_backends_that_are_not_built_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        refuse_backend(name)
-
-
-def test_other_backends_are_not() -> None:
-    for name in ("fsdp", "fsdp2", "torch", "vllm"):
-        refuse_backend(name)
+    placements = _placements(placed)
+    assert [(placement.address, placement.bundle, placement.local_size) for placement in placements] == [
+        *(("10.0.0.2", bundle, 4) for bundle in range(4)),
+        *(("10.0.0.9", bundle, 2) for bundle in range(2)),
+    ]
+    assert _placements(placed[::-1]) == placements
+    assert isinstance(placements[0], Placement)
 
 
 def test_methods_of_a_group_are_not_hidden_by_those_of_a_worker(run_dir: Path) -> None:
@@ -433,4 +426,4 @@ def test_methods_of_a_group_are_not_hidden_by_those_of_a_worker(run_dir: Path) -
     pool = ResourcePool([1], cpus=0.1)
     with pytest.raises(ConfigError, match="the methods shutdown of Clashing"):
         RayWorkerGroup(pool, RayClassWithInitArgs(Clashing), run_dir=run_dir)
-    assert pool.seats == (), "nothing was started"
+    assert pool.placements == (), "nothing was started"

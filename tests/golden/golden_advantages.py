@@ -10,9 +10,9 @@ from torch import Tensor
 from trivium.algorithms import AdvantageInputs, Advantages
 from trivium.algorithms.advantages.finishing import normalised
 from trivium.algorithms.algorithm import Estimator
-from trivium.algorithms.entropy_gates import discriminant
-from trivium.algorithms.inputs import policy_inputs
-from trivium.algorithms.registered import EstimatorLaw, FilterLaw, chosen
+from trivium.algorithms.metadata import EstimatorMetadata, FilterMetadata, resolve_function
+from trivium.algorithms.policy_losses.base import policy_inputs
+from trivium.algorithms.token_weights import discriminant
 from trivium.types import Batch, Experience, Group, Task, Trajectory
 
 
@@ -20,18 +20,24 @@ def estimated(
     x: AdvantageInputs, kind: str, columns: Arguments, *, clip: float | None = None, **options: Any
 ) -> Advantages:
     """What a config with this estimator makes of the inputs."""
-    function, law = chosen("advantages", section("advantages", kind, **options), EstimatorLaw)
+    function, metadata = resolve_function("advantages", section("advantages", kind, **options), EstimatorMetadata)
     there = {"rollout_is_weights"} & columns.keys()
-    x = replace(x, columns={name: columns[name] for name in law.needs | there})
-    return Estimator(function, law, clip=clip).advantages(x)[0]
+    x = replace(x, columns={name: columns[name] for name in metadata.needs | there})
+    return Estimator(function, metadata, clip=clip).advantages(x)[0]
 
 
 # --------------------------------------------------------------------------- verl
 
 
 _PLAIN = (
-    "gae", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline",
-)  # fmt: skip
+    "gae",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+)
 """Functions of the peer whose names and options are ours."""
 
 
@@ -134,7 +140,9 @@ def _trinity_grpo(inputs: Arguments, kwargs: Arguments) -> Arguments:
 @answers("trinity", "adv_grpo_std_threshold")
 def _std_threshold(inputs: Arguments, kwargs: Arguments) -> Arguments:
     done = _trinity(inputs, "grpo")
-    keeps, _ = chosen("filters", section("filters", "low_std", threshold=kwargs["std_threshold"]), FilterLaw)
+    keeps, _ = resolve_function(
+        "filters", section("filters", "low_std", threshold=kwargs["std_threshold"]), FilterMetadata
+    )
     rewards, tasks = inputs["reward"].tolist(), inputs["task"]
     kept = torch.tensor([keeps(_group([rewards[row] for row in torch.where(tasks == task)[0]])) for task in tasks])
     return {
@@ -217,8 +225,10 @@ def _distilled(inputs: Arguments, kwargs: Arguments, kind: str, metric: str) -> 
     per_row = advantages.sum(-1)
     divergence = -per_row / kwargs["kl_coef"]
     metrics = {
-        f"{metric}/mean": divergence.mean(), f"{metric}/std": divergence.std(), "advantages/mean": per_row.mean()
-    }  # fmt: skip
+        f"{metric}/mean": divergence.mean(),
+        f"{metric}/std": divergence.std(),
+        "advantages/mean": per_row.mean(),
+    }
     return {"advantages": advantages, "response_mask": mask, "metrics": metrics}
 
 
@@ -256,14 +266,18 @@ def _selected(mask: Tensor, columns: Arguments, gate: Arguments) -> Tensor:
     batch = Batch(
         tuple(
             Experience(
-                torch.zeros(padded.shape[1]).numpy(), row.numpy(), torch.zeros(padded.shape[1]).numpy(),
-                torch.zeros(padded.shape[1]).numpy(), "group", i,
+                torch.zeros(padded.shape[1]).numpy(),
+                row.numpy(),
+                torch.zeros(padded.shape[1]).numpy(),
+                torch.zeros(padded.shape[1]).numpy(),
+                "group",
+                i,
             )
             for i, row in enumerate(padded)
         )
-    ).with_columns(**{name: [row.numpy() for row in column] for name, column in shifted.items()})  # fmt: skip
+    ).with_columns(**{name: [row.numpy() for row in column] for name, column in shifted.items()})
     chosen = objective.select(batch, 0)
-    return torch.stack([torch.from_numpy(row.copy()) for row in chosen.columns["open"]])[:, 1:].bool()
+    return torch.stack([torch.from_numpy(row.copy()) for row in chosen.columns["counted"]])[:, 1:].bool()
 
 
 @answers("trinity", "adv_clip_b")
@@ -341,9 +355,10 @@ def _cross_batch(inputs: Arguments, kwargs: Arguments) -> Arguments:
     advantages, mask = inputs["advantages"], inputs["action_mask"].bool()
     rows = torch.arange(len(mask))
     given = Estimator(
-        lambda x: Advantages(x.token_level_rewards, x.token_level_rewards), EstimatorLaw("", "", frozenset()),
+        lambda x: Advantages(x.token_level_rewards, x.token_level_rewards),
+        EstimatorMetadata(formula="", source=""),
         normalise="mean" if kwargs["no_advantage_std_norm"] else "std",
-    )  # fmt: skip
+    )
     return {"advantages": given.advantages(AdvantageInputs(advantages, mask, rows, rows))[0].advantages}
 
 

@@ -15,8 +15,8 @@ from trivium.algorithms import (
     get_kl_controller,
     kl_penalty,
 )
-from trivium.algorithms.registered import KlLaw, chosen
-from trivium.algorithms.stats import masked_mean, masked_sum, masked_var, masked_whiten
+from trivium.algorithms.metadata import KlMetadata, resolve_function
+from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
 
 
 @answers("agg_loss", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -26,7 +26,10 @@ def _agg_loss(inputs: Arguments, kwargs: Arguments) -> Arguments:
 
 @answers("stats", "masked_whiten")
 def _whiten(inputs: Arguments, kwargs: Arguments) -> Arguments:
-    return {"out": masked_whiten(inputs["values"], inputs["mask"], **kwargs)}
+    values, mask = inputs["values"], inputs["mask"]
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return {"out": whitened if kwargs.get("shift_mean", True) else whitened + mean}
 
 
 @answers("stats", "masked_var")
@@ -79,10 +82,13 @@ def _kl(inputs: Arguments, kwargs: Arguments) -> Arguments:
 def _apply_kl_penalty(inputs: Arguments, kwargs: Arguments) -> Arguments:
     controller = get_kl_controller(kwargs)
     rewards, current = apply_kl_penalty(
-        inputs["token_level_scores"], inputs["old_log_probs"], inputs["ref_log_prob"], inputs["response_mask"],
+        inputs["token_level_scores"],
+        inputs["old_log_probs"],
+        inputs["ref_log_prob"],
+        inputs["response_mask"],
         coef=controller.value,
-        estimator=chosen("kl_estimators", section("kl_estimators", kwargs["kl_penalty"]), KlLaw)[0],
-    )  # fmt: skip
+        estimator=resolve_function("kl_estimators", section("kl_estimators", kwargs["kl_penalty"]), KlMetadata)[0],
+    )
     metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": controller.value}
     controller.update(current, len(rewards))
     return {"token_level_rewards": rewards, "metrics": metrics, "kl_coef_after": controller.value}

@@ -5,7 +5,8 @@ from typing import Any
 from golden_runners import Arguments, answers, minimised, policy_objective, section
 
 from trivium.algorithms import kl_penalty
-from trivium.algorithms.correction import Corrected, Correction, correct
+from trivium.algorithms.correction import Correction
+from trivium.algorithms.importance_weights import Corrected, correct
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.stats import masked_mean
 
@@ -65,15 +66,26 @@ def _off_policy_metrics(found: dict[str, float]) -> dict[str, float]:
 
 
 _SPREAD = {
-    "mean": "mean", "std": "std", "max": "max", "min": "min", "seq_mean": "sequence_mean", "seq_std": "sequence_std",
-    "seq_max": "sequence_max", "seq_min": "sequence_min", "seq_max_deviation": "sequence_deviation",
-    "seq_fraction_high": "sequence_above", "seq_fraction_low": "sequence_below",
-}  # fmt: skip
+    "mean": "mean",
+    "std": "std",
+    "max": "max",
+    "min": "min",
+    "seq_mean": "sequence_mean",
+    "seq_std": "sequence_std",
+    "seq_max": "sequence_max",
+    "seq_min": "sequence_min",
+    "seq_max_deviation": "sequence_deviation",
+    "seq_fraction_high": "sequence_above",
+    "seq_fraction_low": "sequence_below",
+}
 _WEIGHTS = {**_SPREAD, "ratio_fraction_high": "above", "ratio_fraction_low": "below", "eff_sample_size": "ess"}
 _REJECTION = {
-    **_SPREAD, "fraction_high": "above", "fraction_low": "below", "masked_fraction": "tokens",
+    **_SPREAD,
+    "fraction_high": "above",
+    "fraction_low": "below",
+    "masked_fraction": "tokens",
     "seq_masked_fraction": "sequences",
-}  # fmt: skip
+}
 
 
 def _weight_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
@@ -140,9 +152,10 @@ def _full(inputs: Arguments, kwargs: Arguments) -> Arguments:
         found |= said
     metrics = _off_policy_metrics(found) | _metrics(found, correction)
     return {
-        "weights": weights, "response_mask": kept,
+        "weights": weights,
+        "response_mask": kept,
         "metrics": {f"rollout_corr/{name}": value for name, value in metrics.items()},
-    }  # fmt: skip
+    }
 
 
 @answers("rollout_correction", "bypass_mode")
@@ -186,9 +199,11 @@ def _openrlhf(inputs: Arguments, kwargs: Arguments) -> Arguments:
     columns = {"advantages": inputs["advantages"], "old_log_prob": old, "rollout_is_weights": weights}
     loss, found = minimised(objective, inputs["log_probs"], mask, columns)
     return {
-        "loss": loss, "clip_ratio": found["train/clip_fraction"], "ppo_kl": found["train/kl"],
+        "loss": loss,
+        "clip_ratio": found["train/clip_fraction"],
+        "ppo_kl": found["train/kl"],
         "rollout_kl": mismatch(old, engine, mask)["mismatch/kl_k1"],
-    }  # fmt: skip
+    }
 
 
 @answers("lightrft", "openrlhf_gspo_rollout_ratio")

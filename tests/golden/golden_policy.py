@@ -7,7 +7,7 @@ from golden_runners import Arguments, answers, minimised, policy_objective
 
 from trivium.algorithms import ValueObjective, compute_policy_loss, kl_penalty
 from trivium.algorithms.stats import masked_mean
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 
 
 @answers("policy_loss", "compute_policy_loss")
@@ -197,6 +197,6 @@ def _value_loss(inputs: Arguments, kwargs: Arguments) -> Arguments:
     mask, old = inputs["action_mask"].bool(), inputs["old_values"]
     columns = {"values": old, "returns": inputs["returns"], "rollout_log_prob": torch.zeros_like(old)}
     batch = LossInputs(mask, torch.zeros(mask.shape), columns, values=inputs["values"])
-    totals = Totals(int(mask.sum()), int(mask.any(-1).sum()), mask.shape[1])
+    totals = LossDenominators(int(mask.sum()), int(mask.any(-1).sum()), mask.shape[1])
     objective = ValueObjective(kwargs["clip_eps"], _level({"token_level_loss": False, **kwargs}))
     return {"loss": objective.loss(batch, totals).loss}

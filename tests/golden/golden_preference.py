@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trivium.algorithms import PairInputs
+from trivium.algorithms.metadata import PairLossMetadata, resolve_function
 from trivium.algorithms.preference import reference_point
-from trivium.algorithms.registered import PairLossLaw, chosen
 
 SIDES = ("policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected")
 
@@ -48,7 +48,7 @@ def _kto(inputs: Arguments, kwargs: Arguments) -> Arguments:
     counts = [len(side) for side in sides[:2]]
     filled = [pad(side, (0, max(counts) - len(side))) for side in sides]
     there = [torch.arange(max(counts)) < number for number in counts]
-    loss, _ = chosen("pair_losses", section("pair_losses", "kto", **kwargs), PairLossLaw)
+    loss, _ = resolve_function("pair_losses", section("pair_losses", "kto", **kwargs), PairLossMetadata)
     done = loss(PairInputs(*filled, *there, kl))
     rewards = {
         "chosen_rewards": done.chosen_rewards[: counts[0]],

@@ -5,8 +5,8 @@ import torch
 from golden_runners import Arguments, answers, section
 
 from trivium.algorithms import ShapingInputs
-from trivium.algorithms.registered import ShapingLaw, chosen
-from trivium.rewards import BatchView, DAPORewardManager, default_compute_score
+from trivium.algorithms.metadata import ShapingMetadata, resolve_function
+from trivium.frontdoors.verl import BatchView, DAPORewardManager, default_compute_score
 from trivium.rewards.functions import gsm8k_answer, gsm8k_score
 from trivium.rewards.mathematics import math_boxed, math_dapo
 
@@ -65,9 +65,12 @@ def _overlong_penalty(inputs: Arguments, kwargs: Arguments) -> Arguments:
     """What the manager takes off, which is what the shaping of the same name takes off."""
     lengths, longest, factor = inputs["lengths"], kwargs["max_resp_len"], kwargs["penalty_factor"]
     manager = DAPORewardManager(
-        _Letters(), 0, lambda **sample: 2.0, max_resp_len=longest,
+        _Letters(),
+        0,
+        lambda **sample: 2.0,
+        max_resp_len=longest,
         overlong_buffer_cfg={"enable": True, "len": kwargs["buffer_len"], "penalty_factor": factor, "log": True},
-    )  # fmt: skip
+    )
     rows, width = len(lengths), int(lengths.max())
     attention = torch.cat([torch.ones(rows, 1), torch.arange(width) < lengths[:, None]], dim=1).long()
     ids = torch.ones(rows, width).long()
@@ -77,10 +80,11 @@ def _overlong_penalty(inputs: Arguments, kwargs: Arguments) -> Arguments:
     assert isinstance(found, dict)
     penalty = found["reward_tensor"].sum(-1) - 2.0
     assert found["reward_extra_info"]["overlong"] == (penalty < 0).tolist()
-    shape, _ = chosen(
-        "shapings", section("shapings", "overlong_penalty", factor=factor, buffer=kwargs["buffer_len"] / longest),
-        ShapingLaw,
-    )  # fmt: skip
+    shape, _ = resolve_function(
+        "shapings",
+        section("shapings", "overlong_penalty", factor=factor, buffer=kwargs["buffer_len"] / longest),
+        ShapingMetadata,
+    )
     nothing = torch.zeros(rows)
     shaped = shape(ShapingInputs(nothing.double(), lengths, nothing.bool(), nothing.long(), longest))
     torch.testing.assert_close(penalty.double(), shaped, rtol=1e-6, atol=1e-6)
@@ -90,7 +94,9 @@ def _overlong_penalty(inputs: Arguments, kwargs: Arguments) -> Arguments:
 
 @answers("rewards", "stop_properly_penalty")
 def _stop_properly_penalty(inputs: Arguments, kwargs: Arguments) -> Arguments:
-    shape, _ = chosen("shapings", section("shapings", "truncation_penalty", coef=kwargs["coef"]), ShapingLaw)
+    shape, _ = resolve_function(
+        "shapings", section("shapings", "truncation_penalty", coef=kwargs["coef"]), ShapingMetadata
+    )
     rewards, truncated = inputs["rewards"].double(), inputs["truncated"].bool()
     some = torch.ones(len(rewards)).long()
     return {"rewards": shape(ShapingInputs(rewards, some, truncated, some, 1))}

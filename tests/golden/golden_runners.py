@@ -12,7 +12,7 @@ from deviations import LATER
 from golden_cases import DATA, Case
 
 from trivium.algorithms.objective import PolicyObjective
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 __all__ = [
@@ -84,31 +84,40 @@ def minimised(
     batch = Batch(
         tuple(
             Experience(
-                torch.zeros(mask.shape[1]).numpy(), row.numpy(), shifted["rollout_log_prob"][i].numpy(),
-                version[i].numpy(), "group", i,
+                torch.zeros(mask.shape[1]).numpy(),
+                row.numpy(),
+                shifted["rollout_log_prob"][i].numpy(),
+                version[i].numpy(),
+                "group",
+                i,
             )
             for i, row in enumerate(mask)
         )
-    )  # fmt: skip
+    )
     scores = {"log_prob": log_prob.detach(), **({} if entropy is None else {"entropy": entropy.detach()})}
     known = {name: column for name, column in {**shifted, **scores}.items() if name != "rollout_log_prob"}
     batch = objective.select(batch.with_columns(**{n: [row.numpy() for row in c] for n, c in known.items()}), 0)
-    for name in ("selected", "gate", "open", "rollout_is_weights"):
+    for name in ("selected", "token_weight", "counted", "rollout_is_weights"):
         if name in batch.columns and name not in columns:
             shifted[name] = torch.stack([torch.from_numpy(row.copy()) for row in batch.columns[name]]).to(
                 log_prob.dtype
             )
     mask = torch.stack([torch.from_numpy(e.response_mask.copy()) for e in batch.experiences])
     experts = mask & (version == EXPERT_VERSION)
-    opened = mask & (shifted["open"] != 0) if "open" in shifted else mask
+    counted = mask & (shifted["counted"] != 0) if "counted" in shifted else mask
     said = {
-        "tokens": int(mask.sum()), "sequences": int(mask.any(-1).sum()), "max_response_length": mask.shape[1] - 1,
-        "expert_tokens": int(experts.sum()), "expert_sequences": int(experts.any(-1).sum()),
-        "open_tokens": int(opened.sum()), "open_sequences": int(opened.any(-1).sum()), **counts,
-    }  # fmt: skip
-    if "open" not in shifted:
-        said |= {"open_tokens": None, "open_sequences": None}
-    done = objective.loss(LossInputs(mask, version, shifted, log_prob, entropy, step=step), Totals(**said))
+        "tokens": int(mask.sum()),
+        "sequences": int(mask.any(-1).sum()),
+        "max_response_length": mask.shape[1] - 1,
+        "expert_tokens": int(experts.sum()),
+        "expert_sequences": int(experts.any(-1).sum()),
+        "counted_tokens": int(counted.sum()),
+        "counted_sequences": int(counted.any(-1).sum()),
+        **counts,
+    }
+    if "counted" not in shifted:
+        said |= {"counted_tokens": None, "counted_sequences": None}
+    done = objective.loss(LossInputs(mask, version, shifted, log_prob, entropy, step=step), LossDenominators(**said))
     means = {key: float(value / max(int(mask.sum()), 1)) for key, value in done.sums.items()}
     maxima = {key: float(value) for key, value in done.maxima.items()}
     return done.loss, {**objective.derived(means), **maxima, **batch.metrics}

@@ -5,7 +5,7 @@ import torch
 from golden_runners import Arguments, answers, section
 
 from trivium.algorithms import ShapingInputs, build_algorithm
-from trivium.algorithms.registered import ShapingLaw, chosen
+from trivium.algorithms.metadata import ShapingMetadata, resolve_function
 from trivium.algorithms.shaping import Moments
 from trivium.config import AlgorithmConfig, plugin
 from trivium.types import Batch, Experience
@@ -15,9 +15,10 @@ from trivium.types import Batch, Experience
 def _compute_reward(inputs: Arguments, kwargs: Arguments) -> Arguments:
     """Clipped rewards on the last trained token, a KL penalty off every one: undiscounted to a single step's return."""
     said = {
-        "kind": "reinforce", "advantage": {"gamma": 0.0},
+        "kind": "reinforce",
+        "advantage": {"gamma": 0.0},
         "kl": {"coef": kwargs["kl_coef"], **({"place": "reward", "estimator": "k1"} if kwargs["kl_coef"] else {})},
-    }  # fmt: skip
+    }
     if kwargs["reward_clip_range"] is not None:
         low, high = kwargs["reward_clip_range"]
         said["shaping"] = [{"kind": "clip", "low": low, "high": high}]
@@ -37,7 +38,7 @@ def _compute_reward(inputs: Arguments, kwargs: Arguments) -> Arguments:
 def _running_moments(inputs: Arguments, kwargs: Arguments) -> Arguments:
     """The moments behind the registered normalisation, read off what it makes of 0 and 1."""
     (scaled, _), (centred, _) = (
-        chosen("shapings", section("shapings", "running_normalise", minus_mean=both), ShapingLaw)
+        resolve_function("shapings", section("shapings", "running_normalise", minus_mean=both), ShapingMetadata)
         for both in (False, True)
     )
 

@@ -8,10 +8,10 @@ from golden_runners import Arguments, answers, minimised, policy_objective, sect
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, policy_inputs
-from trivium.algorithms.inputs import row_mean
+from trivium.algorithms.metadata import EntropyMetadata, KlMetadata, resolve_function
 from trivium.algorithms.objective import PolicyObjective, Term
+from trivium.algorithms.policy_losses.base import row_mean
 from trivium.algorithms.policy_losses.mixed import mu_schedule
-from trivium.algorithms.registered import EntropyLaw, KlLaw, chosen
 from trivium.algorithms.stats import masked_mean
 
 CLIPPED = {"pg_clipfrac": "train/clip_fraction", "pg_clipfrac_lower": "train/clip_fraction_lower", "ppo_kl": "train/kl"}
@@ -29,9 +29,14 @@ def judged(inputs: Arguments) -> PolicyInputs:
 
 
 def loss_of(
-    inputs: Arguments, kind: str, kwargs: Arguments, *, gates: tuple[dict, ...] = (), counts: Arguments | None = None,
+    inputs: Arguments,
+    kind: str,
+    kwargs: Arguments,
+    *,
+    gates: tuple[dict, ...] = (),
+    counts: Arguments | None = None,
     **options: Any,
-) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+) -> tuple[Tensor, dict[str, float]]:
     objective = policy_objective(kind, kwargs.get("loss_agg_mode", "token-mean"), gates=gates, **options)
     return minimised(objective, inputs["logprob"], inputs["action_mask"], columns_of(inputs), **(counts or {}))
 
@@ -83,10 +88,12 @@ def _gspo(inputs: Arguments, kwargs: Arguments) -> Arguments:
     return {
         "loss": loss,
         "metrics": {
-            "pg_loss": loss, "pg_clipfrac": metrics["train/clip_fraction"], "ppo_kl": metrics["train/kl"],
+            "pg_loss": loss,
+            "pg_clipfrac": metrics["train/clip_fraction"],
+            "ppo_kl": metrics["train/kl"],
             "ppo_kl_seq": row_mean(-x.log_ratio, x.response_mask).mean(),
         },
-    }  # fmt: skip
+    }
 
 
 @answers("trinity", "ppo_sequence_masking")
@@ -192,10 +199,16 @@ def _mixed(inputs: Arguments, kwargs: Arguments, kind: str, imitation: str, **op
     mode = kwargs.get("loss_agg_mode", "token-mean")
     loss, metrics = minimised(
         policy_objective(kind, mode, **band(kwargs), **options),
-        inputs["logprob"], mask, columns_of(inputs), expert=expert, step=kwargs.get("step", 0),
-        tokens=own_tokens + expert_tokens, expert_tokens=expert_tokens,
-        sequences=own_rows + expert_rows, expert_sequences=expert_rows,
-    )  # fmt: skip
+        inputs["logprob"],
+        mask,
+        columns_of(inputs),
+        expert=expert,
+        step=kwargs.get("step", 0),
+        tokens=own_tokens + expert_tokens,
+        expert_tokens=expert_tokens,
+        sequences=own_rows + expert_rows,
+        expert_sequences=expert_rows,
+    )
     own, others = ({name: tensor[which] for name, tensor in inputs.items()} for which in (~expert, expert))
     per_own_token = float(mask.sum()) / float(mask[~expert].sum()) * own_part  # ours are means over all tokens
     return {
@@ -234,8 +247,8 @@ def only(aggregate: str, **terms: Term) -> PolicyObjective:
 def _kl_loss(inputs: Arguments, kwargs: Arguments) -> Arguments:
     corrected = kwargs["kl_fn"] == "corrected_k3" and "old_logprob" in inputs
     kind = "corrected_k3" if corrected else kwargs["kl_fn"].removeprefix("corrected_")
-    estimator, law = chosen("kl_estimators", section("kl_estimators", kind), KlLaw)
-    objective = only(kwargs["loss_agg_mode"], kl=Term(kwargs["kl_coef"], estimator, law))
+    estimator, metadata = resolve_function("kl_estimators", section("kl_estimators", kind), KlMetadata)
+    objective = only(kwargs["loss_agg_mode"], kl=Term(kwargs["kl_coef"], estimator, metadata))
     nothing = {"advantages": torch.zeros_like(inputs["logprob"])}
     loss, _ = minimised(objective, inputs["logprob"], inputs["action_mask"], {**columns_of(inputs), **nothing})
     everywhere = torch.ones_like(inputs["logprob"])
@@ -249,17 +262,21 @@ def _kl_loss(inputs: Arguments, kwargs: Arguments) -> Arguments:
 @answers("trinity", "entropy_loss")
 def _entropy_loss(inputs: Arguments, kwargs: Arguments) -> Arguments:
     kind = "sampled" if "expert_mask" in inputs else "exact"
-    term = Term(kwargs["entropy_coef"], *chosen("entropies", section("entropies", kind), EntropyLaw))
+    term = Term(kwargs["entropy_coef"], *resolve_function("entropies", section("entropies", kind), EntropyMetadata))
     nothing = torch.zeros_like(inputs["entropy"])
     loss, _ = minimised(
-        only(kwargs["loss_agg_mode"], entropy=term), nothing, inputs["action_mask"], {"advantages": nothing},
-        entropy=inputs["entropy"], expert=inputs.get("expert_mask"),
-    )  # fmt: skip
+        only(kwargs["loss_agg_mode"], entropy=term),
+        nothing,
+        inputs["action_mask"],
+        {"advantages": nothing},
+        entropy=inputs["entropy"],
+        expert=inputs.get("expert_mask"),
+    )
     return {"loss": -loss, "metrics": {"entropy_loss": -loss / kwargs["entropy_coef"]}}  # ours is taken off the loss
 
 
 def _kl(inputs: Arguments, kind: str, mask: Tensor, cap: float | None) -> Arguments:
-    estimator, _ = chosen("kl_estimators", section("kl_estimators", kind, cap=cap), KlLaw)
+    estimator, _ = resolve_function("kl_estimators", section("kl_estimators", kind, cap=cap), KlMetadata)
     kl = estimator(policy_inputs(inputs["log_probs"], mask, ref_log_prob=inputs["log_probs_base"]))
     return {"loss": kl.sum(), "kl": kl}
 

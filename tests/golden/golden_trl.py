@@ -6,15 +6,21 @@ from golden_runners import Arguments, answers, minimised, policy_objective, sect
 from torch import Tensor
 
 from trivium.algorithms import policy_inputs
-from trivium.algorithms.inputs import row_mean
+from trivium.algorithms.metadata import KlMetadata, PolicyLossMetadata, resolve_function
 from trivium.algorithms.objective import Term
-from trivium.algorithms.registered import KlLaw, PolicyLossLaw, chosen
+from trivium.algorithms.policy_losses.base import row_mean
 from trivium.algorithms.stats import masked_mean
 
 MEAN = {
-    "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean",
-    "luspo": "seq-mean-token-sum", "cispo": "token-mean", "sapo": "seq-mean-token-mean", "vespo": "token-mean",
-}  # fmt: skip
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "dapo": "token-mean",
+    "luspo": "seq-mean-token-sum",
+    "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean",
+    "vespo": "token-mean",
+}
 """The peer's loss type -> our mean."""
 
 
@@ -38,19 +44,25 @@ def loss_of(inputs: Arguments, kwargs: Arguments, kind: str, **options: Any) -> 
         said = {"kind": "k3", "cap": None}
         if kwargs.get("use_bias_correction_kl"):
             said = {"kind": "corrected_k3", "bound": None}
-        terms["kl"] = Term(kwargs["beta"], *chosen("kl_estimators", section("kl_estimators", **said), KlLaw))
+        terms["kl"] = Term(
+            kwargs["beta"], *resolve_function("kl_estimators", section("kl_estimators", **said), KlMetadata)
+        )
     objective = policy_objective(kind, MEAN[kwargs["loss_type"]], gates=gates, terms=terms, **options)
     names = {"max_completion_length": "max_response_length", "num_items_in_batch": "tokens"}
     counts = {ours: kwargs[theirs] for theirs, ours in names.items() if theirs in kwargs}
     return minimised(
-        objective, inputs["per_token_logps"], inputs["completion_mask"], given(inputs),
-        entropy=inputs.get("entropies"), **counts,
-    )  # fmt: skip
+        objective,
+        inputs["per_token_logps"],
+        inputs["completion_mask"],
+        given(inputs),
+        entropy=inputs.get("entropies"),
+        **counts,
+    )
 
 
 def per_token(inputs: Arguments, kind: str, **options: Any) -> dict[str, Tensor]:
     """What the loss logs, token by token."""
-    loss, _ = chosen("policy_losses", section("policy_losses", kind, **options), PolicyLossLaw)
+    loss, _ = resolve_function("policy_losses", section("policy_losses", kind, **options), PolicyLossMetadata)
     return loss(policy_inputs(inputs["per_token_logps"].detach(), inputs["completion_mask"], **given(inputs))).metrics
 
 
@@ -64,14 +76,18 @@ def _clipped(inputs: Arguments, kwargs: Arguments) -> Arguments:
     mask, advantages = inputs["completion_mask"].bool(), given(inputs)["advantages"]
     down, up = clipped * (advantages < 0), clipped * (advantages > 0)
     rows = {name: row_mean(side, mask) for name, side in (("low", down), ("high", up))}
-    mean = {"low": rows["low"].mean(), "high": rows["high"].mean()} if sequence else {
-        "low": masked_mean(down, mask), "high": masked_mean(up, mask)
-    }  # fmt: skip
+    mean = (
+        {"low": rows["low"].mean(), "high": rows["high"].mean()}
+        if sequence
+        else {"low": masked_mean(down, mask), "high": masked_mean(up, mask)}
+    )
     found = {
-        "clip_ratio/low_mean": mean["low"], "clip_ratio/high_mean": mean["high"],
+        "clip_ratio/low_mean": mean["low"],
+        "clip_ratio/high_mean": mean["high"],
         "clip_ratio/region_mean": mean["low"] + mean["high"],
-        "clip_ratio/low_min": rows["low"].min(), "clip_ratio/high_max": rows["high"].max(),
-    }  # fmt: skip
+        "clip_ratio/low_min": rows["low"].min(),
+        "clip_ratio/high_max": rows["high"].max(),
+    }
     if kwargs.get("beta"):
         found["kl"] = metrics["train/ref_kl"]
     return {"loss": loss, "metrics": found}

@@ -52,9 +52,10 @@ def test_every_case_is_answered(pytestconfig: pytest.Config) -> None:
     cases = cases_in(folder)
     assert cases, f"no fixture files in {folder}"
     absent = Counter(
-        f"{case.file}/{case.function}" for case in cases
+        f"{case.file}/{case.function}"
+        for case in cases
         if answer_to(case) is None and family(case.file, case.function) not in LATER
-    )  # fmt: skip
+    )
     listed = ", ".join(f"{function} ({count})" for function, count in sorted(absent.items()))
     assert not absent, f"{absent.total()} cases of {len(absent)} functions have no answer: {listed}"
 

@@ -16,7 +16,7 @@ from test_golden import cases_in, deviation, run
 
 import trivium.algorithms
 from trivium.algorithms import catalogue
-from trivium.algorithms.correction import (
+from trivium.algorithms.importance_weights import (
     correct,
     importance_weights,
     live_weights,
@@ -28,9 +28,17 @@ ORACLES = Path(__file__).parent.parent / "oracle"
 LAWS = {"test_algorithms_losses", "test_algorithms_advantages", "test_algorithms_kl"}
 """What holds for everything registered says too little about a single formula."""
 ROOMS = (
-    "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses", "score_losses",
-    "filters", "shapings",
-)  # fmt: skip
+    "advantages",
+    "policy_losses",
+    "gates",
+    "kl_estimators",
+    "entropies",
+    "aggregations",
+    "pair_losses",
+    "score_losses",
+    "filters",
+    "shapings",
+)
 BEHIND = (correct, importance_weights, live_weights, rejection_statistic, statistic_bounds)
 """What the values of the room `corrections` are made of."""
 
@@ -41,7 +49,7 @@ def everything() -> dict[str, Any]:
     for room in ROOMS:
         for kind, function in catalogue(room).items():
             found.setdefault(id(function), (f"{room}/{kind}", function))
-            select = getattr(function.law, "select", None)
+            select = getattr(function.metadata, "select", None)
             if select is not None:
                 found.setdefault(id(select), (f"{room}/{kind}/{select.__name__}", select))
     found |= {id(function): (f"corrections/{function.__name__}", function) for function in BEHIND}

@@ -155,9 +155,21 @@ def test_variance_of_too_few_tokens_is_an_error() -> None:
 
 
 JUST_SPREAD = (
-    "asymre", "gigpo", "grpo_rank_penalty", "opmd", "rec", "reinforce", "step_wise_grpo", "grpo", "rloo", "group_norm",
-    "max_rl", "jsd", "on_policy_distill", "reinforce_baseline",
-)  # fmt: skip
+    "asymre",
+    "gigpo",
+    "grpo_rank_penalty",
+    "opmd",
+    "rec",
+    "reinforce",
+    "step_wise_grpo",
+    "grpo",
+    "rloo",
+    "group_norm",
+    "max_rl",
+    "jsd",
+    "on_policy_distill",
+    "reinforce_baseline",
+)
 
 
 @pytest.mark.parametrize("kind", JUST_SPREAD)

@@ -19,10 +19,10 @@ from torch import Tensor, tensor
 from trivium.algorithms import AdvantageInputs, GroupAlgorithm, PolicyObjective, build_algorithm, catalogue
 from trivium.algorithms.advantages.finishing import normalised, whitened
 from trivium.algorithms.algorithm import Estimator
-from trivium.algorithms.groups import advantage_inputs, batch_of
-from trivium.algorithms.inputs import policy_inputs
-from trivium.algorithms.recorded import estimator_column
-from trivium.algorithms.registered import EstimatorLaw
+from trivium.algorithms.batches import batch_of
+from trivium.algorithms.estimator_inputs import advantage_inputs, estimator_column
+from trivium.algorithms.metadata import EstimatorMetadata
+from trivium.algorithms.policy_losses.base import policy_inputs
 from trivium.config import AlgorithmConfig, plugin
 from trivium.errors import DataError
 from trivium.types import Batch, Experience, Group, StopReason, Task, Trajectory, Turn, TurnSpan
@@ -83,11 +83,13 @@ def inputs(played: Sequence[Row], *names: str) -> AdvantageInputs:
     scores = torch.tensor([row.rewards for row in played], dtype=torch.float64)
     penalty = torch.tensor([row.columns[PENALTY] for row in played], dtype=torch.float64)
     return AdvantageInputs(
-        scores - penalty, torch.tensor([row.mask for row in played]), torch.tensor([row.task for row in played]),
+        scores - penalty,
+        torch.tensor([row.mask for row in played]),
+        torch.tensor([row.task for row in played]),
         torch.tensor([row.trajectory for row in played]),
         {name: tensor([row.columns[name] for row in played], dtype=NUMBERS.get(name, torch.float64)) for name in names},
         token_level_scores=scores if penalty.any() else None,
-    )  # fmt: skip
+    )
 
 
 def compare(
@@ -258,9 +260,11 @@ def test_opmd_against_the_mean_or_the_soft_maximum() -> None:
 def test_asymre_shifts_the_baseline() -> None:
     played = rows()
     check(
-        "asymre", played, lambda row: centred(row, played) + (0.2 if len(mates(row, played)) > 1 else 0.0),
+        "asymre",
+        played,
+        lambda row: centred(row, played) + (0.2 if len(mates(row, played)) > 1 else 0.0),
         baseline_shift=-0.2,
-    )  # fmt: skip
+    )
 
 
 def drawn(number: Sequence[float]) -> list[Row]:
@@ -275,28 +279,38 @@ def test_rec_keeps_as_many_bad_members_as_good_ones() -> None:
     played = drawn([0.5, 0.1, 0.9, 0.7, 0.3])  # member 1 has the lowest draw of the bad ones
     kept = [0.05, 1.0]
     check(
-        "rec", played, lambda row: row.score - fmean(kept) if row.trajectory in (1, 2) else 0.0, "uniform",
+        "rec",
+        played,
+        lambda row: row.score - fmean(kept) if row.trajectory in (1, 2) else 0.0,
+        "uniform",
         drop="balance",
-    )  # fmt: skip
+    )
     check(
-        "rec", played,
-        lambda row: (row.score - fmean(kept)) / (pstdev(kept) + 1e-6) if row.trajectory in (1, 2) else 0.0, "uniform",
-        drop="balance", norm_by_std=True,
-    )  # fmt: skip
+        "rec",
+        played,
+        lambda row: (row.score - fmean(kept)) / (pstdev(kept) + 1e-6) if row.trajectory in (1, 2) else 0.0,
+        "uniform",
+        drop="balance",
+        norm_by_std=True,
+    )
     whole = rows(names=["uniform"])
     check(
-        "rec", whole, lambda row: centred(row, whole) / (deviation(row, whole, pstdev) + 1e-6), "uniform",
+        "rec",
+        whole,
+        lambda row: centred(row, whole) / (deviation(row, whole, pstdev) + 1e-6),
+        "uniform",
         norm_by_std=True,
-    )  # fmt: skip
+    )
 
 
 def test_reinforce_plus_plus_baseline_whitens_tokens() -> None:
     played = rows()
     tokens = [centred(row, played) for row in played for _ in row.trained]
     check(
-        "reinforce_plus_plus_baseline", played,
+        "reinforce_plus_plus_baseline",
+        played,
         lambda row: (centred(row, played) - fmean(tokens)) / sqrt(stdev(tokens) ** 2 + 1e-8),
-    )  # fmt: skip
+    )
 
 
 # --------------------------------------------------------------------------- returns
@@ -318,9 +332,10 @@ def test_reinforce_plus_plus_whitens_returns() -> None:
     done = ESTIMATORS["reinforce_plus_plus"](inputs(played), gamma=0.9)
     compare(done.returns, played, returns)
     compare(
-        done.advantages, played,
+        done.advantages,
+        played,
         lambda row, t: (returns(row, t) - fmean(tokens)) / sqrt(stdev(tokens) ** 2 + 1e-8),
-    )  # fmt: skip
+    )
 
 
 def test_remax_subtracts_what_a_greedy_reply_earns() -> None:
@@ -328,9 +343,10 @@ def test_remax_subtracts_what_a_greedy_reply_earns() -> None:
     done = ESTIMATORS["remax"](inputs(played, "greedy_reward"))
     compare(done.returns, played, lambda row, t: to_go(row, t, row.rewards, 1.0))
     compare(
-        done.advantages, played,
+        done.advantages,
+        played,
         lambda row, t: to_go(row, t, row.rewards, 1.0) - row.columns["greedy_reward"][t],
-    )  # fmt: skip
+    )
 
 
 def from_outcome(row: Row, t: int, outcome: float, gamma: float) -> float:
@@ -354,18 +370,20 @@ def test_reinforce_baseline_leaves_the_penalty_where_it_arose() -> None:
     white = ESTIMATORS["reinforce_baseline"](inputs(played), baseline="others", whiten=True)
     compare(white.returns, played, against_others)
     compare(
-        white.advantages, played,
+        white.advantages,
+        played,
         lambda row, t: (against_others(row, t) - fmean(tokens)) / sqrt(stdev(tokens) ** 2 + 1e-8),
-    )  # fmt: skip
+    )
 
 
 def test_group_norm_is_the_same_in_units_of_the_deviation() -> None:
     played = rows(penalised=True)
     for found in ESTIMATORS["group_norm"](inputs(played), gamma=0.9):
         compare(
-            found, played,
+            found,
+            played,
             lambda row, t: from_outcome(row, t, centred(row, played) / (deviation(row, played, stdev) + 1e-9), 0.9),
-        )  # fmt: skip
+        )
 
 
 # --------------------------------------------------------------------------- positions
@@ -396,9 +414,11 @@ def slow_token_baseline(played: Sequence[Row], compact: bool, zero_tail: bool, w
             return value
         there = [
             (weight(other, s), to_go(other, s, other.rewards, 1.0))
-            for other in played if other.task == row.task
-            for s in other.trained if place(other, s) == place(row, t)
-        ]  # fmt: skip
+            for other in played
+            if other.task == row.task
+            for s in other.trained
+            if place(other, s) == place(row, t)
+        ]
         return value - sum(w * g for w, g in there) / sum(w for w, _ in there)
 
     return advantage
@@ -498,9 +518,10 @@ def test_gigpo_compares_turns_that_were_played_in_the_same_state(fnorm: str) -> 
         mine = int(row.columns["turn"][t])
         state = turns_of(row.trajectory, played)[mine][1]
         same = [
-            value for (who, turn), value in returns.items()
+            value
+            for (who, turn), value in returns.items()
             if task[who] == row.task and turns_of(who, played)[turn][1] == state
-        ]  # fmt: skip
+        ]
         if state < 0 or len(same) < 2:
             return episode
         return episode + omega * (returns[row.trajectory, mine] - fmean(same)) / scale(same)
@@ -518,9 +539,10 @@ def test_gdpo_judges_each_component_by_itself() -> None:
     right = dict(zip(range(7), [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0], strict=True))
     style = dict(zip(range(7), [3.0, 90.0, nan, 50.0, 20.0, 10.0, 4.0], strict=True))
     components = {"right": right, "style": style}
-    x = replace(inputs(played), components={
-        name: torch.tensor([of[w] for w in who], dtype=torch.float64) for name, of in components.items()
-    })  # fmt: skip
+    x = replace(
+        inputs(played),
+        components={name: torch.tensor([of[w] for w in who], dtype=torch.float64) for name, of in components.items()},
+    )
 
     def total(row: Row, weights: dict[str, float], by_std: bool) -> float:
         value = 0.0
@@ -537,10 +559,12 @@ def test_gdpo_judges_each_component_by_itself() -> None:
         given = None if weights["style"] == 1.0 else weights
         for found in ESTIMATORS["gdpo"](x, weights=given, norm_by_std=by_std):
             compare(
-                found, played,
-                lambda row, t, w=weights, s=by_std, all_=tokens: (total(row, w, s) - fmean(all_))
-                / sqrt(stdev(all_) ** 2 + 1e-8),
-            )  # fmt: skip
+                found,
+                played,
+                lambda row, t, w=weights, s=by_std, all_=tokens: (
+                    (total(row, w, s) - fmean(all_)) / sqrt(stdev(all_) ** 2 + 1e-8)
+                ),
+            )
     with pytest.raises(DataError, match="none for style"):
         ESTIMATORS["gdpo"](x, weights={"right": 1.0, "styel": 1.0})
     with pytest.raises(DataError, match="components"):
@@ -689,9 +713,15 @@ def test_advantages_are_normalised_over_the_batch_and_then_clipped(said: str, cl
 def turn(prompt: Sequence[int], reply: Sequence[int], reward: float = 0.0, state: str = "") -> Turn:
     number = len(reply)
     return Turn(
-        np.array(prompt), np.array(reply), np.full(number, -0.5), np.zeros(number), StopReason.EOS, "", reward=reward,
+        np.array(prompt),
+        np.array(reply),
+        np.full(number, -0.5),
+        np.zeros(number),
+        StopReason.EOS,
+        "",
+        reward=reward,
         state=state,
-    )  # fmt: skip
+    )
 
 
 def two_groups() -> list[Group]:
@@ -701,11 +731,13 @@ def two_groups() -> list[Group]:
     again = (turn([1], [2], 2.0, "start"),)
     return [
         Group(
-            0, Task("a", ()), (Trajectory(0, follows, {"e": 0.75}), Trajectory(1, rewrites, {"e": -1.0, "style": 2.0})),
+            0,
+            Task("a", ()),
+            (Trajectory(0, follows, {"e": 0.75}), Trajectory(1, rewrites, {"e": -1.0, "style": 2.0})),
             greedy=Trajectory(2, again, {"e": 0.125}),
         ),
         Group(1, Task("b", ()), (Trajectory(0, again, {"e": 2.0}),), greedy=Trajectory(1, again, {"e": 0.5})),
-    ]  # fmt: skip
+    ]
 
 
 def column(name: str, batch: Batch, seed: int = 0) -> list[list[float]]:
@@ -779,7 +811,7 @@ def test_a_kl_penalty_is_in_nobodys_baseline() -> None:
 
 
 def test_the_weights_of_a_correction_reach_the_token_baselines() -> None:
-    estimator = Estimator(ESTIMATORS["optimal_token_baseline"], ESTIMATORS["optimal_token_baseline"].law)
+    estimator = Estimator(ESTIMATORS["optimal_token_baseline"], ESTIMATORS["optimal_token_baseline"].metadata)
     batch = batch_of(two_groups())
     batch = batch.with_columns(
         **{name: [np.full(len(e), -0.5) for e in batch.experiences] for name in ("log_prob", "sum_pi_squared")}
@@ -795,23 +827,28 @@ def test_clip_gates_are_decided_before_the_mini_batch_is_cut() -> None:
     assert isinstance(objective, PolicyObjective)
     assert objective.looks_at == {"log_prob", "entropy", "mean_discriminant"}
     assert "mean_discriminant" not in objective.needs
-    assert "gate" in objective.needs
+    assert "token_weight" in objective.needs
 
 
 def test_every_estimator_has_a_law_that_names_columns_somebody_can_fill() -> None:
     batch = batch_of(two_groups())
     scores = {"values", "log_prob", "old_log_prob", "sum_pi_squared", "teacher_log_prob"}
     for kind, function in ESTIMATORS.items():
-        law = function.law
-        assert isinstance(law, EstimatorLaw), kind
-        for name in law.needs - scores:
+        metadata = function.metadata
+        assert isinstance(metadata, EstimatorMetadata), kind
+        for name in metadata.needs - scores:
             assert estimator_column(batch, name, 0).shape == (4, 5), (kind, name)
 
 
 def test_a_span_without_a_trained_token_is_no_turn() -> None:
     e = Experience(
-        np.arange(3), np.array([False, True, False]), np.zeros(3), np.zeros(3), "g", 0,
+        np.arange(3),
+        np.array([False, True, False]),
+        np.zeros(3),
+        np.zeros(3),
+        "g",
+        0,
         turns=(TurnSpan(0, 1, 2, 0.5, "s"), TurnSpan(1, 2, 3, 9.0, "s")),
-    )  # fmt: skip
+    )
     assert column("turn", Batch((e,))) == [[-1, 0, -1]]
     assert column("turn_reward", Batch((e,))) == [[0, 0.5, 0]]

@@ -14,14 +14,15 @@ from torch.nn.functional import pad
 
 from trivium.algorithms import AdvantageInputs, Advantages, GroupAlgorithm, catalogue
 from trivium.algorithms.algorithm import Estimator
-from trivium.algorithms.groups import advantage_inputs, batch_of
-from trivium.algorithms.registered import EstimatorLaw, chosen
-from trivium.models.loss import LossInputs, Totals
+from trivium.algorithms.batches import batch_of
+from trivium.algorithms.estimator_inputs import advantage_inputs
+from trivium.algorithms.metadata import EstimatorMetadata, resolve_function
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.types import SCORES, Batch, Group, StopReason, Task, Trajectory, Turn
 
 ESTIMATORS = catalogue("advantages")
 VARIANTS = variants("advantages")
-CENTRED = [variant for variant in VARIANTS if ESTIMATORS[variant.kind].law.centred]
+CENTRED = [variant for variant in VARIANTS if ESTIMATORS[variant.kind].metadata.centred]
 
 # --------------------------------------------------------------------------- what was played
 
@@ -74,7 +75,9 @@ def played(turns: int = 1) -> list[Group]:
 
 
 def estimator(variant: Variant) -> Estimator:
-    return Estimator(*chosen("advantages", section("advantages", variant.kind, **variant.options), EstimatorLaw))
+    return Estimator(
+        *resolve_function("advantages", section("advantages", variant.kind, **variant.options), EstimatorMetadata)
+    )
 
 
 def scored(batch: Batch, needs: frozenset[str]) -> Batch:
@@ -93,7 +96,7 @@ def scored(batch: Batch, needs: frozenset[str]) -> Batch:
 
 def inputs(which: Estimator, groups: Sequence[Group]) -> AdvantageInputs:
     """What the algorithm gives the estimator."""
-    return inputs_of(which, scored(batch_of(groups), which.law.needs))
+    return inputs_of(which, scored(batch_of(groups), which.metadata.needs))
 
 
 def inputs_of(which: Estimator, batch: Batch) -> AdvantageInputs:
@@ -135,7 +138,7 @@ def test_empty_rows_singletons_and_an_empty_batch_are_legal(variant: Variant) ->
     hollow = replace(x, response_mask=mask, token_level_rewards=x.token_level_rewards.where(mask, 0.0))
     for here in (x, hollow):
         check_form(which.function(here), here)
-    nobody = inputs_of(which, scored(Batch(()), which.law.needs))
+    nobody = inputs_of(which, scored(Batch(()), which.metadata.needs))
     check_form(which.function(nobody), nobody)
 
 
@@ -160,7 +163,7 @@ def test_padding_and_what_stands_in_it_change_nothing(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_order_of_rows_does_not_matter(variant: Variant) -> None:
     which = estimator(variant)
-    batch = scored(batch_of(played(2)), which.law.needs)
+    batch = scored(batch_of(played(2)), which.metadata.needs)
     order = np.random.default_rng(0).permutation(len(batch))
     rewritten = [e.group_id == "train/task-2/0" and e.index == 0 for e in batch.experiences]
     order = np.concatenate([np.flatnonzero(rewritten), order[~np.isin(order, np.flatnonzero(rewritten))]])
@@ -196,7 +199,7 @@ def check_zero(variant: Variant, alike: list[Trajectory]) -> None:
     which = algorithm(estimator(variant))
     assert which.estimator is not None
     batch = which.batch([group(0, *alike), group(1, *two_alike())])
-    batch = which.advantages(scored(batch, which.estimator.law.needs))[0]
+    batch = which.advantages(scored(batch, which.estimator.metadata.needs))[0]
     logits = torch.linspace(-1, 1, 8).requires_grad_(True)
     for row, e in enumerate(batch.experiences):
         given = {name: torch.tensor(arrays[row])[None] for name, arrays in batch.columns.items()}
@@ -204,7 +207,9 @@ def check_zero(variant: Variant, alike: list[Trajectory]) -> None:
         mask = torch.tensor(e.response_mask)[None]
         log_prob = logits.log_softmax(-1)[torch.tensor(e.tokens).long() % 8].unsqueeze(0)
         given["rollout_log_prob"] = given["old_log_prob"]
-        done = which.objectives[0].loss(LossInputs(mask, torch.zeros(mask.shape), given, log_prob), Totals(16, 8, 3))
+        done = which.objectives[0].loss(
+            LossInputs(mask, torch.zeros(mask.shape), given, log_prob), LossDenominators(16, 8, 3)
+        )
         done.loss.backward()
     assert logits.grad is not None
     assert logits.grad.eq(0).all()
@@ -215,7 +220,7 @@ def two_alike() -> list[Trajectory]:
     return [member(0, 0.7, 30, parts=2), member(1, 0.7, 31)]
 
 
-@pytest.mark.parametrize("kind", [kind for kind, function in ESTIMATORS.items() if not function.law.centred])
+@pytest.mark.parametrize("kind", [kind for kind, function in ESTIMATORS.items() if not function.metadata.centred])
 def test_an_estimator_that_does_not_say_so_is_not_centred(kind: str) -> None:
     which = estimator(Variant(kind))
     groups = [group(k, *(member(i, 0.7 + k, 9 * k + i, length=1 + i, turns=2) for i in range(3))) for k in range(2)]
@@ -227,9 +232,10 @@ WHOLE = frozenset({"turn", "turn_reward", "turn_state", *SCORES.values(), "rollo
 
 
 @pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if not ESTIMATORS[v.kind].law.needs & WHOLE and not ESTIMATORS[v.kind].law.whitens],
+    "variant",
+    [v for v in VARIANTS if not ESTIMATORS[v.kind].metadata.needs & WHOLE and not ESTIMATORS[v.kind].metadata.whitens],
     ids=str,
-)  # fmt: skip
+)
 def test_a_trajectory_counts_once_however_many_rows_it_became(variant: Variant) -> None:
     which = estimator(variant)
     others = [member(1, 0.2, 2, length=4), member(2, 0.9, 3, length=4)]
@@ -244,7 +250,7 @@ def test_a_trajectory_counts_once_however_many_rows_it_became(variant: Variant) 
 
 def over_the_batch(variant: Variant) -> bool:
     """Whether a statistic over all groups is part of it."""
-    return ESTIMATORS[variant.kind].law.whitens or "batch" in variant.options.values() or variant.kind == "gpg"
+    return ESTIMATORS[variant.kind].metadata.whitens or "batch" in variant.options.values() or variant.kind == "gpg"
 
 
 @pytest.mark.parametrize("variant", [v for v in CENTRED if not over_the_batch(v)], ids=str)

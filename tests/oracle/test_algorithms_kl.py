@@ -16,7 +16,7 @@ from trivium.algorithms import (
     kl_penalty,
     policy_inputs,
 )
-from trivium.algorithms.registered import KlLaw, chosen
+from trivium.algorithms.metadata import KlMetadata, resolve_function
 from trivium.errors import ConfigError, DataError, UnknownName
 
 V = 6
@@ -38,8 +38,8 @@ def exact(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def estimate(kind: str, log_p: Tensor, log_q: Tensor, **options: Any) -> Tensor:
     """(V,): what the estimator says on policy when token v was sampled."""
-    function, law = chosen("kl_estimators", section("kl_estimators", kind, **options), KlLaw)
-    columns = dict.fromkeys(law.needs, log_p.detach()[None]) | {"ref_log_prob": log_q[None]}
+    function, metadata = resolve_function("kl_estimators", section("kl_estimators", kind, **options), KlMetadata)
+    columns = dict.fromkeys(metadata.needs, log_p.detach()[None]) | {"ref_log_prob": log_q[None]}
     everywhere = torch.ones(1, V, dtype=torch.bool)
     return function(PolicyInputs(log_p[None], everywhere, columns, ~everywhere))[0]
 
@@ -60,7 +60,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_has_the_mean_it_declares(kind: str) -> None:
     mean, _, kl, _ = expectation(kind)
-    declared, _, how = ESTIMATORS[kind].law.mean.partition(": ")
+    declared, _, how = ESTIMATORS[kind].metadata.mean.partition(": ")
     assert (declared, bool(how)) in (("unbiased", False), ("biased", True))
     assert close(mean, kl) == (declared == "unbiased")
 
@@ -68,7 +68,7 @@ def test_an_estimator_has_the_mean_it_declares(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_has_the_gradient_it_declares(kind: str) -> None:
     _, gradient, _, kl_gradient = expectation(kind)
-    declared, _, how = ESTIMATORS[kind].law.gradient.partition(": ")
+    declared, _, how = ESTIMATORS[kind].metadata.gradient.partition(": ")
     assert (declared, bool(how)) in (("unbiased", False), ("zero", False), ("biased", True))
     assert close(gradient, kl_gradient) == (declared == "unbiased")
     assert close(gradient, torch.zeros(V).double()) == (declared == "zero")

@@ -27,16 +27,16 @@ from algebra import (
 from torch import Tensor
 
 from trivium.algorithms import catalogue
-from trivium.algorithms.formulas import mentioned
-from trivium.algorithms.registered import PolicyLossLaw, options_of
+from trivium.algorithms.formulas import mentions_option
+from trivium.algorithms.metadata import PolicyLossMetadata, options_of
 from trivium.metrics import checked
 
 LOSSES = catalogue("policy_losses")
 OBJECTIVES = objectives()
 
 
-def law_of(kind: str) -> PolicyLossLaw:
-    return LOSSES[kind].law
+def metadata_of(kind: str) -> PolicyLossMetadata:
+    return LOSSES[kind].metadata
 
 
 # --------------------------------------------------------------------------- on policy
@@ -60,7 +60,7 @@ ALIKE = replace(STEP, columns={**STEP.columns, "advantages": STEP.columns["advan
 
 @pytest.mark.parametrize("variant", variants("policy_losses"), ids=str)
 def test_on_policy_a_loss_has_the_gradient_it_declares(variant: Variant) -> None:
-    kind, separator, declared = law_of(variant.kind).on_policy.partition(": ")
+    kind, separator, declared = metadata_of(variant.kind).on_policy.partition(": ")
     found, plain = on_policy_gradient(variant, STEP)
     if kind == "none":
         assert declared, "say why"
@@ -180,42 +180,50 @@ def test_extreme_log_ratios_stay_finite(name: str) -> None:
 # --------------------------------------------------------------------------- no advantage, no gradient
 
 
-@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if "advantages" in loss.law.needs])
+@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if "advantages" in loss.metadata.needs])
 def test_advantages_of_zero_give_a_gradient_of_exactly_zero(kind: str) -> None:
     """On policy where the gradient is the advantage's; off policy where nothing holds the policy to the old one."""
-    law = law_of(kind)
+    metadata = metadata_of(kind)
     step = single(STEP, {"advantages": torch.zeros(STEP.mask.shape)})
     moved = False
     for variant in variants_of("policy_losses", kind):
         objective = policy_objective(kind, **variant.options)
-        if not law.on_policy.startswith("none"):
+        if not metadata.on_policy.startswith("none"):
             assert run(objective, step.on_policy()).gradients["log_prob"].eq(0).all(), variant
         moved |= bool(run(objective, step).gradients["log_prob"].ne(0).any())
-    assert moved == law.anchored
+    assert moved == metadata.anchored
 
 
 # --------------------------------------------------------------------------- what is said about them
 
 
 def check_words(function: Callable[..., Any]) -> None:
-    law = vars(function)["law"]
-    functions = [function, *([law.select] if getattr(law, "select", None) else [])]
-    assert law.formula
-    assert law.source
+    metadata = vars(function)["metadata"]
+    functions = [function, *([metadata.select] if getattr(metadata, "select", None) else [])]
+    assert metadata.formula
+    assert metadata.source
     assert function.__doc__
     for option in (name for f in functions for name in options_of(f)):
         assert vars(function)["Config"].model_fields[option].description, f"no help for {option}"
-        assert mentioned(law.formula, option), f"the formula does not mention {option}"
+        assert mentions_option(metadata.formula, option), f"the formula does not mention {option}"
 
 
 REGISTERED = [
     (room, kind)
     for room in (
-        "advantages", "policy_losses", "gates", "kl_estimators", "entropies", "aggregations", "pair_losses",
-        "score_losses", "filters", "shapings",
+        "advantages",
+        "policy_losses",
+        "gates",
+        "kl_estimators",
+        "entropies",
+        "aggregations",
+        "pair_losses",
+        "score_losses",
+        "filters",
+        "shapings",
     )
     for kind in catalogue(room)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("room", "kind"), REGISTERED)

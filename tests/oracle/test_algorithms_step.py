@@ -12,16 +12,20 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.presets import GRPO, PPO, REINFORCE, RLOO, SFT
 from trivium.errors import DataError
 from trivium.metrics import checked
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.types import EXPERT_VERSION, Batch, Failure, Group, StopReason, Task, Trajectory, Turn
 
 
 def turn(prompt: Sequence[int], tokens: Sequence[int], stop: StopReason = StopReason.EOS, version: int = 3) -> Turn:
     log_prob = -0.1 * np.arange(1, len(tokens) + 1, dtype=np.float32)
     return Turn(
-        np.array(prompt, np.int32), np.array(tokens, np.int32), log_prob, np.full(len(tokens), version, np.int32),
-        stop, "",
-    )  # fmt: skip
+        np.array(prompt, np.int32),
+        np.array(tokens, np.int32),
+        log_prob,
+        np.full(len(tokens), version, np.int32),
+        stop,
+        "",
+    )
 
 
 def trajectory(index: int, reward: float | None, *turns: Turn, failure: Failure | None = None) -> Trajectory:
@@ -51,16 +55,35 @@ def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
     kept, metrics = algorithm(GRPO).filter(groups)
     assert [g.slot for g in kept] == [0, 2]
     rewards = [1.0, 0.0, 1.0, 0.7, 0.7]
-    assert checked(metrics) == pytest.approx({
-        "rollout/groups": 4, "rollout/refused": 2, "rollout/refused/too_few_alive": 2, "rollout/trajectories": 4,
-        "rollout/failed": 3, "rollout/failed/reward": 2, "rollout/failed/deadline": 1,
-        "rollout/response_tokens": 3.4, "rollout/response_tokens_max": 5, "rollout/response_tokens_min": 3,
-        "rollout/prompt_tokens": 1.8, "rollout/prompt_tokens_max": 2, "rollout/prompt_tokens_min": 1,
-        "rollout/truncated": 0.2, "rollout/aborted": 0, "rollout/turns": 1, "rollout/turns_max": 1,
-        "rollout/turns_min": 1,
-        "reward/mean": 0.68, "reward/trained_mean": 0.6, "reward/std": statistics.pstdev(rewards), "reward/min": 0,
-        "reward/max": 1, "reward/equal_groups": 0.5, "reward/component/exact": 0.68,
-    })  # fmt: skip
+    assert checked(metrics) == pytest.approx(
+        {
+            "rollout/groups": 4,
+            "rollout/refused": 2,
+            "rollout/refused/too_few_alive": 2,
+            "rollout/trajectories": 4,
+            "rollout/failed": 3,
+            "rollout/failed/reward": 2,
+            "rollout/failed/deadline": 1,
+            "rollout/response_tokens": 3.4,
+            "rollout/response_tokens_max": 5,
+            "rollout/response_tokens_min": 3,
+            "rollout/prompt_tokens": 1.8,
+            "rollout/prompt_tokens_max": 2,
+            "rollout/prompt_tokens_min": 1,
+            "rollout/truncated": 0.2,
+            "rollout/aborted": 0,
+            "rollout/turns": 1,
+            "rollout/turns_max": 1,
+            "rollout/turns_min": 1,
+            "reward/mean": 0.68,
+            "reward/trained_mean": 0.6,
+            "reward/std": statistics.pstdev(rewards),
+            "reward/min": 0,
+            "reward/max": 1,
+            "reward/equal_groups": 0.5,
+            "reward/component/exact": 0.68,
+        }
+    )
     assert [g.slot for g in algorithm(REINFORCE).filter(groups)[0]] == [0, 1, 2]
     assert len(algorithm(GRPO).batch(kept)) == 4
 
@@ -229,7 +252,9 @@ def test_equal_rewards_move_no_weight(preset) -> None:
         old = log_prob.detach() + 0.05
         given = {"advantages": torch.tensor(advantages)[None], "old_log_prob": old, "rollout_log_prob": old}
         mask = torch.tensor(e.response_mask)[None]
-        done = which.objectives[0].loss(LossInputs(mask, torch.zeros(mask.shape), given, log_prob), Totals(16, 8, 3))
+        done = which.objectives[0].loss(
+            LossInputs(mask, torch.zeros(mask.shape), given, log_prob), LossDenominators(16, 8, 3)
+        )
         done.loss.backward()
     assert logits.grad is not None
     assert logits.grad.eq(0).all()

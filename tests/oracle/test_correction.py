@@ -11,12 +11,12 @@ from algebra import policy_objective, section
 from torch import Tensor
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, correct
-from trivium.algorithms.correction import OPTIONS, importance_weights, rejection_statistic
-from trivium.algorithms.corrections import corrected
+from trivium.algorithms.correction import OPTIONS
+from trivium.algorithms.importance_weights import corrected, importance_weights, rejection_statistic
 from trivium.algorithms.mismatch import mismatch
 from trivium.algorithms.presets import GRPO, REINFORCE
 from trivium.metrics import checked
-from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.types import EXPERT_VERSION, Batch, Experience
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()
@@ -256,12 +256,16 @@ def batch_of(engine: Tensor = ENGINE, mask: Tensor = MASK, experts: Sequence[int
     """The rows as experiences of one task; `experts` were written by somebody else."""
     experiences = [
         Experience(
-            np.zeros(mask.shape[1]), mask[row].numpy(), torch.where(mask, engine, 0.0)[row].float().numpy(),
-            np.full(mask.shape[1], EXPERT_VERSION if row in experts else 0), "task", row,
+            np.zeros(mask.shape[1]),
+            mask[row].numpy(),
+            torch.where(mask, engine, 0.0)[row].float().numpy(),
+            np.full(mask.shape[1], EXPERT_VERSION if row in experts else 0),
+            "task",
+            row,
             {"exact": float(row if reward is None else reward[row])},
         )
         for row in range(len(mask))
-    ]  # fmt: skip
+    ]
     return Batch(tuple(experiences))
 
 
@@ -294,10 +298,13 @@ def parts_of(
     mask = grid([e.response_mask for e in batch.experiences])
     version = grid([e.policy_version for e in batch.experiences])
     experts = mask & (version == EXPERT_VERSION)
-    totals = Totals(
-        int(mask.sum()), int(mask.any(-1).sum()), 5, expert_tokens=int(experts.sum()),
+    totals = LossDenominators(
+        int(mask.sum()),
+        int(mask.any(-1).sum()),
+        5,
+        expert_tokens=int(experts.sum()),
         expert_sequences=int(experts.any(-1).sum()),
-    )  # fmt: skip
+    )
     columns = {name: grid(batch.columns[name]) for name in objective.needs}
     columns["rollout_log_prob"] = grid([e.rollout_log_prob for e in batch.experiences])
     at = torch.where(mask, current, 0.0).requires_grad_()
@@ -444,7 +451,9 @@ def bandit_gradient(behaviour: float, proximal: float, current: float, pulls: in
     log_prob = torch.where(mask, torch.nn.functional.logsigmoid(sign * theta), 0.0)
     columns = {name: grid(batch.columns[name]).double() for name in objective.needs}
     columns["rollout_log_prob"] = grid([e.rollout_log_prob for e in batch.experiences]).double()
-    done = objective.loss(LossInputs(mask, torch.zeros(mask.shape), columns, log_prob), Totals(pulls, pulls, 1))
+    done = objective.loss(
+        LossInputs(mask, torch.zeros(mask.shape), columns, log_prob), LossDenominators(pulls, pulls, 1)
+    )
     return float(torch.autograd.grad(done.loss, theta)[0])
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms import gpt_lm_loss, kd_loss, logprobs_from_logits, policy_inputs, sum_pi_squared_from_logits
-from trivium.algorithms.inputs import PolicyInputs
+from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.policy_losses.distillation import distill, distill_top_k
 from trivium.errors import DataError
-from trivium.models.log_prob_head import likeliest, log_prob_and_entropy
+from trivium.models.log_prob_head import log_prob_and_entropy, top_k_log_probs
 
 V = 7
 DIRECTIONS = ("forward", "reverse")
@@ -99,13 +99,15 @@ def test_who_agrees_with_the_teacher_stays_exactly_where_it_is(direction: str, k
     hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(V, 4, generator=generator)
     targets = torch.randint(0, V, (9,), generator=generator)
     inputs = (hidden.requires_grad_(True), weight.requires_grad_(True))
-    ids, top = likeliest(hidden, weight, None, k)
+    ids, top = top_k_log_probs(hidden, weight, None, k)
     log_prob, _ = log_prob_and_entropy(hidden, weight, None, torch.cat([targets[:, None], ids], 1))
     mask = torch.ones(1, 9, dtype=torch.bool)
     x = policy_inputs(
-        log_prob[None, :, 0], mask, teacher_log_prob=log_prob[None, :, 0].detach(),
+        log_prob[None, :, 0],
+        mask,
+        teacher_log_prob=log_prob[None, :, 0].detach(),
         teacher_top=torch.stack([ids.float(), top], -1)[None],
-    )  # fmt: skip
+    )
     if direction == "sampled":
         loss = distill(x).loss
     else:

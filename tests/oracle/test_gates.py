@@ -24,7 +24,7 @@ def numbers(seed: int, scale: float = 1.0) -> Tensor:
 
 def term(room: str, kind: str, coef: float) -> Term:
     function = catalogue(room)[kind]
-    return Term(coef, function, function.law)
+    return Term(coef, function, function.metadata)
 
 
 def inputs(seed: int) -> PolicyInputs:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trivium.models import log_prob_head
-from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
+from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 
 N, H, V = 13, 5, 11
 
@@ -168,11 +168,11 @@ def test_sum_pi_squared_and_the_likeliest_tokens():
         mean_discriminant(hidden, weight, bias, temperature=0.6), expected, rtol=1e-9, atol=1e-12
     )
     for k in (1, 4, V):
-        ids, values = likeliest(hidden, weight, bias, k, temperature=0.6)
+        ids, values = top_k_log_probs(hidden, weight, bias, k, temperature=0.6)
         torch.testing.assert_close(values, log_p.topk(k).values, rtol=1e-12, atol=1e-12)
         assert torch.equal(ids, log_p.topk(k).indices)
         assert not values.requires_grad
     assert not found.requires_grad
-    nothing = likeliest(hidden[:0], weight, bias, 4)
+    nothing = top_k_log_probs(hidden[:0], weight, bias, 4)
     assert [t.shape for t in nothing] == [(0, 4), (0, 4)]
     assert sum_pi_squared(hidden[:0], weight, bias).shape == (0,)

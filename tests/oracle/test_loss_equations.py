@@ -11,13 +11,13 @@ from torch import Tensor
 from trivium.algorithms import PolicyInputs, PolicyObjective, ValueObjective, catalogue, compute_policy_loss
 from trivium.algorithms.objective import Term
 from trivium.errors import ConfigError
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")
 KL = catalogue("kl_estimators")
 ENTROPY = catalogue("entropies")["exact"]
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
-TOTALS = Totals(tokens=6, sequences=2, max_response_length=3)
+TOTALS = LossDenominators(tokens=6, sequences=2, max_response_length=3)
 
 
 def random(seed: int, scale: float = 1.0) -> Tensor:
@@ -31,15 +31,15 @@ def columns(log_prob: Tensor) -> dict[str, Tensor]:
 
 
 def objective(name: str, **settings: object) -> PolicyObjective:
-    return PolicyObjective(LOSSES[name], LOSSES[name].law, **settings)  # pyright: ignore[reportArgumentType]
+    return PolicyObjective(LOSSES[name], LOSSES[name].metadata, **settings)  # pyright: ignore[reportArgumentType]
 
 
 def kl_term(coef: float, name: str = "low_var_kl") -> Term:
-    return Term(coef, KL[name], KL[name].law)
+    return Term(coef, KL[name], KL[name].metadata)
 
 
 def entropy_term(coef: float) -> Term:
-    return Term(coef, ENTROPY, ENTROPY.law)
+    return Term(coef, ENTROPY, ENTROPY.metadata)
 
 
 def loss_of(which: PolicyObjective, log_prob: Tensor, given: dict[str, Tensor]) -> Tensor:

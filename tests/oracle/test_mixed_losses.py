@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms import PolicyInputs, PolicyObjective, catalogue, policy_inputs
-from trivium.algorithms.inputs import LOG_RATIO_BOUND
 from trivium.algorithms.objective import Term
+from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND
 from trivium.algorithms.policy_losses.mixed import mu_schedule
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 
 LOSSES = catalogue("policy_losses")
 ENTROPIES = catalogue("entropies")
@@ -54,9 +54,7 @@ def numbers(seed: int, scale: float = 1.0) -> Tensor:
 def inputs(seed: int, experts: Sequence[int] = (), step: int = 0) -> PolicyInputs:
     """Some ratios near one, some far from it."""
     log_prob = -numbers(seed).abs() - 0.05
-    x = policy_inputs(
-        log_prob, MASK, old_log_prob=log_prob + numbers(seed + 1, 0.5), advantages=numbers(seed + 2)
-    )  # fmt: skip
+    x = policy_inputs(log_prob, MASK, old_log_prob=log_prob + numbers(seed + 1, 0.5), advantages=numbers(seed + 2))
     expert = torch.zeros_like(MASK)
     expert[list(experts)] = MASK[list(experts)]
     return PolicyInputs(x.log_prob.requires_grad_(True), x.response_mask, x.columns, expert, step=step)
@@ -68,7 +66,7 @@ def tokens(x: PolicyInputs) -> list[tuple[int, int, Token]]:
     return [
         (i, t, Token(p[i][t], old[i][t], a[i][t], [p[i][u] - old[i][u] for j, u in trained if j == i]))
         for i, t in trained
-    ]  # fmt: skip
+    ]
 
 
 def assert_slow(name: str, options: dict[str, Any], x: PolicyInputs, slow: Callable[[int, Token], Slow]) -> None:
@@ -151,9 +149,16 @@ def counted(ratio: float, a: float, clip: str, low: float, high: float, ring: tu
 @equation("rec", clip="ring", ring_low=0.25, ring_high=0.3)
 @equation("rec", clip="ring", level="sequence", clip_low=0.01, clip_high=0.01, ring_low=0.1, ring_high=0.1)
 def _rec(
-    token: Token, *, clip: str = "one_side", weight: str = "importance", level: str = "token",
-    clip_low: float = 0.2, clip_high: float = 0.2, ring_low: float = 0.6, ring_high: float = 2.0,
-) -> Slow:  # fmt: skip
+    token: Token,
+    *,
+    clip: str = "one_side",
+    weight: str = "importance",
+    level: str = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    ring_low: float = 0.6,
+    ring_high: float = 2.0,
+) -> Slow:
     ratio = token.ratio(level)
     counts = counted(ratio, token.a, clip, clip_low, clip_high, (ring_low, ring_high))
     slope = -token.a * (ratio if weight == "importance" else 1.0) if counts else 0.0
@@ -165,9 +170,14 @@ def _rec(
 @equation("rec_regularized", regularizer="k2", clip="two_side", clip_low=0.1, clip_high=0.1)
 @equation("rec_regularized", clip="one_side", strength=0.3)
 def _rec_regularized(
-    token: Token, *, regularizer: str = "forward_kl", strength: float = 0.1, clip: str = "none",
-    clip_low: float = 0.2, clip_high: float = 0.2,
-) -> Slow:  # fmt: skip
+    token: Token,
+    *,
+    regularizer: str = "forward_kl",
+    strength: float = 0.1,
+    clip: str = "none",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Slow:
     loss, slope, metrics = _rec(token, clip=clip, weight="none", clip_low=clip_low, clip_high=clip_high)
     far = token.p - token.old
     pull, pulls = (far**2, 2 * far) if regularizer == "k2" else (-token.p, -1.0)
@@ -242,9 +252,11 @@ def mixed(
             loss, slope, _ = _sft_phi(token) if phi else (-token.p, -1.0, {})
             metrics = dict.fromkeys(metrics, 0.0)
         share = mu if row in EXPERTS else 1 - mu
-        return share * loss, share * slope, {
-            **metrics, "train/expert_share": mu, "train/expert_fraction": float(row in EXPERTS)
-        }  # fmt: skip
+        return (
+            share * loss,
+            share * slope,
+            {**metrics, "train/expert_share": mu, "train/expert_fraction": float(row in EXPERTS)},
+        )
 
     return slow
 
@@ -287,9 +299,9 @@ MODES = {
 def objective_loss(x: PolicyInputs, which: PolicyObjective, entropy: Tensor) -> float:
     """The loss of an objective on these rows, all there is of a step."""
     rows = [row for row in range(len(MASK)) if bool((x.expert[row]).any())]
-    totals = Totals(
+    totals = LossDenominators(
         int(MASK.sum()), int(MASK.any(-1).sum()), 5, expert_tokens=int(MASK[rows].sum()), expert_sequences=len(rows)
-    )  # fmt: skip
+    )
     version = torch.where(x.expert.any(-1, keepdim=True), -1, 0).expand(MASK.shape)
     columns = {**x.columns, "rollout_log_prob": x.old_log_prob}
     return float(which.loss(LossInputs(MASK, version, columns, x.log_prob.detach(), entropy, step=x.step), totals).loss)
@@ -304,7 +316,7 @@ def by_row(values: Tensor, rows: Sequence[int]) -> list[list[float]]:
 def test_each_kind_is_averaged_over_its_own_count(mode: str, experts: tuple[int, ...]) -> None:
     x, entropy = inputs(7, experts), numbers(9).abs()
     term = ENTROPIES["sampled"]
-    which = PolicyObjective(LOSSES["mix"], LOSSES["mix"].law, mode, entropy=Term(0.3, term, term.law))
+    which = PolicyObjective(LOSSES["mix"], LOSSES["mix"].metadata, mode, entropy=Term(0.3, term, term.metadata))
     loss = LOSSES["mix"](x).loss.detach()
     others = [row for row in range(len(MASK)) if row not in experts]
     parts = [(by_row(loss, experts), 1.0), (by_row(loss, others), 1.0), (by_row(entropy, others), -0.3)]
@@ -316,8 +328,8 @@ def test_entropy_of_all_tokens_is_averaged_over_all_of_them() -> None:
     x, entropy = inputs(7, EXPERTS), numbers(9).abs()
     for kind in ("exact", "sampled"):
         term = ENTROPIES[kind]
-        with_bonus = PolicyObjective(LOSSES["mix"], LOSSES["mix"].law, entropy=Term(1.0, term, term.law))
-        bonus = objective_loss(x, PolicyObjective(LOSSES["mix"], LOSSES["mix"].law), entropy) - objective_loss(
+        with_bonus = PolicyObjective(LOSSES["mix"], LOSSES["mix"].metadata, entropy=Term(1.0, term, term.metadata))
+        bonus = objective_loss(x, PolicyObjective(LOSSES["mix"], LOSSES["mix"].metadata), entropy) - objective_loss(
             x, with_bonus, entropy
         )
         rows = [row for row in range(len(MASK)) if kind == "exact" or row not in EXPERTS]
@@ -327,10 +339,10 @@ def test_entropy_of_all_tokens_is_averaged_over_all_of_them() -> None:
 def test_an_experts_ratio_is_not_reported_as_drift() -> None:
     x = inputs(7, EXPERTS)
     version = torch.where(x.expert, -1, 0)
-    which = PolicyObjective(LOSSES["mix"], LOSSES["mix"].law)
+    which = PolicyObjective(LOSSES["mix"], LOSSES["mix"].metadata)
     given = LossInputs(MASK, version, {**x.columns, "rollout_log_prob": x.old_log_prob}, x.log_prob, numbers(9))
     drift = (x.old_log_prob - x.log_prob)[MASK & ~x.expert].sum()
-    torch.testing.assert_close(which.loss(given, Totals(12, 4, 5)).sums["train/kl"], drift.detach())
+    torch.testing.assert_close(which.loss(given, LossDenominators(12, 4, 5)).sums["train/kl"], drift.detach())
 
 
 # --------------------------------------------------------------------------- LUSPO
@@ -342,7 +354,7 @@ def test_luspo_is_gspo_scaled_by_the_length_of_the_reply(kind: str) -> None:
     advantages = torch.tensor([[0.7], [-1.2], [0.0], [-0.4], [1.1]], dtype=torch.float64).expand(MASK.shape)
     x = PolicyInputs(x.log_prob, MASK, {**x.columns, "advantages": advantages}, x.expert)
     options = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.25}
-    found = PolicyObjective(lambda x: LOSSES[kind](x, **options), LOSSES[kind].law, "seq-mean-token-sum")
+    found = PolicyObjective(lambda x: LOSSES[kind](x, **options), LOSSES[kind].metadata, "seq-mean-token-sum")
     expected, rows = 0.0, [row for row in range(len(MASK)) if MASK[row].any()]
     held = []
     for row in rows:

@@ -60,15 +60,24 @@ def _importance(p: float, old: float, a: float, selected: bool) -> Slow:
 @equation("cispo", clip_low=0.3, clip_high=0.5, mask_clip_high=0.1)
 @equation("cispo", clip_low=0.9, clip_high=0.5, mask_clip_low=0.2, mask_clip_high=0.6)
 def _cispo(
-    p: float, old: float, a: float, selected: bool, *,
-    clip_low: float = 1.0, clip_high: float = 4.0, mask_clip_low: float = math.inf, mask_clip_high: float = math.inf,
-) -> Slow:  # fmt: skip
+    p: float,
+    old: float,
+    a: float,
+    selected: bool,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    mask_clip_low: float = math.inf,
+    mask_clip_high: float = math.inf,
+) -> Slow:
     r = math.exp(p - old)
     weight = min(max(r, 1 - clip_low), 1 + clip_high)
     out = (a > 0 and r > 1 + mask_clip_high) or (a < 0 and r < 1 - mask_clip_low)
     metrics = {
-        "train/clip_fraction": weight != r, "train/clip_fraction_up": weight != r and a > 0, "train/left_out": out,
-    }  # fmt: skip
+        "train/clip_fraction": weight != r,
+        "train/clip_fraction_up": weight != r and a > 0,
+        "train/left_out": out,
+    }
     return (0.0, 0.0, metrics) if out else (-a * weight * p, -a * weight, metrics)
 
 
@@ -83,9 +92,15 @@ def _sapo(p: float, old: float, a: float, selected: bool, *, tau_pos: float = 1.
 @equation("cpgd")
 @equation("cpgd", clip_low=0.1, clip_high=0.4, drift_coef=0.3)
 def _cpgd(
-    p: float, old: float, a: float, selected: bool, *,
-    clip_low: float = 0.2, clip_high: float = 0.2, drift_coef: float = 0.0,
-) -> Slow:  # fmt: skip
+    p: float,
+    old: float,
+    a: float,
+    selected: bool,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    drift_coef: float = 0.0,
+) -> Slow:
     r = math.exp(p - old)
     clipped = min(r, 1 + clip_high) if a > 0 else max(r, 1 - clip_low)
     drift = drift_coef * (r - 1 - math.log(r))
@@ -115,9 +130,15 @@ def _kl_cov(p: float, old: float, a: float, selected: bool, *, coef: float = 0.1
 @equation("dppo_tv")
 @equation("dppo_tv", tv_low=0.02, tv_high=0.1, max_ratio=1.2)
 def _dppo_tv(
-    p: float, old: float, a: float, selected: bool, *,
-    tv_low: float = 0.15, tv_high: float = 0.15, max_ratio: float = 20.0,
-) -> Slow:  # fmt: skip
+    p: float,
+    old: float,
+    a: float,
+    selected: bool,
+    *,
+    tv_low: float = 0.15,
+    tv_high: float = 0.15,
+    max_ratio: float = 20.0,
+) -> Slow:
     rise = math.exp(p) - math.exp(old)
     return _dppo(p, old, a, rise > tv_high if a > 0 else rise < -tv_low, max_ratio)
 
@@ -125,9 +146,15 @@ def _dppo_tv(
 @equation("dppo_kl")
 @equation("dppo_kl", kl_low=0.005, kl_high=0.1, max_ratio=1.2)
 def _dppo_kl(
-    p: float, old: float, a: float, selected: bool, *,
-    kl_low: float = 0.05, kl_high: float = 0.05, max_ratio: float = 20.0,
-) -> Slow:  # fmt: skip
+    p: float,
+    old: float,
+    a: float,
+    selected: bool,
+    *,
+    kl_low: float = 0.05,
+    kl_high: float = 0.05,
+    max_ratio: float = 20.0,
+) -> Slow:
     now, before = math.exp(p), math.exp(old)
     kl = before * math.log(before / now) + (1 - before) * math.log((1 - before) / (1 - now))
     return _dppo(p, old, a, (now > before and kl > kl_high) if a > 0 else (now < before and kl > kl_low), max_ratio)
@@ -351,10 +378,11 @@ def test_m2po_on_an_example() -> None:
     log_ratio = torch.tensor([[0.0, 1.0, -0.6, 0.5, -0.1, 0.3]]).double()
     advantages = torch.tensor([[9.0, 1.0, 1.0, 1.0, -1.0, -1.0]]).double()
     x = PolicyInputs(
-        log_ratio, torch.tensor([[0, 1, 1, 1, 1, 1]]).bool(),
+        log_ratio,
+        torch.tensor([[0, 1, 1, 1, 1, 1]]).bool(),
         {"advantages": advantages, "old_log_prob": torch.zeros(1, 6).double(), "uniform": torch.zeros(1, 6).double()},
         torch.zeros(1, 6).bool(),
-    )  # fmt: skip
+    )
     # squares 1, .36, .25, .01, .09; the second and the last move against their advantage and stay
     assert places(heaviest(x, m2=0.4)) == set()  # the mean is .342
     assert places(heaviest(x, m2=0.3)) == {(0, 1)}  # .1775 without the heaviest
@@ -380,9 +408,11 @@ def test_log_ratios_beyond_reason_give_finite_losses_and_gradients(name: str, fa
     for sign in (-1.0, 1.0):
         log_prob = (-numbers(1).abs() if far < 0 else -numbers(1).abs() * 1e-3).float().requires_grad_(True)
         columns = {
-            "old_log_prob": log_prob.detach() - far, "advantages": torch.full(MASK.shape, sign),
-            "selected": torch.zeros(MASK.shape), "uniform": torch.zeros(MASK.shape),
-        }  # fmt: skip
+            "old_log_prob": log_prob.detach() - far,
+            "advantages": torch.full(MASK.shape, sign),
+            "selected": torch.zeros(MASK.shape),
+            "uniform": torch.zeros(MASK.shape),
+        }
         done = LOSSES[name](PolicyInputs(log_prob, MASK, columns, torch.zeros_like(MASK)))
         (gradient,) = torch.autograd.grad(done.loss[MASK].sum(), log_prob)
         assert torch.isfinite(done.loss[MASK]).all()

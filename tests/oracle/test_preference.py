@@ -13,7 +13,7 @@ from preferences import interleaved, on_rows, preference, scoring
 from torch import Tensor
 
 from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
-from trivium.algorithms.groups import batch_of_pairs, pair_of
+from trivium.algorithms.batches import batch_of_pairs, pair_of
 from trivium.algorithms.preference import dpo, hps, ipo, kto, kto_pair, logexp, reference_point, sigmoid
 from trivium.errors import DataError
 from trivium.metrics import checked
@@ -33,9 +33,19 @@ def sides(count: int = 5, seed: int = 0) -> list[Tensor]:
 def rows(seed: int = 0, length: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """(log_prob, mask, reference), (B, L) each: holes, rows of every length, a pair without a token, half pairs."""
     mask = torch.tensor(
-        [[1, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0],
-         [0, 0, 0, 0], [0, 0, 1, 0]]
-    ).bool()  # fmt: skip
+        [
+            [1, 1, 0, 1],
+            [1, 0, 0, 0],
+            [0, 1, 1, 1],
+            [1, 1, 1, 1],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 1, 0],
+        ]
+    ).bool()
     generator = torch.Generator().manual_seed(seed)
     log_prob, reference = (-torch.rand(mask.shape, generator=generator).double() - 0.1 for _ in range(2))
     return log_prob, mask, reference
@@ -368,8 +378,11 @@ def test_a_pair_is_the_best_and_the_worst_living_member() -> None:
     assert metrics["rollout/trajectories"] == 4
     batch = ALGORITHM.batch(kept)
     assert [(e.group_id, e.index) for e in batch.experiences] == [
-        ("train/task-0/0", 2), ("train/task-0/0", 3), ("train/task-2/0", 0), ("train/task-2/0", 1),
-    ]  # fmt: skip
+        ("train/task-0/0", 2),
+        ("train/task-0/0", 3),
+        ("train/task-2/0", 0),
+        ("train/task-2/0", 1),
+    ]
     assert ALGORITHM.needs == {"ref"}
 
 

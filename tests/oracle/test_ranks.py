@@ -19,12 +19,12 @@ from rank_processes import run_ranks
 from unit.training_parts import VOCABULARY, Parts, write_model
 
 from trivium.algorithms import ValueObjective, catalogue
-from trivium.loops import updated
+from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
+from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import ALONE, Ranks, join_ranks
-from trivium.training.split import SplitTrainEngine
-from trivium.training.torch import TorchTrainEngine
-from trivium.training.torchrun import TorchrunRanks, dismiss, follow
+from trivium.training.torchrun import TorchrunRanks, serve_rank, stop_ranks
 from trivium.types import EXPERT_VERSION, Batch, Experience, Metrics, Teacher
 
 pytestmark = pytest.mark.slow
@@ -163,14 +163,24 @@ CASES = [(size, name) for size, ways in WAYS.items() for name in ways]
 
 def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> TorchTrainEngine:
     config = TorchTrainEngine.Config(
-        device="cpu", dtype=how.dtype, max_grad_norm=1.0, max_tokens_per_micro_batch=max_tokens,
+        device="cpu",
+        dtype=how.dtype,
+        max_grad_norm=1.0,
+        max_tokens_per_micro_batch=max_tokens,
         optimizer={"lr": 0.1, "eps": 1.0},  # with an epsilon this large AdamW follows the gradient, not its sign
         **dict(how.config),
-    )  # fmt: skip
+    )
     engine = TorchTrainEngine(
-        config, model_dir=directory / "policy", algorithm=algorithm(directory, how), temperature=0.8,
-        max_response_length=MAX_RESPONSE_LENGTH, total_steps=100, seed=0, threads=1, ranks=ranks,
-    )  # fmt: skip
+        config,
+        model_dir=directory / "policy",
+        algorithm=algorithm(directory, how),
+        temperature=0.8,
+        max_response_length=MAX_RESPONSE_LENGTH,
+        total_steps=100,
+        seed=0,
+        threads=1,
+        ranks=ranks,
+    )
     engine.prepare()
     for learner in engine._learners.values() if not how.packed else ():
         learner.model.backbone.packs = False
@@ -198,7 +208,8 @@ class Trained:
 def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Trained:
     program, metrics, weights = how.program(), [], [exported(engine)]
     for step, (batch, objective) in enumerate(program):
-        metrics.append(dict(updated(engine, batches[batch], objective, 0)))
+        prepared = prepare_mini_batch(engine, batches[batch], objective, 0)
+        metrics.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
         engine.version += 1
         if step % 10 == 9 or step + 1 == len(program):
             weights.append(exported(engine))
@@ -221,14 +232,14 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
         return ranks, make_engine(directory, how, ranks, max_tokens=30)
 
     if rank > 0:
-        follow("cpu", lambda name: build(name)[1])
+        serve_rank("cpu", lambda name: build(name)[1])
         return {}
     done = {}
     for name, how in WAYS[size].items():
         group = TorchrunRanks("cpu", name, lambda name=name: build(name))
-        engine = SplitTrainEngine(group, algorithm(directory, how), max_response_length=MAX_RESPONSE_LENGTH)
+        engine = DistributedTrainEngine(group, algorithm(directory, how), max_response_length=MAX_RESPONSE_LENGTH)
         done[name] = train(engine, how, batches)
-    dismiss("cpu")
+    stop_ranks("cpu")
     return done
 
 

@@ -15,7 +15,7 @@ from unit.training_parts import VOCABULARY, write_model
 from trivium.errors import ConfigError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.packed import pack
-from trivium.models.sequence import SequenceGroup
+from trivium.models.sequence_parallel import SequenceGroup
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.algorithms import GroupAlgorithm, ShapingInputs, build_algorithm, reward_shaping
-from trivium.algorithms.registered import FilterLaw, ShapingLaw, chosen
+from trivium.algorithms.metadata import FilterMetadata, ShapingMetadata, resolve_function
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.config import AlgorithmConfig, plugin
 from trivium.errors import DataError
@@ -25,20 +25,30 @@ from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
 
 def shape(
-    kind: str, rewards: Sequence[float], lengths: Sequence[int] = (), groups: Sequence[int] = (), *,
-    max_new_tokens: int = 20, moments: Moments | None = None, **options: object,
-) -> list[float]:  # fmt: skip
-    function, _ = chosen("shapings", plugin("shapings")({"kind": kind, **options}), ShapingLaw)
+    kind: str,
+    rewards: Sequence[float],
+    lengths: Sequence[int] = (),
+    groups: Sequence[int] = (),
+    *,
+    max_new_tokens: int = 20,
+    moments: Moments | None = None,
+    **options: object,
+) -> list[float]:
+    function, _ = resolve_function("shapings", plugin("shapings")({"kind": kind, **options}), ShapingMetadata)
     total = len(rewards)
     x = ShapingInputs(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths or [1] * total), torch.zeros(total).bool(),
-        torch.tensor(groups or [0] * total), max_new_tokens, moments,
-    )  # fmt: skip
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(lengths or [1] * total),
+        torch.zeros(total).bool(),
+        torch.tensor(groups or [0] * total),
+        max_new_tokens,
+        moments,
+    )
     return function(x).tolist()
 
 
 def keeps(kind: str, group: Group, **options: object) -> bool:
-    return chosen("filters", plugin("filters")({"kind": kind, **options}), FilterLaw)[0](group)
+    return resolve_function("filters", plugin("filters")({"kind": kind, **options}), FilterMetadata)[0](group)
 
 
 def turn(prompt: Sequence[int], number: int, stop: StopReason = StopReason.EOS) -> Turn:
@@ -72,10 +82,15 @@ NUMBERS = st.floats(-100, 100, width=32)
 @pytest.mark.parametrize(
     ("rewards", "tolerance", "kept"),
     [
-        ([0.7] * 8, 0.0, False), ([0.0, 0.0, 1.0], 0.0, True), ([0.1, 0.2], 0.05, True), ([0.1, 0.2], 0.15, False),
-        ([0.3], 0.0, True), ([-1.0, 1.0], 2.0, False), ([1e-300, 0.0], 0.0, True),
+        ([0.7] * 8, 0.0, False),
+        ([0.0, 0.0, 1.0], 0.0, True),
+        ([0.1, 0.2], 0.05, True),
+        ([0.1, 0.2], 0.15, False),
+        ([0.3], 0.0, True),
+        ([-1.0, 1.0], 2.0, False),
+        ([1e-300, 0.0], 0.0, True),
     ],
-)  # fmt: skip
+)
 def test_zero_variance_asks_whether_any_two_members_differ(rewards: list[float], tolerance: float, kept: bool) -> None:
     members = [member(index, reward) for index, reward in enumerate(rewards)]
     with_failure = group(0, *members, failed(len(members)))
@@ -133,7 +148,7 @@ def test_overlong_counts_the_members_that_were_cut(cut: int, below: float, kept:
         (1024, 256, 1.0, [700, 768, 769, 896, 1024, 1025, 1152, 4000], [0, 0, -1 / 256, -0.5, -1, -1, -1, -1]),
         (20, 4, 0.5, [16, 18, 20, 21, 40], [0, -0.25, -0.5, -0.5, -0.5]),
     ],
-)  # fmt: skip
+)
 def test_the_overlong_penalty_of_the_reference_implementations_capped(
     limit: int, buffer: int, factor: float, lengths: list[int], penalty: list[float]
 ) -> None:
@@ -172,7 +187,7 @@ def test_length_penalty_is_linear(members: list[tuple[float, int]], coef: float)
 
 @pytest.mark.parametrize("kind", ["length_penalty", "overlong_penalty"])
 def test_a_length_needs_a_limit(kind: str) -> None:
-    with pytest.raises(DataError, match="the longest reply"):
+    with pytest.raises(DataError, match="the longest completion"):
         shape(kind, [0.0], [1], max_new_tokens=0)
 
 
@@ -272,7 +287,7 @@ def infinite(x: ShapingInputs) -> torch.Tensor:
 def test_a_shaping_that_gives_no_finite_number_per_trajectory_is_named(function) -> None:
     x = ShapingInputs(torch.ones(3).double(), torch.ones(3).long(), torch.zeros(3).bool(), torch.zeros(3).long(), 9)
     with pytest.raises(DataError, match=function.__name__):
-        shaped([Shaping(function, function.law)], x)
+        shaped([Shaping(function, function.metadata)], x)
 
 
 # --------------------------------------------------------------------------- through the algorithm

@@ -63,7 +63,7 @@ def check_cut(objective: Any, step: Step, data: st.DataObject) -> None:
     run(objective, step, parts, padding=data.draw(st.integers(0, 3))).assert_same(whole)
 
 
-AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selected", "gate"} & make().needs]
+AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selected", "token_weight"} & make().needs]
 """Those that decide something over the whole step."""
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.models.loss import Totals
+from trivium.models.loss import LossDenominators
 from trivium.models.packed import pack
 from trivium.training.batching import collate, count, cut, units
 from trivium.types import Batch, Experience
@@ -16,13 +16,21 @@ lengths_of = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 def experience(length, group="g", trained=True, first=0):
     mask = np.arange(length) >= max(1, length // 2)
     return Experience(
-        tokens=np.arange(first, first + length), response_mask=mask & trained,
-        rollout_log_prob=np.where(mask & trained, -1.5, 0), policy_version=np.zeros(length), group_id=group, index=0,
-    )  # fmt: skip
+        tokens=np.arange(first, first + length),
+        response_mask=mask & trained,
+        rollout_log_prob=np.where(mask & trained, -1.5, 0),
+        policy_version=np.zeros(length),
+        group_id=group,
+        index=0,
+    )
 
 
-@given(lengths=lengths_of, group_sizes=st.lists(st.integers(1, 5), min_size=24, max_size=24),
-       max_tokens=st.integers(1, 150), padded=st.booleans())  # fmt: skip
+@given(
+    lengths=lengths_of,
+    group_sizes=st.lists(st.integers(1, 5), min_size=24, max_size=24),
+    max_tokens=st.integers(1, 150),
+    padded=st.booleans(),
+)
 def test_cut_keeps_units_whole_and_the_budget(lengths, group_sizes, max_tokens, padded):
     together, start = [], 0
     for size in group_sizes:
@@ -71,10 +79,16 @@ def test_collated_numbers_return_to_their_tokens(lengths, trained):
 
 
 def test_units_leave_out_what_teaches_nothing():
-    batch = Batch((
-        experience(4, "a"), experience(4, "a", trained=False), experience(4, "b", trained=False), experience(4, "b"),
-        experience(4, "c", trained=False), experience(4, "c", trained=False),
-    ))  # fmt: skip
+    batch = Batch(
+        (
+            experience(4, "a"),
+            experience(4, "a", trained=False),
+            experience(4, "b", trained=False),
+            experience(4, "b"),
+            experience(4, "c", trained=False),
+            experience(4, "c", trained=False),
+        )
+    )
     assert units(batch, "sequence") == [[0], [3]]
     assert units(batch, "pair") == units(batch, "group") == [[0, 1], [2, 3]]
-    assert count(batch, max_response_length=8) == Totals(tokens=4, sequences=2, max_response_length=8)
+    assert count(batch, max_response_length=8) == LossDenominators(tokens=4, sequences=2, max_response_length=8)

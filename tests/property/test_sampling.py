@@ -13,9 +13,12 @@ SIZES = st.sampled_from([1, 2, 3, 30, 127, 128, 129, 300, 5000])
 
 def how(rows: int, temperature=1.0, top_p=1.0, top_k=0, blocked=False, eos=(0,)) -> RowSampling:
     return RowSampling(
-        np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int64),
-        np.full(rows, blocked), torch.tensor(eos),
-    )  # fmt: skip
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_p, np.float32),
+        np.full(rows, top_k, np.int64),
+        np.full(rows, blocked),
+        torch.tensor(eos),
+    )
 
 
 def random_logits(rows: int, size: int, seed: int, scale: float) -> torch.Tensor:
@@ -23,8 +26,13 @@ def random_logits(rows: int, size: int, seed: int, scale: float) -> torch.Tensor
 
 
 @settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(0, 999), st.sampled_from([0.01, 1.0, 30.0]), st.sampled_from([0.3, 1.0, 2.0]),
-       st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)))  # fmt: skip
+@given(
+    SIZES,
+    st.integers(0, 999),
+    st.sampled_from([0.01, 1.0, 30.0]),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)),
+)
 def test_the_uniform_falls_into_the_tokens_interval(
     size: int, seed: int, scale: float, temperature: float, uniform: float
 ) -> None:
@@ -39,8 +47,9 @@ def test_the_uniform_falls_into_the_tokens_interval(
 
 
 @settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(0, 999), st.floats(0.05, 1), st.integers(0, 40), st.floats(0, 1, exclude_max=True),
-       st.booleans())  # fmt: skip
+@given(
+    SIZES, st.integers(0, 999), st.floats(0.05, 1), st.integers(0, 40), st.floats(0, 1, exclude_max=True), st.booleans()
+)
 def test_truncation_renormalises(size: int, seed: int, top_p: float, top_k: int, uniform: float, blocked: bool) -> None:
     if size == 1 and blocked:
         return  # nothing could be said at all
@@ -74,8 +83,9 @@ def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cu
         rng.choice([0.0, 0.5, 1.0] if mixed else [1.0], rows).astype(np.float32),
         rng.choice([0.5, 1.0] if cut else [1.0], rows).astype(np.float32),
         rng.choice([0, 3] if cut else [0], rows).astype(np.int64),
-        rng.random(rows) < (0.5 if size > 1 and mixed else 0), torch.tensor([0]),
-    )  # fmt: skip
+        rng.random(rows) < (0.5 if size > 1 and mixed else 0),
+        torch.tensor([0]),
+    )
     tokens, log_prob = sample(logits, uniforms, every)
     for row in range(rows):
         one = slice(row, row + 1)

@@ -37,10 +37,10 @@ class Dawdling:
         await asyncio.sleep(self.dice.choice([0, 0, 0.001, 0.002, 0.012]))
         if self.dice.random() < self.failing:
             raise ValueError("the world broke")
-        turn = await policy.reply(task.prompt)
+        turn = await policy.generate(task.prompt)
         if self.dice.random() < 0.3:
             await asyncio.sleep(self.dice.choice([0.001, 0.006]))
-            await policy.reply((*task.prompt, Message("assistant", turn.text), Message("user", "1")))
+            await policy.generate((*task.prompt, Message("assistant", turn.text), Message("user", "1")))
         return {"length": float(len(turn.tokens))}
 
 
@@ -57,20 +57,33 @@ def sql_buffer(schedule: Schedule, directory: Path) -> Buffer:
 
 
 def play(
-    schedule: Schedule, seed: int, *, kills: Sequence[tuple[str, int]] = (), failing: float = 0.0, explorers: int = 1,
-    deaths: int = 0, drops: bool = False, make_buffer: Callable[[Schedule, Path], Buffer] = memory_buffer,
-) -> list[Session]:  # fmt: skip
+    schedule: Schedule,
+    seed: int,
+    *,
+    kills: Sequence[tuple[str, int]] = (),
+    failing: float = 0.0,
+    explorers: int = 1,
+    deaths: int = 0,
+    drops: bool = False,
+    make_buffer: Callable[[Schedule, Path], Buffer] = memory_buffer,
+) -> list[Session]:
     """The sessions of a run that is killed at these events, one after the other, and then left alone."""
     dice = random.Random(seed)
     sessions: list[Session] = []
     with TemporaryDirectory() as directory:
         for life, deadly in enumerate([*kills, None]):
             session = Session(
-                schedule, Path(directory), lambda _, life=life: Dawdling(dice, failing, life), {"refill": 0},
-                deadly=deadly, explorers=explorers, deaths=[dice.uniform(0.0, 0.02) for _ in range(deaths)],
-                operators=(dropping,) if drops else (), make_buffer=make_buffer,
+                schedule,
+                Path(directory),
+                lambda _, life=life: Dawdling(dice, failing, life),
+                {"refill": 0},
+                deadly=deadly,
+                explorers=explorers,
+                deaths=[dice.uniform(0.0, 0.02) for _ in range(deaths)],
+                operators=(dropping,) if drops else (),
+                make_buffer=make_buffer,
                 train_s=lambda: dice.choice([0, 0.001, 0.004]),
-            )  # fmt: skip
+            )
             sessions.append(asyncio.run(session.live()))
             if not sessions[-1].killed:
                 break
@@ -139,19 +152,41 @@ def assert_every_slot_is_accounted_for(schedule: Schedule, session: Session) -> 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    ahead=st.integers(0, 3), interval=st.integers(1, 3), groups=st.integers(1, 4), over=st.integers(0, 2),
-    first=st.sampled_from([0, 5]), failing=st.sampled_from([0.0, 0.2]), explorers=st.integers(1, 3),
-    deaths=st.integers(0, 4), drops=st.booleans(), seed=st.integers(0, 10_000),
-)  # fmt: skip
+    ahead=st.integers(0, 3),
+    interval=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    over=st.integers(0, 2),
+    first=st.sampled_from([0, 5]),
+    failing=st.sampled_from([0.0, 0.2]),
+    explorers=st.integers(1, 3),
+    deaths=st.integers(0, 4),
+    drops=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
 def test_no_group_is_staler_than_the_bound_or_trained_twice(
-    ahead: int, interval: int, groups: int, over: int, first: int, failing: float, explorers: int, deaths: int,
-    drops: bool, seed: int,
-) -> None:  # fmt: skip
+    ahead: int,
+    interval: int,
+    groups: int,
+    over: int,
+    first: int,
+    failing: float,
+    explorers: int,
+    deaths: int,
+    drops: bool,
+    seed: int,
+) -> None:
     """Explorers may die in mid-play: their slots are played by others."""
     schedule = Schedule(
-        TASKS, seed=seed, first_version=first, groups_per_step=groups, group_size=2, sync_interval=interval,
-        max_staleness=interval - 1 + ahead, over_rollout=over, steps=STEPS,
-    )  # fmt: skip
+        TASKS,
+        seed=seed,
+        first_version=first,
+        groups_per_step=groups,
+        group_size=2,
+        sync_interval=interval,
+        max_staleness=interval - 1 + ahead,
+        over_rollout=over,
+        steps=STEPS,
+    )
     sessions = play(schedule, seed, failing=failing, explorers=explorers, deaths=deaths, drops=drops)
     assert_history(schedule, sessions, drops=drops)
     assert_every_slot_is_accounted_for(schedule, sessions[0])
@@ -162,17 +197,35 @@ KILLS = st.lists(st.tuples(st.sampled_from(["take", "put"]), st.integers(1, 12))
 
 @settings(max_examples=30, deadline=None)
 @given(
-    staleness=st.integers(0, 3), groups=st.integers(1, 4), over=st.integers(0, 2), deterministic=st.booleans(),
-    explorers=st.integers(1, 2), drops=st.booleans(), kills=KILLS, seed=st.integers(0, 10_000),
-)  # fmt: skip
+    staleness=st.integers(0, 3),
+    groups=st.integers(1, 4),
+    over=st.integers(0, 2),
+    deterministic=st.booleans(),
+    explorers=st.integers(1, 2),
+    drops=st.booleans(),
+    kills=KILLS,
+    seed=st.integers(0, 10_000),
+)
 def test_nothing_is_lost_or_trained_twice_when_the_run_is_killed_and_resumed(
-    staleness: int, groups: int, over: int, deterministic: bool, explorers: int, drops: bool,
-    kills: list[tuple[str, int]], seed: int,
-) -> None:  # fmt: skip
+    staleness: int,
+    groups: int,
+    over: int,
+    deterministic: bool,
+    explorers: int,
+    drops: bool,
+    kills: list[tuple[str, int]],
+    seed: int,
+) -> None:
     schedule = Schedule(
-        TASKS, seed=seed, groups_per_step=groups, group_size=2, max_staleness=staleness, deterministic=deterministic,
-        over_rollout=0 if deterministic else over, steps=STEPS,
-    )  # fmt: skip
+        TASKS,
+        seed=seed,
+        groups_per_step=groups,
+        group_size=2,
+        max_staleness=staleness,
+        deterministic=deterministic,
+        over_rollout=0 if deterministic else over,
+        steps=STEPS,
+    )
     drops = drops and not (deterministic and staleness)  # refused by the config
     sessions = play(schedule, seed, kills=kills, explorers=explorers, deaths=1, drops=drops)
     assert_history(schedule, sessions, drops=drops)
@@ -189,18 +242,20 @@ def assert_versions_follow_the_schedule(schedule: Schedule, groups: Sequence[Gro
 
 @settings(max_examples=6, deadline=None)
 @given(
-    staleness=st.integers(0, 2), groups=st.integers(1, 3), over=st.integers(0, 1), drops=st.booleans(),
-    kills=KILLS.map(lambda kills: kills[:1]), seed=st.integers(0, 10_000),
-)  # fmt: skip
+    staleness=st.integers(0, 2),
+    groups=st.integers(1, 3),
+    over=st.integers(0, 1),
+    drops=st.booleans(),
+    kills=KILLS.map(lambda kills: kills[:1]),
+    seed=st.integers(0, 10_000),
+)
 def test_the_same_holds_in_a_database(
     staleness: int, groups: int, over: int, drops: bool, kills: list[tuple[str, int]], seed: int
 ) -> None:
     schedule = Schedule(
         TASKS, seed=seed, groups_per_step=groups, group_size=2, max_staleness=staleness, over_rollout=over, steps=STEPS
     )
-    sessions = play(
-        schedule, seed, kills=kills, explorers=2, deaths=1, drops=drops, make_buffer=sql_buffer
-    )  # fmt: skip
+    sessions = play(schedule, seed, kills=kills, explorers=2, deaths=1, drops=drops, make_buffer=sql_buffer)
     assert_history(schedule, sessions, drops=drops)
 
 
@@ -220,15 +275,18 @@ class Paced:
 
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         await asyncio.sleep(self.dice.random() * self.seconds)
-        return {"length": float(len((await policy.reply(task.prompt)).tokens))}
+        return {"length": float(len((await policy.generate(task.prompt)).tokens))}
 
 
 def paced(schedule: Schedule, directory: Path, *paces: float) -> Ledger:
     dice = random.Random(len(paces))
     session = Session(
-        schedule, directory, lambda number: Paced(dice, paces[number]), explorers=len(paces),
+        schedule,
+        directory,
+        lambda number: Paced(dice, paces[number]),
+        explorers=len(paces),
         train_s=lambda: dice.choice([0, 0.003]),
-    )  # fmt: skip
+    )
     return asyncio.run(session.live()).buffer
 
 
@@ -237,9 +295,15 @@ def test_two_explorers_of_different_speed_play_what_one_would(staleness: int, in
     """Deterministic runs: the groups that are trained on, their order, tokens and versions do not depend on who plays
     them, and how fast."""
     schedule = Schedule(
-        TASKS, seed=1, groups_per_step=3, group_size=2, max_staleness=staleness, sync_interval=interval,
-        deterministic=True, steps=STEPS,
-    )  # fmt: skip
+        TASKS,
+        seed=1,
+        groups_per_step=3,
+        group_size=2,
+        max_staleness=staleness,
+        sync_interval=interval,
+        deterministic=True,
+        steps=STEPS,
+    )
     alone = paced(schedule, tmp_path / "one", 0.002)
     both = paced(schedule, tmp_path / "two", 0.001, 0.012)
     assert said(both.played) == said(alone.played)

@@ -17,6 +17,7 @@ from trivium.randomness import SampleKey, uniforms
 from trivium.text.renderer import PLAIN, ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import (
+    Capabilities,
     Completion,
     Experience,
     Group,
@@ -50,9 +51,11 @@ def merging_tokenizer():
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(plain.added_tokens_decoder.values()))
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=plain.chat_template, eos_token=plain.eos_token,
+        tokenizer_object=backend,
+        chat_template=plain.chat_template,
+        eos_token=plain.eos_token,
         pad_token=plain.pad_token,
-    )  # fmt: skip
+    )
 
 
 TOKENIZERS = {"bytes": tiny_tokenizer("bytes"), "merges": merging_tokenizer()}
@@ -66,7 +69,7 @@ RENDERERS = {
 class IdEngine:
     """A rollout engine whose replies are arbitrary ids, drawn from the request's key; it keeps what it gave."""
 
-    exact_sampling = True
+    capabilities = Capabilities(exact_sampling=True)
 
     def __init__(self, vocabulary: Sequence[int], eos: frozenset[int], eos_rate: float) -> None:
         self._vocabulary, self._eos, self._eos_rate = vocabulary, eos, eos_rate
@@ -107,7 +110,7 @@ def play(renderer: ChatRenderer, engine: IdEngine, asks: Sequence[str], length: 
         talk: list[Message] = []
         for ask in asks:
             talk.append(Message("user", ask))
-            turn = await policy.reply(talk)
+            turn = await policy.generate(talk)
             talk.append(Message("assistant", turn.text))
 
     asyncio.run(episode())
@@ -192,9 +195,9 @@ def test_a_workflow_that_rewrites_history_starts_a_new_experience(seed):
     policy = Policy(engine, renderer, Sampling(4), SampleKey(seed, "train", "t", "1"), max_context=1000)
 
     async def episode() -> None:
-        turn = await policy.reply([Message("user", "a")])
-        await policy.reply([Message("user", "a"), Message("assistant", turn.text), Message("user", "b")])
-        await policy.reply([Message("user", "summary"), Message("user", "c")])
+        turn = await policy.generate([Message("user", "a")])
+        await policy.generate([Message("user", "a"), Message("assistant", turn.text), Message("user", "b")])
+        await policy.generate([Message("user", "summary"), Message("user", "c")])
 
     asyncio.run(episode())
     trajectory = Trajectory(0, policy.turns)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trivium.algorithms import GroupAlgorithm, Preset, build_algorithm, catalogue
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
 
 PRESETS = catalogue("algorithms")
@@ -15,11 +15,19 @@ PRESETS = catalogue("algorithms")
 def configured(
     algorithm: object, base: Path | None = None, buffer: object = "memory", sync: object = None, **schedule: int
 ) -> RunConfig:
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
-         "rewards": ["exact"], "engine": {"kind": "scripted"}, "buffer": buffer, "sync": sync or {},
-         "schedule": schedule}, base,
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": algorithm,
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted"},
+            "buffer": buffer,
+            "sync": sync or {},
+            "schedule": schedule,
+        },
+        base,
+    )
 
 
 def refused(algorithm: object, **schedule: int) -> dict[str, str]:
@@ -58,7 +66,7 @@ def test_a_preset_is_complete_and_survives_being_saved(kind: str, teacher: str) 
     assert isinstance(PRESETS[kind], Preset)
     assert PRESETS[kind].source
     assert build_algorithm(config.algorithm).name == kind
-    assert RunConfig.from_mapping(config.model_dump(mode="json")) == config
+    assert config_from_mapping(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("kind", PRESETS)
@@ -70,17 +78,29 @@ def test_an_algorithm_crosses_a_process_boundary(kind: str, teacher: str) -> Non
 def test_no_preset_needs_a_reference_model_or_an_extra_pass_unless_asked(teacher: str) -> None:
     needs = {kind: set(build_algorithm(as_it_runs(least(kind, teacher)).algorithm).needs) for kind in PRESETS}
     assert {kind: what for kind, what in needs.items() if what} == {
-        "ppo": {"values"}, "distill": {"teacher"}, "distill_top_k": {"teacher_top"}, "decoupled_ppo": {"old"},
-        "dpo": {"ref"}, "ipo": {"ref"}, "kto": {"ref"},
-    }  # fmt: skip
+        "ppo": {"values"},
+        "distill": {"teacher"},
+        "distill_top_k": {"teacher_top"},
+        "decoupled_ppo": {"old"},
+        "dpo": {"ref"},
+        "ipo": {"ref"},
+        "kto": {"ref"},
+    }
 
 
 def test_options_reach_the_functions() -> None:
-    algorithm = built({
-        "kind": "grpo", "advantage": {"norm_by_std": False}, "policy_loss": {"clip_high": 0.28, "dual_clip": None},
-        "aggregate": "seq-mean-token-sum-norm", "entropy": {"coef": 0.01}, "kl": {"coef": 0.1, "estimator": "k3+"},
-        "epochs": 2, "mini_batches": 4,
-    })  # fmt: skip
+    algorithm = built(
+        {
+            "kind": "grpo",
+            "advantage": {"norm_by_std": False},
+            "policy_loss": {"clip_high": 0.28, "dual_clip": None},
+            "aggregate": "seq-mean-token-sum-norm",
+            "entropy": {"coef": 0.01},
+            "kl": {"coef": 0.1, "estimator": "k3+"},
+            "epochs": 2,
+            "mini_batches": 4,
+        }
+    )
     (policy,) = algorithm.objectives
     assert policy.policy_loss.keywords == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
     assert algorithm.estimator.function.keywords == {"norm_by_std": False, "std_level": "group", "epsilon": 1e-6}
@@ -94,7 +114,7 @@ def test_another_kind_starts_its_section_afresh() -> None:
         {"kind": "grpo", "advantage": "gae", "policy_loss": {"kind": "reinforce"}, "critic": {"clip": 0.2}}
     )
     critic, policy = algorithm.objectives
-    assert (critic.clip, policy.law.needs) == (0.2, {"advantages"})
+    assert (critic.clip, policy.metadata.needs) == (0.2, {"advantages"})
 
 
 def test_mistyped_keys_are_named_with_the_nearest_one_at_every_depth() -> None:
@@ -208,7 +228,7 @@ from trivium.algorithms import Advantages, PerToken, advantage, policy_loss
 from trivium.algorithms.presets import GRPO
 
 
-@policy_loss(formula="-scale A log_prob", source="here", needs=("advantages",), on_policy="factor: scale")
+@policy_loss(formula="-scale A log_prob", source="here", needs={"advantages"}, on_policy="factor: scale")
 def scaled(x, *, scale: Annotated[float, Field(gt=0)] = 2.0) -> PerToken:
     return PerToken(-scale * x.advantages * x.log_prob)
 
@@ -275,13 +295,15 @@ def test_sampled_tokens_of_a_distillation_are_the_policys_own(teacher: str) -> N
 
 def test_a_distillation_asks_for_no_reward_unless_it_is_evaluated(teacher: str) -> None:
     said = {
-        "model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "engine": {"kind": "scripted"},
+        "model": {"kind": "tiny"},
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "engine": {"kind": "scripted"},
         "algorithm": least("distill", teacher),
-    }  # fmt: skip
-    assert not RunConfig.from_mapping(said).algorithm.reads_rewards
+    }
+    assert not config_from_mapping(said).algorithm.reads_rewards
     for change in ({"algorithm": "grpo"}, {"evaluation": {"taskset": "train"}}):
         with pytest.raises(ConfigError) as caught:
-            RunConfig.from_mapping(said | change)
+            config_from_mapping(said | change)
         assert [problem[0] for problem in caught.value.problems] == ["rewards"]
 
 
@@ -295,6 +317,6 @@ def test_advantages_that_are_not_whitened_may_be_normalised() -> None:
 def test_a_filter_of_rewards_wants_rewards(teacher: str) -> None:
     said = {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "engine": {"kind": "scripted"}}
     algorithm = {"kind": "grpo", "advantage": "on_policy_distill", "teacher": {"path": teacher}}
-    assert RunConfig.from_mapping({**said, "algorithm": {**algorithm, "filters": ["overlong"]}})
+    assert config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["overlong"]}})
     with pytest.raises(ConfigError, match=r"algorithm\.filters"):
-        RunConfig.from_mapping({**said, "algorithm": {**algorithm, "filters": ["zero_variance"]}})
+        config_from_mapping({**said, "algorithm": {**algorithm, "filters": ["zero_variance"]}})

@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trivium.checkpoint import CheckpointStore, export
+from trivium.checkpoint.atomic import MANIFEST
+from trivium.checkpoint.store import CheckpointStore, export
 from trivium.errors import ConfigError, RunDirError
-from trivium.sealing import MANIFEST
 
 
 def write(directory: Path) -> None:

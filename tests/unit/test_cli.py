@@ -189,10 +189,18 @@ def test_exporting_a_mistyped_run_directory_makes_no_directory(tmp_path: Path) -
 
 
 def test_the_demo_tells_people_what_came_out(capsys: pytest.CaptureFixture[str]) -> None:
-    from trivium.cli import tell
+    from trivium.cli import show_demo
 
-    tell({"steps": 9, "accuracy_before": 0.5, "accuracy_after": 0.975, "seconds": 61.2, "run_dir": "runs/x",
-          "learning_curve": "runs/x/curve.png"})  # fmt: skip
+    show_demo(
+        {
+            "steps": 9,
+            "accuracy_before": 0.5,
+            "accuracy_after": 0.975,
+            "seconds": 61.2,
+            "run_dir": "runs/x",
+            "learning_curve": "runs/x/curve.png",
+        }
+    )
     shown = capsys.readouterr().out
     assert "50.0% before RL, 97.5% after" in shown
     for words in ("61 s", "runs/x\n", "runs/x/curve.png"):

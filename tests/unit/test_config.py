@@ -15,13 +15,16 @@ from pydantic import ValidationError
 from trivium.config import (
     RunConfig,
     check,
+    config_from_mapping,
+    load_config,
     merged,
     parse_override,
     read_yaml,
 )
+from trivium.config.plan import plan_run
+from trivium.config.resume import fingerprint, resume_differences, to_yaml
 from trivium.errors import ConfigError
-from trivium.plan import plan_run
-from trivium.sameness import fingerprint, resume_differences, to_yaml
+from trivium.runtime.build import Stage
 
 PARTS = """
 from pydantic import Field
@@ -98,14 +101,14 @@ def problems_of(folder: Path, change: str = "", overrides: tuple[str, ...] = ())
     """Where -> full text of every problem of the run with this change."""
     (folder / "changed.yaml").write_text("extends: run.yaml\n" + textwrap.dedent(change))
     with pytest.raises(ConfigError) as caught:
-        RunConfig.load(folder / "changed.yaml", overrides)
+        load_config(folder / "changed.yaml", overrides)
     assert str(caught.value).count("  - ") == len(caught.value.problems)
     return {problem[0]: str(problem) for problem in caught.value.problems}
 
 
 def load(folder: Path, change: str = "", overrides: tuple[str, ...] = ()) -> RunConfig:
     (folder / "changed.yaml").write_text("extends: run.yaml\n" + textwrap.dedent(change))
-    return RunConfig.load(folder / "changed.yaml", overrides)
+    return load_config(folder / "changed.yaml", overrides)
 
 
 # --------------------------------------------------------------------------- what is wrong
@@ -140,9 +143,16 @@ def test_all_problems_are_reported_at_once_also_those_inside_plugins(folder: Pat
         """,
     )
     assert set(found) == {
-        "schedule.groups_per_step", "schedule.typo", "engine.slotz", "engine.sampling.temperature",
-        "train.optimizer.lr", "train.optimizer.betas", "tasks.train.size", "rewards[0].colum", "rewards[1]",
-    }  # fmt: skip
+        "schedule.groups_per_step",
+        "schedule.typo",
+        "engine.slotz",
+        "engine.sampling.temperature",
+        "train.optimizer.lr",
+        "train.optimizer.betas",
+        "tasks.train.size",
+        "rewards[0].colum",
+        "rewards[1]",
+    }
     assert "did you mean 'slots'?" in found["engine.slotz"]
     assert "did you mean 'column'?" in found["rewards[0].colum"]
     assert "known: lr" in found["train.optimizer.betas"]
@@ -156,7 +166,7 @@ def test_a_plain_function_takes_only_the_base_keys_of_a_reward(folder: Path) -> 
 def test_missing_sections_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("run: {seed: 1}\n")
     with pytest.raises(ConfigError) as caught:
-        RunConfig.load(tmp_path / "empty.yaml")
+        load_config(tmp_path / "empty.yaml")
     assert [problem[0] for problem in caught.value.problems] == ["model", "tasks"]
 
 
@@ -181,7 +191,7 @@ def test_problems_of_every_stage_are_reported_before_the_first_runs(folder: Path
 def test_a_file_that_is_no_config(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
-        RunConfig.load(tmp_path / "bad.yaml")
+        load_config(tmp_path / "bad.yaml")
 
 
 def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
@@ -189,7 +199,7 @@ def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
 
 
 def test_an_error_in_the_file_of_a_plugin_is_not_a_problem_of_the_section_that_names_it(folder: Path) -> None:
-    (folder / "broken.py").write_text("from trivium.config import RunSection\nRunSection(seed='x')\n")
+    (folder / "broken.py").write_text("from trivium.config.schema import RunSection\nRunSection(seed='x')\n")
     with pytest.raises(ImportError, match=r"broken.py:Engine raised ValidationError[\s\S]*seed") as caught:
         load(folder, "engine: {kind: broken.py:Engine}")
     assert isinstance(caught.value.__cause__, ValidationError)
@@ -229,7 +239,7 @@ def test_training_refuses_greedy_sampling(folder: Path) -> None:
 )
 def test_offset_is_another_way_to_say_max_staleness(folder: Path, change: str, staleness: int) -> None:
     (folder / "changed.yaml").write_text(yaml.safe_dump({"extends": "run.yaml", **(yaml.safe_load(change) or {})}))
-    assert RunConfig.load(folder / "changed.yaml").max_staleness == staleness
+    assert load_config(folder / "changed.yaml").max_staleness == staleness
 
 
 @pytest.mark.parametrize("said", [0, 2])
@@ -270,6 +280,29 @@ def test_somebody_must_judge_what_is_explored(folder: Path) -> None:
     assert set(problems_of(folder, nobody + "buffer: {kind: memory}")) == {"rewards"}
     load(folder, nobody + "buffer: {kind: files}")  # nothing is explored
     load(folder, "rewards: []\nbuffer: {kind: memory}")  # the workflow may earn
+
+
+def test_a_users_buffer_that_declares_nothing_has_explorers_everywhere(folder: Path) -> None:
+    """The checks, a run in one process and a run on Ray read one declaration with one default."""
+    (folder / "mine.py").write_text(
+        "from trivium.config import BufferConfig\nfrom trivium.types import Capabilities\n\n\n"
+        "class Mine:\n    class Config(BufferConfig):\n        pass\n\n\n"
+        "class Filled(Mine):\n    capabilities = Capabilities(explored=False)\n"
+    )
+
+    def explorers(change: str) -> int:
+        return Stage(load(folder, change), 0, 0, True, folder, folder).num_explorers
+
+    ray = "cluster: {kind: ray, explorers: 3}\n"
+    mine, filled = "buffer: {kind: mine.py:Mine}\n", "buffer: {kind: mine.py:Filled}\n"
+    assert (explorers(mine), explorers(mine + ray)) == (1, 3)
+    assert (explorers(filled), explorers(filled + ray)) == (0, 0)
+    unrewarded = "rewards: []\nworkflow: {kind: single_turn}\n"
+    assert set(problems_of(folder, unrewarded + mine)) == {"rewards"}
+    load(folder, unrewarded + filled)
+    apart = "run: {mode: train}\nsync: {method: checkpoint}\n"
+    assert "no other process reaches it" in problems_of(folder, apart + mine)["buffer.kind"]
+    load(folder, apart + filled)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +440,7 @@ def test_the_plan_counts_steps_across_stages(folder: Path) -> None:
 @pytest.mark.parametrize("change", ["", "sync: {interval: 2, offset: 1}", "stages: [{schedule: {steps: 3}}, {}]"])
 def test_a_saved_config_reads_back_as_the_same_config(folder: Path, change: str) -> None:
     config = load(folder, change)
-    again = RunConfig.from_mapping(yaml.safe_load(to_yaml(config)), folder / "somewhere")
+    again = config_from_mapping(yaml.safe_load(to_yaml(config)), folder / "somewhere")
     assert [stage.model_dump() for stage in again.stage_configs()] == [c.model_dump() for c in config.stage_configs()]
 
 
@@ -426,16 +459,16 @@ def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("machine") / "another"
     shutil.copytree(folder, elsewhere)
-    here = fingerprint(RunConfig.load(folder / "run.yaml", ["cluster.threads=1"]))
-    assert fingerprint(RunConfig.load(elsewhere / "run.yaml", ["run.dir=there", "run.explorer=a"])) == here
+    here = fingerprint(load_config(folder / "run.yaml", ["cluster.threads=1"]))
+    assert fingerprint(load_config(elsewhere / "run.yaml", ["run.dir=there", "run.explorer=a"])) == here
     for change in ("run.seed=7", "schedule.steps=999", "schedule.max_staleness=6", "engine.sampling.temperature=2.0"):
-        assert fingerprint(RunConfig.load(folder / "run.yaml", [change])) != here, change
+        assert fingerprint(load_config(folder / "run.yaml", [change])) != here, change
 
 
 @pytest.mark.parametrize("name", ["trainer", "a/b", "a b"])
 def test_an_explorer_cannot_have_every_name(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.explorer"):
-        RunConfig.load(folder / "run.yaml", [f"run.explorer={name}"])
+        load_config(folder / "run.yaml", [f"run.explorer={name}"])
 
 
 def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> None:
@@ -449,8 +482,11 @@ def test_a_resumed_run_notices_another_taskset_reward_or_kind(folder: Path) -> N
         """,
     )
     assert {problem[0] for problem in resume_differences(saved, changed)} == {
-        "tasks", "rewards", "algorithm.kind", "algorithm.epochs",
-    }  # fmt: skip
+        "tasks",
+        "rewards",
+        "algorithm.kind",
+        "algorithm.epochs",
+    }
 
 
 def test_a_saved_config_that_no_longer_reads_is_a_problem_and_not_a_crash(folder: Path) -> None:

@@ -6,18 +6,25 @@ from typing import Any
 import pytest
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, catalogue
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
+from trivium.config.plan import plan_run
 from trivium.errors import ConfigError
-from trivium.plan import plan_run
 
 NAMED = catalogue("corrections")
 
 
 def configured(algorithm: Any, base: Path | None = None, **schedule: int) -> RunConfig:
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
-         "rewards": ["exact"], "engine": {"kind": "scripted"}, "schedule": schedule}, base,
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": algorithm,
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted"},
+            "schedule": schedule,
+        },
+        base,
+    )
 
 
 def corrected(correction: Any, kind: str = "grpo", base: Path | None = None, **schedule: int) -> RunConfig:
@@ -94,20 +101,31 @@ def test_a_choice_stands_whatever_the_staleness() -> None:
 
 
 def test_each_stage_is_settled_by_its_own_staleness() -> None:
-    config = RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
-         "engine": {"kind": "scripted"}, "stages": [{"schedule": {"max_staleness": 1}}, {}]}
-    )  # fmt: skip
+    config = config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted"},
+            "stages": [{"schedule": {"max_staleness": 1}}, {}],
+        }
+    )
     first, second = (stage.algorithm["correction"] for stage in plan_run(config, cores=1).stages)
     assert first.startswith("token importance weights")
     assert second.startswith("none")
 
 
 def test_algorithms_that_judge_nothing_have_no_correction() -> None:
-    config = RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": "sft",
-         "engine": {"kind": "scripted"}, "buffer": {"kind": "files"}, "schedule": {"group_size": 1}}
-    )  # fmt: skip
+    config = config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": "sft",
+            "engine": {"kind": "scripted"},
+            "buffer": {"kind": "files"},
+            "schedule": {"group_size": 1},
+        }
+    )
     assert plan_run(config, cores=1).stages[0].algorithm == {"kind": "sft"}
     with pytest.raises(ConfigError, match="'correction'"):
         configured({"kind": "sft", "correction": "decoupled_token_is"})
@@ -121,7 +139,7 @@ def test_a_named_correction_survives_being_saved(kind: str) -> None:
     said: Any = {"kind": kind, "weights": "token"} if kind == "custom" else kind
     config = corrected(said, "reinforce" if kind.startswith("bypass") else "grpo")
     assert NAMED[kind].source
-    assert RunConfig.from_mapping(config.model_dump(mode="json")) == config
+    assert config_from_mapping(config.model_dump(mode="json")) == config
     algorithm = built(config)
     policy = algorithm.objectives[-1]
     active = kind not in ("auto", "none")
@@ -141,15 +159,22 @@ def test_keys_are_laid_over_a_name_and_without_one_stand_for_themselves() -> Non
 def test_words_tell_every_choice_apart() -> None:
     said = {
         "token importance weights": {"weights": "token", "threshold": None},
-        "token importance weights truncated at [0.5, 2.0], divided by their mean":
-            {"weights": "token", "threshold": (0.5, 2.0), "normalise": True},
-        "token importance weights, zero for sequences whose geometric mean is outside [0.5, 2.0]":
-            {"weights": "token", "outside": "mask_sequence"},
-        "tokens rejected where token_k2 of the current policy is above 0.5":
-            {"rejection": {"token_k2": 0.5}, "against": "current"},
+        "token importance weights truncated at [0.5, 2.0], divided by their mean": {
+            "weights": "token",
+            "threshold": (0.5, 2.0),
+            "normalise": True,
+        },
+        "token importance weights, zero for sequences whose geometric mean is outside [0.5, 2.0]": {
+            "weights": "token",
+            "outside": "mask_sequence",
+        },
+        "tokens rejected where token_k2 of the current policy is above 0.5": {
+            "rejection": {"token_k2": 0.5},
+            "against": "current",
+        },
         "sequences rejected where seq_sum_k1 is outside [0.5, 2.0]": {"rejection": {"seq_sum_k1": 2.0}},
         "none": {},
-    }  # fmt: skip
+    }
     assert [Correction(kind="custom", **keys).words for keys in said.values()] == list(said)
 
 

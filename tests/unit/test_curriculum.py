@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.assemble import Stage, build_schedule
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
+from trivium.runtime.build import Stage, build_schedule
 from trivium.schedule import Curriculum, Schedule
 from trivium.types import Task
 
@@ -92,10 +92,16 @@ def test_a_task_without_a_difficulty_is_named(level: object) -> None:
 
 def configured(folder: Path, **said: object) -> RunConfig:
     (folder / "tasks.jsonl").write_text("".join(f'{{"prompt": "{n}=", "level": {9 - n}}}\n' for n in range(10)))
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "jsonl", "path": "tasks.jsonl"}}, "rewards": ["exact"],
-         "engine": {"kind": "scripted", "replies": ["1"]}, "schedule": said}, folder,
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "jsonl", "path": "tasks.jsonl"}},
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted", "replies": ["1"]},
+            "schedule": said,
+        },
+        folder,
+    )
 
 
 def test_a_config_names_the_column(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 
 from trivium.algorithms import AdvantageInputs, GroupAlgorithm, build_algorithm, policy_inputs
 from trivium.algorithms.explain import explain
-from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, plugin
+from trivium.config import AlgorithmConfig, EngineConfig, RunConfig, build, config_from_mapping, load_config, plugin
 from trivium.metrics import METRICS
 from trivium.protocols import RolloutEngine
 from trivium.registry import CATALOGUE
@@ -35,15 +37,15 @@ def test_the_committed_page_is_up_to_date(page: str) -> None:
 def test_no_section_kind_or_metric_is_left_out() -> None:
     algorithms, config, metrics = (generate_docs.PAGES[page]() for page in generate_docs.PAGES)
     assert [name for name in RunConfig.model_fields if f"## {name}\n" not in config] == []
-    inner = [room for section in generate_docs.INNER.values() for room, _ in section.values()]
-    rooms = {room for room, _ in generate_docs.ROOMS.values()} | set(inner)
-    assert [kind for room in rooms for kind in CATALOGUE[room] if f"`kind: {kind}`" not in config] == []
-    assert [kind for kind in CATALOGUE["algorithms"] if f"| `{kind}` |" not in algorithms] == []
+    inner = [kind for section in generate_docs.INNER.values() for kind, _ in section.values()]
+    kinds = {kind for kind, _ in generate_docs.KINDS.values()} | set(inner)
+    assert [name for kind in kinds for name in CATALOGUE[kind] if f"`kind: {name}`" not in config] == []
+    assert [name for name in CATALOGUE["algorithms"] if f"| `{name}` |" not in algorithms] == []
     heads = [line for line in algorithms.splitlines() if line.startswith("### ")]
-    for room in algorithms_page.ROOMS:
-        assert [kind for kind in CATALOGUE[room] if not any(f"`{kind}`" in head for head in heads)] == []
-    # The others are named by workflow.environment, sync.method and the configs of the seeds.
-    assert set(CATALOGUE) - rooms - set(algorithms_page.ROOMS) == {"environments", "channels", "reward_managers"}
+    for kind in algorithms_page.KINDS:
+        assert [name for name in CATALOGUE[kind] if not any(f"`{name}`" in head for head in heads)] == []
+    # The others are named by workflow.environment, sync.method and the configs of verl.
+    assert set(CATALOGUE) - kinds - set(algorithms_page.KINDS) == {"environments", "channels", "reward_managers"}
     assert [key for key in METRICS if f"`{key}`" not in metrics] == []
 
 
@@ -91,9 +93,11 @@ def test_the_algorithm_page_holds_a_loss_with_the_gradient_it_declares(
 def test_the_algorithm_page_holds_an_estimator_and_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = algorithm_in(unpacked("extend-algorithm.md", tmp_path)["my_advantages.yaml"], monkeypatch, tmp_path)
     inputs = AdvantageInputs(
-        torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), torch.tensor([[False, True, True], [False, True, False]]),
-        torch.zeros(2, dtype=torch.int64), torch.arange(2),
-    )  # fmt: skip
+        torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+        torch.tensor([[False, True, True], [False, True, False]]),
+        torch.zeros(2, dtype=torch.int64),
+        torch.arange(2),
+    )
     assert algorithm.estimator is not None
     assert algorithm.estimator.function(inputs).advantages.tolist() == [[0, 0.75, 0.75], [0, -0.25, 0]]
     mine = algorithm_in({"algorithm": {"kind": "my_algorithms.py:MINE"}}, monkeypatch, tmp_path)
@@ -104,17 +108,19 @@ def test_the_algorithm_page_holds_a_part_of_every_kind(tmp_path: Path, monkeypat
     algorithm = algorithm_in(unpacked("extend-algorithm.md", tmp_path)["my_parts.yaml"], monkeypatch, tmp_path)
     (objective,) = algorithm.objectives
     x = policy_inputs(
-        torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]), torch.tensor([[1, 1], [1, 0]]),
+        torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]),
+        torch.tensor([[1, 1], [1, 0]]),
         uniform=torch.tensor([[0.1, 0.9]] * 2),
-        advantages=torch.ones(2, 2), old_log_prob=torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]),
+        advantages=torch.ones(2, 2),
+        old_log_prob=torch.tensor([[-0.01, -1.0], [-2.0, 5.0]]),
         ref_log_prob=torch.tensor([[-0.01, 1.0], [-2.0, 0.0]]),
-    )  # fmt: skip
+    )
     assert objective.select_tokens is not None
     selected = objective.select_tokens(x)
     assert selected.tolist() == [[True, False], [True, False]]
     loss = objective.policy_loss(replace(x, columns={**x.columns, "selected": selected.float()})).loss
     assert loss.tolist() == [[-1, 0], [-1, 0]]
-    assert objective.gates[0].function(x).tolist() == [[0, 1], [1, 0]]
+    assert objective.token_weights[0].function(x).tolist() == [[0, 1], [1, 0]]
     assert objective.kl is not None
     assert objective.kl.function(x).tolist() == [[0, 16], [0, 0]]
     (rule,) = algorithm.filters
@@ -122,9 +128,14 @@ def test_the_algorithm_page_holds_a_part_of_every_kind(tmp_path: Path, monkeypat
     assert not rule.keeps(group)
     text = explain(algorithm, "")
     for words in (
-        "-A r where the token is selected", "a random 0.25 of the tokens", "0.95", "sum over tokens / sqrt(tokens)",
-        "keep if a member got more than 0", "max(R, -1)", "(p - q)^4",
-    ):  # fmt: skip
+        "-A r where the token is selected",
+        "a random 0.25 of the tokens",
+        "0.95",
+        "sum over tokens / sqrt(tokens)",
+        "keep if a member got more than 0",
+        "max(R, -1)",
+        "(p - q)^4",
+    ):
         assert words in text
 
 
@@ -147,13 +158,13 @@ def test_the_buffer_page_holds_a_strategy_and_an_operator(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     tasks = {name: {"kind": "arithmetic"} for name in ("train", "expert")}
     base = {"model": {"kind": "tiny", "alphabet": "0123456789+="}, "tasks": tasks, "rewards": ["exact"]}
-    assert RunConfig.from_mapping({**base, **sections["mixed.yaml"]}).schedule.groups_per_step == 32
-    refined = RunConfig.from_mapping({**base, **sections["refined.yaml"]})
+    assert config_from_mapping({**base, **sections["mixed.yaml"]}).schedule.groups_per_step == 32
+    refined = config_from_mapping({**base, **sections["refined.yaml"]})
     short = build("operators", refined.buffer.operators[-1])
     turn = Turn(np.arange(3), np.arange(101), np.zeros(101), np.zeros(101), StopReason.EOS, "")
     group = Group(0, Task("a", ()), (Trajectory(0, (turn,)), Trajectory(1)))
     assert short(group) == group
-    assert short(replace(group, trajectories=group.trajectories[:1])).dropped == "nobody was short"
+    assert short(replace(group, trajectories=group.trajectories[:1])).dropped == "no member is short"
 
 
 def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_path: Path) -> None:
@@ -161,10 +172,43 @@ def test_the_readme_counts_the_lines_of_its_example_and_the_example_can_run(tmp_
     text = "".join((tmp_path / name).read_text(encoding="utf-8") for name in ("my_rewards.py", "my_run.yaml"))
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert f"## Your own reward in {len(lines)} lines\n" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert RunConfig.load(tmp_path / "my_run.yaml").rewards[0].label == "close"
+    assert load_config(tmp_path / "my_run.yaml").rewards[0].label == "close"
+
+
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
 def test_every_link_leads_to_a_page() -> None:
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+    for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_and_path_of_the_package_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    names = sorted(set(re.findall(r"\btrivium(?:\.(?!db\b)[A-Za-z_]\w*)+", text)))
+    paths = sorted(set(re.findall(r"\b(?:trivium|tests|docs|examples|recipes|tools)/[\w/.-]*\w", text)))
+    assert [name for name in names if not is_importable(name)] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def is_importable(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of what precedes its last dot."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_a_name_that_does_not_exist_is_detected() -> None:
+    assert is_importable("trivium.loops.train_step")
+    assert is_importable("trivium.synchronizer.Synchronizer.heartbeat")
+    assert not is_importable("trivium.loops.no_such_step")
+    assert not is_importable("trivium.no_such_module")
+
+
+def test_the_recipe_of_the_demo_is_the_one_in_recipes() -> None:
+    packaged = files("trivium.runtime") / "arithmetic.yaml"
+    assert packaged.read_text() == (ROOT / "recipes" / "arithmetic.yaml").read_text()

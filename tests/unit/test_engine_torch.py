@@ -21,9 +21,14 @@ EOS = frozenset({1, 2})
 
 def build(kind: str, vocab: int = 40, **changes: object) -> PreTrainedModel:
     sizes = {
-        "hidden_size": 32, "intermediate_size": 75, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 75,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    }
     config = AutoConfig.for_model(kind, vocab_size=vocab, **{**sizes, **changes})
     return AutoModelForCausalLM.from_config(config)
 
@@ -133,9 +138,13 @@ async def test_greedy_is_what_transformers_generates(models: dict[str, Path], na
             done = await engine.generate(asked)
             ids = torch.from_numpy(asked.prompt_tokens.astype(np.int64))[None]
             expected = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, eos_token_id=None,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=32,
+                eos_token_id=None,
                 pad_token_id=0,
-            )  # fmt: skip
+            )
             assert done.tokens.tolist() == expected[0, length:].tolist()
             assert (done.log_prob == 0).all()
     finally:
@@ -146,9 +155,13 @@ async def test_greedy_is_what_transformers_generates(models: dict[str, Path], na
 async def test_company_changes_no_bit(models: dict[str, Path], name: str, threads: int) -> None:
     """The same requests alone, and among random others that start, finish and are replaced around them."""
     probes = [
-        request(5), request(5, 1), request(20, temperature=0.7), request(64, top_p=0.8), request(30, top_k=5),
+        request(5),
+        request(5, 1),
+        request(20, temperature=0.7),
+        request(64, top_p=0.8),
+        request(30, top_k=5),
         request(90, temperature=1.3, max_new_tokens=70),
-    ]  # fmt: skip
+    ]
     engine = engine_for(models[name], threads=threads)
     try:
         alone = [await engine.generate(probe) for probe in probes]
@@ -371,7 +384,7 @@ async def test_without_the_promise_it_is_still_the_same_model(
 ) -> None:
     engine = engine_for(models["mistral"], frozenset(), **config)
     try:
-        assert engine.batch_invariant is False
+        assert engine.capabilities.batch_invariant is False
         requests = [request(length, max_new_tokens=20) for length in (4, 30)]
         for asked, done in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
             expected = forced(models["mistral"], asked.prompt_tokens.tolist(), done.tokens.tolist(), 1.0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trivium import deadlines, threads
+from trivium import concurrency
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RewardError, RolloutError, RolloutsFailing
@@ -23,7 +23,7 @@ from trivium.explorer import Explorer
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.randomness import SampleKey
 from trivium.registry import resolve
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
@@ -45,7 +45,7 @@ class Plays:
 
 
 async def one_reply(task: Task, policy: Policy) -> dict[str, float]:
-    await policy.reply(task.prompt)
+    await policy.generate(task.prompt)
     return {"played": 1.0}
 
 
@@ -63,7 +63,7 @@ def keys(number: int = 4) -> list[SampleKey]:
 
 
 async def play(playing: Explorer, number: int = 4) -> Group:
-    return await playing.play(TASK, keys(number))
+    return await playing.rollout(TASK, keys(number))
 
 
 async def test_every_member_is_played_and_rewarded() -> None:
@@ -115,7 +115,7 @@ async def test_a_broken_engine_is_nobodys_bad_rollout() -> None:
 @pytest.mark.parametrize("where", ["reward", "metric"])
 async def test_what_is_no_finite_number_fails_the_rollout(number: Any, where: str) -> None:
     async def gives(task: Task, policy: Policy) -> dict[str, Any]:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         if where == "metric":
             policy.metrics["n"] = number
             return {"played": 1.0}
@@ -128,7 +128,7 @@ async def test_what_is_no_finite_number_fails_the_rollout(number: Any, where: st
 
 async def test_numpy_numbers_are_numbers() -> None:
     async def gives(task: Task, policy: Policy) -> dict[str, Any]:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         return {"played": np.float32(0.5)}
 
     assert (await play(explorer(gives), 1)).trajectories[0].reward == 0.5
@@ -151,7 +151,7 @@ async def test_two_judges_of_one_name_are_an_error_not_a_loss(tmp_path: Path) ->
 @pytest.mark.parametrize("must_judge", [True, False])
 async def test_what_nobody_rewarded_failed_unless_nobody_has_to(must_judge: bool) -> None:
     async def plays(task: Task, policy: Policy) -> None:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
 
     playing = explorer(plays)
     playing.must_judge = must_judge
@@ -163,7 +163,7 @@ async def test_what_nobody_rewarded_failed_unless_nobody_has_to(must_judge: bool
 async def test_forks_have_names_of_their_own() -> None:
     async def forks(task: Task, policy: Policy) -> dict[str, float]:
         for name in ("a", "b"):
-            await policy.fork(name).reply(task.prompt)
+            await policy.fork(name).generate(task.prompt)
         with pytest.raises(RolloutError, match="a fork of that name exists"):
             policy.fork("a")
         return {"turns": float(len(policy.turns))}
@@ -189,7 +189,7 @@ def test_an_environment_that_never_answers_does_not_keep_the_process() -> None:
         module = types.ModuleType("worlds")
         class World:
             def reset(self, task): threading.Event().wait()
-            def step(self, reply): return [], 0.0, True
+            def step(self, completion): return [], 0.0, True
         module.World = World
         sys.modules["worlds"] = module
         workflow = MultiTurn(MultiTurn.Config(environment="worlds:World"))
@@ -214,11 +214,11 @@ async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> No
     async def fails_twice(task: Task, policy: Policy) -> dict[str, float]:
         index = policy._key.index
         tried[index] = tried.get(index, 0) + 1
-        turn = await policy.reply(task.prompt)
+        turn = await policy.generate(task.prompt)
         if index == 1 and tried[index] <= 2:
             policy.metrics["left"] = 1.0
             raise ValueError("the world broke")
-        await policy.reply((*task.prompt, Message("assistant", turn.text), Message("user", "1")))
+        await policy.generate((*task.prompt, Message("assistant", turn.text), Message("user", "1")))
         return {"played": 1.0}
 
     playing = explorer(fails_twice)
@@ -235,10 +235,14 @@ async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> No
 @pytest.mark.parametrize(
     ("raised", "attempts"),
     [
-        (ValueError("x"), 3), (RolloutError("a", "b", "c"), 3), (asyncio.CancelledError(), 3), (TimeoutError(), 1),
-        (PromptTooLong("a", "b", "c"), 1), (RewardError("a", "b", "c"), 1),
+        (ValueError("x"), 3),
+        (RolloutError("a", "b", "c"), 3),
+        (asyncio.CancelledError(), 3),
+        (TimeoutError(), 1),
+        (PromptTooLong("a", "b", "c"), 1),
+        (RewardError("a", "b", "c"), 1),
     ],
-)  # fmt: skip
+)
 async def test_only_what_the_workflow_failed_is_played_again(raised: BaseException, attempts: int) -> None:
     calls: list[int] = []
 
@@ -273,19 +277,19 @@ async def test_retries_share_one_deadline_and_a_deadline_is_final() -> None:
 
 
 async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "_GRACE_S", 0.02)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.02)
     release = asyncio.Event()
     late: list[BaseException] = []
 
     async def stubborn(task: Task, policy: Policy) -> dict[str, float]:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         while not release.is_set():
             try:
                 await release.wait()
             except asyncio.CancelledError:
                 continue
         try:
-            await policy.reply(task.prompt)
+            await policy.generate(task.prompt)
         except RolloutError as error:
             late.append(error)
         return {"played": 1.0}
@@ -295,10 +299,10 @@ async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: p
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
     release.set()
     async with asyncio.timeout(2):
-        while deadlines._left_behind:
+        while concurrency._abandoned:
             await asyncio.sleep(0.005)
     assert len(late) == 4
-    assert "the playing is over" in str(late[0])
+    assert "the rollout is over" in str(late[0])
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
 
 
@@ -318,7 +322,7 @@ async def test_what_is_answered_after_the_deadline_counts_for_nothing() -> None:
 
 async def test_replies_that_nobody_awaits_end_with_the_playing() -> None:
     async def careless(task: Task, policy: Policy) -> dict[str, float]:
-        tasks.append(asyncio.ensure_future(policy.fork("aside").reply(task.prompt)))
+        tasks.append(asyncio.ensure_future(policy.fork("aside").generate(task.prompt)))
         await asyncio.sleep(0)
         return {"played": 1.0}
 
@@ -334,7 +338,7 @@ async def test_the_first_broken_engine_ends_the_siblings() -> None:
 
     async def waits(task: Task, policy: Policy) -> None:
         if policy._key.index == 3:
-            await policy.reply(task.prompt)
+            await policy.generate(task.prompt)
         try:
             await asyncio.sleep(60)
         finally:
@@ -353,7 +357,7 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
         "    def reset(self, task):\n"
         "        from trivium.types import Message\n"
         "        return [Message('user', '1')]\n"
-        "    def step(self, reply):\n"
+        "    def step(self, completion):\n"
         "        gate.wait()\n"
         "        return [], 1.0, True\n"
     )
@@ -361,15 +365,15 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
     workflow = MultiTurn(MultiTurn.Config(environment=f"{where}:World", threads=2))
     playing = explorer(deadline_s=0.2)
     playing.workflow = workflow
-    before = threads.left_behind()  # by other tests of this process
+    before = concurrency.left_behind()  # by other tests of this process
     group = await asyncio.wait_for(play(playing), 3)
     failures = [t.failure for t in group.trajectories if t.failure]
     assert [failure.side for failure in failures] == ["deadline"] * 4
-    assert threads.left_behind() == before + 2
+    assert concurrency.left_behind() == before + 2
     assert "call(s) of plain functions that were given up still run" in failures[-1].message
     resolve("environments", f"{where}:gate").set()
     async with asyncio.timeout(5):
-        while threads.left_behind() > before:
+        while concurrency.left_behind() > before:
             await asyncio.sleep(0.01)
     assert len((await play(playing)).alive) == 4
 
@@ -405,7 +409,7 @@ def timed(order: Sequence[int], failing: Sequence[int] = (), **engine: Any) -> t
         if place:
             await over[place - 1].wait()
             await asyncio.sleep(0.01)
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         judge.played.append(index)
         over[place].set()
         if index in failing:
@@ -457,7 +461,7 @@ def filled(playing: Explorer, failing: Callable[[int, int], bool]) -> Callable[[
     """Fills a slot whose members fail where `failing(slot, index)` says so."""
 
     async def plays(task: Task, policy: Policy) -> dict[str, float]:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
         if failing(int(task.task_id), policy._key.index):
             raise ValueError("the world broke")
         return {"played": 1.0}
@@ -465,7 +469,7 @@ def filled(playing: Explorer, failing: Callable[[int, int], bool]) -> Callable[[
     playing.workflow = Plays(plays)
     tasks = [Task(str(i), (Message("user", "1"),)) for i in range(100)]
     schedule = Schedule(tasks, seed=0, group_size=4, shuffle=False)
-    return lambda slot: playing.fill(schedule, Lease(slot))
+    return lambda slot: playing.rollout_slot(schedule, Lease(slot))
 
 
 async def test_a_group_with_too_few_living_members_is_dropped() -> None:
@@ -473,13 +477,13 @@ async def test_a_group_with_too_few_living_members_is_dropped() -> None:
     fill = filled(playing, lambda slot, index: index < slot)
     groups = [await fill(slot) for slot in range(5)]
     assert [bool(group.dropped) for group in groups] == [False, False, True, True, True]
-    assert groups[2].dropped == "2 of 4 members lived, workflow.min_members is 3"
+    assert groups[2].dropped == "2 of 4 members succeeded, workflow.min_members is 3"
     playing.min_members = 1
     assert (await fill(4)).dropped == "", "the trainer counts it and leaves it out"
 
 
 async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None:
-    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, judged_together=8)
+    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=8)
     fill = filled(playing, lambda slot, index: True)
     for slot in range(7):
         await fill(slot)
@@ -488,7 +492,7 @@ async def test_groups_that_are_dropped_one_after_the_other_end_the_run() -> None
 
 
 async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
-    playing = replace(explorer(), min_members=4, max_failed_fraction=0.5, judged_together=4)
+    playing = replace(explorer(), min_members=4, max_failed_fraction=0.5, failure_window=4)
     fill = filled(playing, lambda slot, index: index == 0 and slot % 4 != 0)
     for slot in range(3):
         await fill(slot)
@@ -497,7 +501,7 @@ async def test_a_group_is_lost_whole_even_if_only_one_member_failed() -> None:
 
 
 async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
-    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, judged_together=4)
+    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=4)
     release = asyncio.Event()
 
     async def plays(task: Task, policy: Policy) -> dict[str, float]:
@@ -509,10 +513,12 @@ async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
     fill = filled(playing, lambda slot, index: False)
     playing.workflow = Plays(plays)
     begun = [asyncio.ensure_future(fill(slot)) for slot in range(18)]
-    await asyncio.sleep(0.02)
+    async with asyncio.timeout(5):
+        while sum(task.done() for task in begun) < 6:
+            await asyncio.sleep(0.01)
     assert sum(task.done() for task in begun) == 6
     begun[1].cancel()
     release.set()
     done = await asyncio.gather(*begun, return_exceptions=True)
     assert [bool(group.dropped) for group in done if isinstance(group, Group)].count(True) == 6
-    assert not playing._filling, "nothing is kept of what has been judged or given up"
+    assert not playing._in_progress, "nothing is kept of what has been judged or given up"

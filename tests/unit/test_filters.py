@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from trivium.algorithms import GroupAlgorithm, build_algorithm
-from trivium.algorithms.registered import EstimatorLaw
-from trivium.config import RunConfig
+from trivium.algorithms.metadata import EstimatorMetadata
+from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
-from trivium.explorer import refuse_failing
+from trivium.explorer import check_failures
 from trivium.metrics import checked
 from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
@@ -34,10 +34,17 @@ def played(slot: int, rewards: Sequence[float | None], number: int = 2, greedy: 
 
 
 def configured(algorithm: object, base: Path | None = None, **schedule: object) -> RunConfig:
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
-         "rewards": ["exact"], "engine": {"kind": "scripted", "replies": ["1"]}, "schedule": schedule}, base,
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": algorithm,
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted", "replies": ["1"]},
+            "schedule": schedule,
+        },
+        base,
+    )
 
 
 def algorithm(base: Path | None = None, **said: object) -> GroupAlgorithm:
@@ -51,9 +58,13 @@ def refused(algorithm: object, **schedule: object) -> dict[str, str]:
 
 
 GROUPS = [
-    played(0, [1.0, 0.0]), played(1, [1.0, 1.0], number=8), played(2, [0.0, 0.0]), played(3, [1.0, None]),
-    played(4, [None, None]), played(5, [0.25, 0.75]),
-]  # fmt: skip
+    played(0, [1.0, 0.0]),
+    played(1, [1.0, 1.0], number=8),
+    played(2, [0.0, 0.0]),
+    played(3, [1.0, None]),
+    played(4, [None, None]),
+    played(5, [0.25, 0.75]),
+]
 
 
 def test_a_refused_group_is_counted_once_under_the_first_rule_that_refuses_it() -> None:
@@ -62,9 +73,11 @@ def test_a_refused_group_is_counted_once_under_the_first_rule_that_refuses_it() 
     assert kept == []
     found = {key: value for key, value in checked(metrics).items() if key.startswith("rollout/refused")}
     assert found == {
-        "rollout/refused": 6, "rollout/refused/too_few_alive": 2, "rollout/refused/zero_variance": 2,
+        "rollout/refused": 6,
+        "rollout/refused/too_few_alive": 2,
+        "rollout/refused/zero_variance": 2,
         "rollout/refused/difficulty": 2,
-    }  # fmt: skip
+    }
     assert metrics["rollout/groups"] == 6
 
 
@@ -99,15 +112,15 @@ def test_a_group_is_judged_against_a_greedy_reply_or_not_at_all() -> None:
     kept, metrics = which.filter([*groups, lost])
     assert [g.slot for g in kept] == [0, 1]
     assert (metrics["rollout/refused/greedy_failed"], metrics["rollout/failed"]) == (1, 1)
-    with pytest.raises(DataError, match="a greedy reply for task 't0'"):
+    with pytest.raises(DataError, match="a greedy completion for task 't0'"):
         which.filter([GROUPS[0]])
 
 
 def test_greedy_failures_are_failures_of_the_step() -> None:
     lost = [Group(0, Task("t", ()), played(0, [1.0]).trajectories, greedy=Trajectory(1, failure=FAILED))]
-    refuse_failing(lost, 0.5, "step 1")
+    check_failures(lost, 0.5, "step 1")
     with pytest.raises(Exception, match="1 of 2 failed"):
-        refuse_failing(lost, 0.4, "step 1")
+        check_failures(lost, 0.4, "step 1")
 
 
 OWN = """
@@ -137,7 +150,7 @@ def test_a_user_adds_filters_and_shapings_from_a_file(tmp_path: Path) -> None:
     assert ([g.slot for g in kept], metrics["rollout/refused/small"]) == ([0], 1)
     assert which.advantages(which.batch(kept))[1]["reward/shaped_mean"] == 3.0
     for key in ("filters", "shaping"):
-        with pytest.raises(ConfigError, match="ShapingLaw" if key == "shaping" else "FilterLaw"):
+        with pytest.raises(ConfigError, match="ShapingMetadata" if key == "shaping" else "FilterMetadata"):
             algorithm(tmp_path, **{key: ["trivium.algorithms.advantages.group:grpo"]})
         with pytest.raises(ConfigError, match="did you mean"):
             algorithm(tmp_path, **{key: [{"kind": "clip" if key == "shaping" else "difficulty", "hig": 1}]})
@@ -150,7 +163,7 @@ def test_what_would_have_no_effect_is_refused() -> None:
     assert configured({"kind": "grpo", "filters": ["zero_variance"]}, group_size=2)
     assert "algorithm.filters" in refused({"kind": "sft", "filters": ["zero_variance"]})
     problems = refused({"kind": "grpo", "advantage": "remax", "shaping": ["clip"]})
-    assert "a greedy reply, as it was given" in problems["algorithm.shaping"]
+    assert "a greedy completion, before shaping" in problems["algorithm.shaping"]
     problems = refused({"kind": "grpo", "advantage": "gdpo", "shaping": ["clip"]})
     assert "reads no total reward" in problems["algorithm.shaping"]
 
@@ -171,7 +184,7 @@ def test_an_algorithm_with_moments_crosses_a_process_boundary() -> None:
     other = pickle.loads(pickle.dumps(which))
     assert other.state() == which.state()
     assert other.state()["moments"][0]["count"] == 2
-    assert isinstance(other.estimator.law, EstimatorLaw)
+    assert isinstance(other.estimator.metadata, EstimatorMetadata)
 
 
 def test_a_group_whose_members_hardly_differ_is_refused_by_its_standard_deviation() -> None:

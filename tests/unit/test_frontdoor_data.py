@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from trivium.errors import DataError
-from trivium.frontdoors.data import Data, fitting, read_files, rows_of, some_rows
-from trivium.frontdoors.prompts import CutRenderer, cut
+from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
+from trivium.frontdoors.verl.prompts import CutRenderer, cut
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
@@ -25,9 +25,12 @@ from trivium.types import Message
 
 def row(number: int, text: str | None = None) -> dict[str, Any]:
     return {
-        "data_source": "sums", "prompt": [{"role": "user", "content": text or f"{number}+1="}], "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(number + 1)}, "extra_info": {"index": number},
-    }  # fmt: skip
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": text or f"{number}+1="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        "extra_info": {"index": number},
+    }
 
 
 ROWS = [row(number) for number in range(10)]
@@ -213,19 +216,19 @@ RENDERER = ChatRenderer(tiny_tokenizer("0123456789+= "))
 LONG = [*ROWS[:8], row(8, "1+" * 20 + "1=")]
 
 
-def fitted(**more: Any) -> Data:
-    said: dict[str, Any] = {"longest": 10, "truncation": "error", "leave_out": False, "sampled": False}
-    return fitting(data, LONG, RENDERER, **(said | more))
+def fitted(sampler: Any = None, **more: Any) -> Data:
+    options: dict[str, Any] = {"longest": 10, "renderer": RENDERER, "truncation": "error", "filtered": False}
+    return data(LONG, sampler=sampler).within(**(options | more))
 
 
 def test_prompts_that_are_too_long() -> None:
     with pytest.raises(DataError, match=r"1 of 9 rows of the rows are longer, first row 8 with 45"):
         fitted()
-    assert len(fitted(leave_out=True).rows) == 8
+    assert len(fitted(filtered=True).rows) == 8
     assert len(fitted(truncation="left").rows) == 9
     assert len(fitted(longest=45).rows) == 9
     with pytest.raises(DataError, match="the sampler counts them"):
-        fitted(leave_out=True, sampled=True)
+        fitted(filtered=True, sampler=range(9))
     with pytest.raises(DataError, match="no such way"):
         fitted(truncation="up")
 

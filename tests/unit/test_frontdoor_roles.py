@@ -10,8 +10,8 @@ from trivium.errors import ConfigError
 
 pytest.importorskip("ray")
 
-from trivium.cluster import Role
-from trivium.frontdoors.roles import Needs, by_model, chosen_roles, role_name
+from trivium.frontdoors.verl import Role
+from trivium.frontdoors.verl.roles import Needs, by_model, chosen_roles, role_name
 
 ALL: dict[Role, Any] = dict.fromkeys([Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.RewardModel], object)
 

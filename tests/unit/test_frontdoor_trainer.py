@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from trivium.config import RunConfig, merged
+from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
 pytest.importorskip("ray")
 
-from trivium.cluster import ActorRolloutRefWorker, Role
-from trivium.frontdoors import RayPPOTrainer
+from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, Role
+from trivium.frontdoors.verl.run_setup import RunSetup
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,43 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("more", "says"), REFUSED)
 def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], says: str) -> None:
     said = {
-        "run": {"dir": str(tmp_path / "run")}, "model": {"kind": "hf", "path": model}, "rewards": ["exact"],
-        "tasks": {"train": {"kind": "arithmetic"}}, "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
-    }  # fmt: skip
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"kind": "hf", "path": model},
+        "rewards": ["exact"],
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
+    }
     roles = {Role.ActorRollout: ActorRolloutRefWorker}
-    assert RayPPOTrainer(RunConfig.from_mapping(said), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
+    assert RayPPOTrainer(config_from_mapping(said), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
     with pytest.raises(ConfigError, match=says):
-        RayPPOTrainer(RunConfig.from_mapping(merged(said, more)), hf_tokenizer(model), roles, None)
+        RayPPOTrainer(config_from_mapping(merged(said, more)), hf_tokenizer(model), roles, None)
     assert not (tmp_path / "run").exists()
+
+
+def test_long_validation_prompts_are_left_out_of_their_one_batch(model: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+        }
+        for text in ("1+1=", "1" * 30 + "=", "2+0=")
+    ]
+    config = {
+        "data": {
+            "train_batch_size": 2,
+            "max_prompt_length": 16,
+            "max_response_length": 4,
+            "filter_overlong_prompts": True,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": model},
+            "actor": {"ppo_mini_batch_size": 2},
+            "rollout": {"name": "torch", "n": 2},
+        },
+        "trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run"), "total_training_steps": 1},
+    }
+    setup = RunSetup(
+        config, hf_tokenizer(model), lambda prompt, completion: 1.0, train_dataset=rows[:1] * 2, val_dataset=rows
+    )
+    assert [setup.run_config.tasks[name].rows for name in ("train", "val")] == [2, 2]

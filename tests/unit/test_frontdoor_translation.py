@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from trivium.config import RunConfig, merged
+from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
-from trivium.frontdoors.keys import TABLE, Becomes, Only, entry_of, table_rows
-from trivium.frontdoors.translation import Said, translated
+from trivium.frontdoors.verl.config_table import TABLE, Mapped, Restricted, entry_of, table_rows
+from trivium.frontdoors.verl.translation import VerlConfig, translated
 from trivium.text.tiny import TinyModel
 
 
@@ -27,10 +27,12 @@ def said(model: str, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 4},
         "actor_rollout_ref": {
-            "model": {"path": model}, "actor": {"ppo_mini_batch_size": 4}, "rollout": {"name": "torch", "n": 2}
+            "model": {"path": model},
+            "actor": {"ppo_mini_batch_size": 4},
+            "rollout": {"name": "torch", "n": 2},
         },
         "trainer": {"logger": ["console"]},
-    }  # fmt: skip
+    }
     for dotted, value in more.items():
         for part in reversed(dotted.split("__")):
             value = {part: value}
@@ -39,9 +41,9 @@ def said(model: str, **more: Any) -> dict[str, Any]:
 
 
 def config_of(config: Any, rows: int = 20, *, has_validation: bool = False) -> RunConfig:
-    mapping = translated(Said(config), rows=rows, has_validation=has_validation, device="cpu")
+    mapping = translated(VerlConfig(config), rows=rows, has_validation=has_validation, device="cpu")
     tasks = {"train": {"kind": "arithmetic"}, "val": {"kind": "arithmetic", "part": "holdout", "holdout_fraction": 0.5}}
-    return RunConfig.from_mapping({**mapping, "tasks": tasks, "rewards": ["exact"]})
+    return config_from_mapping({**mapping, "tasks": tasks, "rewards": ["exact"]})
 
 
 def problems_of(config: Any) -> dict[str, str]:
@@ -107,13 +109,15 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({"algorithm__rollout_correction": {"rollout_is": "token"}}, "algorithm.correction.threshold", 2.0),
     (
         {"algorithm__rollout_correction": {"rollout_rs": "seq_mean_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,3"}},
-        "algorithm.correction.rejection", {"seq_mean_k1": (0.5, 2.0), "token_k3": 3.0},
+        "algorithm.correction.rejection",
+        {"seq_mean_k1": (0.5, 2.0), "token_k3": 3.0},
     ),
     (
         {"algorithm__rollout_correction": {"bypass_mode": True, "rollout_is": "token", "loss_type": "reinforce"}},
-        "algorithm.policy_loss.kind", "reinforce",
+        "algorithm.policy_loss.kind",
+        "reinforce",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("more", "key", "value"), BECOMES)
@@ -126,9 +130,13 @@ def test_a_key_decides_what_the_table_says(model: str, more: dict[str, Any], key
 
 def test_validation_is_evaluation(model: str) -> None:
     config = config_of(
-        said(model, actor_rollout_ref__rollout__val_kwargs={"n": 6, "temperature": 0.5, "do_sample": True},
-             trainer__test_freq=3), has_validation=True,
-    )  # fmt: skip
+        said(
+            model,
+            actor_rollout_ref__rollout__val_kwargs={"n": 6, "temperature": 0.5, "do_sample": True},
+            trainer__test_freq=3,
+        ),
+        has_validation=True,
+    )
     assert (config.evaluation.samples, config.evaluation.every, config.evaluation.k) == (6, 3, (1, 2, 4, 6))
     assert config.evaluation.sampling.temperature == 0.5
     greedy = config_of(said(model), has_validation=True)
@@ -169,28 +177,49 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"critic__model__path": "/elsewhere"}, "critic.model.path", "value head"),
     ({**GRPO, "trainer__critic_warmup": 2}, "trainer.critic_warmup", "no critic"),
     ({**GRPO, "algorithm__gamma": 0.9}, "algorithm.gamma", "does not read it"),
-    ({ACTOR + "use_kl_loss": True, "algorithm__use_kl_in_reward": True}, "actor_rollout_ref.actor.use_kl_loss",
-     "paid for twice"),
-    ({"algorithm__rollout_correction": {"rollout_rs": "token_k1"}},
-     "algorithm.rollout_correction.rollout_rs_threshold", "one number"),
+    (
+        {ACTOR + "use_kl_loss": True, "algorithm__use_kl_in_reward": True},
+        "actor_rollout_ref.actor.use_kl_loss",
+        "paid for twice",
+    ),
+    (
+        {"algorithm__rollout_correction": {"rollout_rs": "token_k1"}},
+        "algorithm.rollout_correction.rollout_rs_threshold",
+        "one number",
+    ),
     ({"critic__optim__clip_grad": 0.01}, "critic.optim.clip_grad", "the actor has 1.0"),
     ({"critic__ulysses_sequence_parallel_size": 2}, "critic.ulysses_sequence_parallel_size", "the actor has 1"),
     ({ACTOR + "optim__clip_grad": 0.5, "critic__grad_clip": 1.0}, "critic.grad_clip", "the actor has 0.5"),
-    ({ACTOR + "fsdp_config__mixed_precision": "bf16"}, "actor_rollout_ref.actor.fsdp_config.mixed_precision",
-     "say mixed_precision.param_dtype"),
-    ({ACTOR + "fsdp_config__mixed_precision": {"reduce_dtype": "bf16"}},
-     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype", "summed in float32"),
+    (
+        {ACTOR + "fsdp_config__mixed_precision": "bf16"},
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision",
+        "set mixed_precision.param_dtype",
+    ),
+    (
+        {ACTOR + "fsdp_config__mixed_precision": {"reduce_dtype": "bf16"}},
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
+        "summed in float32",
+    ),
     ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
     ({"sandbox_fusion__memory_limit_mb": 9}, "sandbox_fusion.memory_limit_mb", "reward_model.sandbox_fusion"),
     ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
     ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
-    ({"reward_model__model__input_tokenizer": "/elsewhere"}, "reward_model.model.input_tokenizer",
-     "the policy's tokens"),
-    ({"reward_model__reward_manager": "naive", "reward_manager__name": "dapo"}, "reward_manager",
-     "more than one reward manager"),
-    ({"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}}, "trainer.max_critic_ckpt_to_keep",
-     "holds both"),
-]  # fmt: skip
+    (
+        {"reward_model__model__input_tokenizer": "/elsewhere"},
+        "reward_model.model.input_tokenizer",
+        "the policy's tokens",
+    ),
+    (
+        {"reward_model__reward_manager": "naive", "reward_manager__name": "dapo"},
+        "reward_manager",
+        "more than one reward manager",
+    ),
+    (
+        {"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}},
+        "trainer.max_critic_ckpt_to_keep",
+        "holds both",
+    ),
+]
 
 
 @pytest.mark.parametrize(("more", "where", "says"), REFUSED)
@@ -200,10 +229,23 @@ def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str
 
 @pytest.mark.parametrize(
     "section",
-    ["reward_model", "reward_model.model", "reward_model.reward_manager", "reward_manager", "reward_manager.module",
-     "custom_reward_function", "sandbox_fusion", "reward_model.sandbox_fusion", "actor_rollout_ref.ref",
-     "actor_rollout_ref.ref.fsdp_config", "critic", "algorithm", "actor_rollout_ref.actor.policy_loss", "trainer"],
-)  # fmt: skip
+    [
+        "reward_model",
+        "reward_model.model",
+        "reward_model.reward_manager",
+        "reward_manager",
+        "reward_manager.module",
+        "custom_reward_function",
+        "sandbox_fusion",
+        "reward_model.sandbox_fusion",
+        "actor_rollout_ref.ref",
+        "actor_rollout_ref.ref.fsdp_config",
+        "critic",
+        "algorithm",
+        "actor_rollout_ref.actor.policy_loss",
+        "trainer",
+    ],
+)
 def test_no_section_takes_a_key_that_nobody_reads(model: str, section: str) -> None:
     key = f"{section}.nonsense"
     assert "no key of that name" in problems_of(said(model, **{key.replace(".", "__"): 1}))[key]
@@ -253,8 +295,8 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
     for key, entry in TABLE.items():
         if key == "_target_" or f"{key}." in " ".join(TABLE):
             continue
-        value: Any = entry.default if isinstance(entry, Becomes) else None
-        if isinstance(entry, Only):
+        value: Any = entry.default if isinstance(entry, Mapped) else None
+        if isinstance(entry, Restricted):
             value = entry.default if entry.default is not None else entry.values[0]
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -272,4 +314,4 @@ def test_the_nearest_entry_above_speaks_for_a_key() -> None:
 def test_the_documentation_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
     missing = [key for key, text in table_rows() if f"| `{key}` | {text} |" not in page]
-    assert missing == [], "the table at its end is keys.table_rows()"
+    assert missing == [], "the table at its end is config_table.table_rows()"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trivium.errors import ConfigError, DataError, RewardError
-from trivium.frontdoors.scoring import Scoring, as_manager
-from trivium.frontdoors.validation import _table, of_task, statistics
+from trivium.frontdoors.verl.group_rewards import GroupRewards, as_manager
+from trivium.frontdoors.verl.validation import _table, of_task, statistics
 from trivium.metrics import checked
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
@@ -106,7 +106,7 @@ class Manager:
 
 def test_a_manager_sees_a_step_at_once() -> None:
     manager = Manager()
-    judged, extras = Scoring(manager, 0)([group(1, "12", "3"), group(2, "4", greedy="56")], validate=False)
+    judged, extras = GroupRewards(manager, 0)([group(1, "12", "3"), group(2, "4", greedy="56")], validate=False)
     assert len(manager.calls) == 1
     assert manager.calls[0].meta_info == {"validate": False}
     assert [[t.reward for t in g.trajectories] for g in judged] == [[2.0, 1.0], [1.0]]
@@ -118,13 +118,13 @@ def test_a_manager_sees_a_step_at_once() -> None:
 
 def test_a_reward_models_scores_lie_where_managers_look() -> None:
     manager = Manager()
-    Scoring(manager, 0, lambda batch: [float(len(e)) for e in batch.experiences])([group(1, "12", "3")])
+    GroupRewards(manager, 0, lambda batch: [float(len(e)) for e in batch.experiences])([group(1, "12", "3")])
     assert manager.calls[0].batch["rm_scores"].tolist() == [[0.0, 4.0], [3.0, 0.0]]
 
 
 def test_a_trajectory_that_said_nothing_has_no_score_of_a_model() -> None:
     silent = replace(group(1, "12"), trajectories=(Trajectory(0, ()), member(1, "12")))
-    judge = Scoring(lambda data: data.batch["rm_scores"], 0, lambda batch: [7.0] * len(batch))
+    judge = GroupRewards(lambda data: data.batch["rm_scores"], 0, lambda batch: [7.0] * len(batch))
     judged, _ = judge([silent])
     assert [t.reward for t in judged[0].trajectories] == [0.0, 7.0]
     alone = replace(silent, trajectories=(Trajectory(0, ()),))
@@ -137,13 +137,13 @@ def test_plain_functions_are_managers_too() -> None:
         assert prompt == "1+1="
         return float(completion == answer)
 
-    judged, _ = Scoring(as_manager(score, TOKENIZER), 0)([group(1, "2", "3")])
+    judged, _ = GroupRewards(as_manager(score, TOKENIZER), 0)([group(1, "2", "3")])
     assert [t.reward for t in judged[0].trajectories] == [1.0, 0.0]
 
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
         return {"score": float(solution_str == ground_truth), "source": data_source}
 
-    judged, extras = Scoring(as_manager(compute_score, TOKENIZER), 0)([group(1, "2", "3")])
+    judged, extras = GroupRewards(as_manager(compute_score, TOKENIZER), 0)([group(1, "2", "3")])
     assert [t.reward for t in judged[0].trajectories] == [1.0, 0.0]
     assert [extra["source"] for extra in extras] == ["sums", "sums"]
     manager = Manager()
@@ -157,14 +157,14 @@ def test_nothing_is_scored_in_silence() -> None:
         raise ValueError("no idea")
 
     with pytest.raises(RewardError, match=r"sample 0 .data source 'sums'.") as error:
-        Scoring(as_manager(broken, TOKENIZER), 0)([group(1, "2")])
+        GroupRewards(as_manager(broken, TOKENIZER), 0)([group(1, "2")])
     assert "no idea" in str(error.value)
     with pytest.raises(RewardError, match="nan"):
-        Scoring(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
+        GroupRewards(as_manager(lambda prompt, completion: float("nan"), TOKENIZER), 0)([group(1, "2")])
     with pytest.raises(RewardError, match="rewards of 1 samples from") as error:
-        Scoring(lambda data, return_dict: {}["no such source"], 0)([group(1, "2")])
+        GroupRewards(lambda data, return_dict: {}["no such source"], 0)([group(1, "2")])
     assert "no such source" in str(error.value)
     with pytest.raises(RewardError, match="a reward tensor"):
-        Scoring(lambda data: [1.0], 0)([group(1, "2")])
+        GroupRewards(lambda data: [1.0], 0)([group(1, "2")])
     with pytest.raises(DataError, match="one number per response token"):
-        Scoring(lambda data, return_dict: torch.zeros(3, 3), 0)([group(1, "2")])
+        GroupRewards(lambda data, return_dict: torch.zeros(3, 3), 0)([group(1, "2")])

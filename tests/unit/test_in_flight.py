@@ -16,23 +16,23 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
 from trivium.engines.sampling import RowSampling, sample
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, RolloutsFailing, SyncError
 from trivium.explorer import Explorer
-from trivium.launch import run
 from trivium.loops import explore_loop, follow_weights
 from trivium.policy import Policy
 from trivium.randomness import SampleKey, uniforms
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
+from trivium.runtime.launch import run
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
-from trivium.types import Completion, Group, Message, Request, Sampling, Task
+from trivium.types import Capabilities, Completion, Group, Message, Request, Sampling, Task
 
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
 LONG = 120
@@ -204,9 +204,10 @@ async def test_a_row_that_moves_keeps_the_versions_of_its_tokens(policies: tuple
 
 async def test_a_script_says_the_rest_in_the_words_of_the_new_version() -> None:
     engine = ScriptedEngine(
-        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=0.2), eos_token_ids=frozenset({1}),
+        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=0.2),
+        eos_token_ids=frozenset({1}),
         decode=lambda tokens: "",
-    )  # fmt: skip
+    )
     running = asyncio.ensure_future(engine.generate(request(tokens=50)))
     await asyncio.sleep(0.1)
     async with asyncio.timeout(0.05):
@@ -245,7 +246,7 @@ async def talks_on(task: Task, policy: Policy) -> dict[str, float]:
 
 async def talk(task: Task, policy: Policy) -> None:
     while True:
-        await policy.reply(task.prompt)
+        await policy.generate(task.prompt)
 
 
 def explorer_with(engine: TorchEngine, function: Any, deadline_s: float = 60.0, new_tokens: int = LONG) -> Explorer:
@@ -265,7 +266,7 @@ async def test_a_deadline_frees_every_row_and_nothing_later_joins_the_record(pol
     async with engine_at(policies[0], max_rows=3) as engine:
         explorer = explorer_with(engine, talks_on, deadline_s=0.3)
         keys = [SampleKey(0, "test", "train", "1", 0, index) for index in range(4)]
-        group = await explorer.play(TASK, keys)
+        group = await explorer.rollout(TASK, keys)
         assert [t.failure.side for t in group.trajectories if t.failure] == ["deadline"] * 4
         turns = [t.turns for t in group.trajectories]
         await until(lambda: idle(engine), 2.0)
@@ -278,7 +279,9 @@ async def test_a_deadline_frees_every_row_and_nothing_later_joins_the_record(pol
 async def test_cancelling_a_playing_frees_every_row(policies: tuple[Path, Path]) -> None:
     async with engine_at(policies[0], max_rows=3) as engine:
         explorer = explorer_with(engine, talks_on)
-        playing = asyncio.ensure_future(explorer.play(TASK, [SampleKey(0, "t", "train", "1", 0, i) for i in range(4)]))
+        playing = asyncio.ensure_future(
+            explorer.rollout(TASK, [SampleKey(0, "t", "train", "1", 0, i) for i in range(4)])
+        )
         await until(lambda: engine.counters["steps"] > 3)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -309,9 +312,7 @@ class World:
         await self.buffer.restore(None, 0)
         parts = (self.explorer, self.buffer, self.schedule, self.synchronizer)
         async with asyncio.TaskGroup() as roles:
-            helpers = [
-                roles.create_task(explore_loop(*parts)), roles.create_task(follow_weights(*parts, self.channel))
-            ]  # fmt: skip
+            helpers = [roles.create_task(explore_loop(*parts)), roles.create_task(follow_weights(*parts, self.channel))]
             self.publish(0)
             for version in range(self.schedule.steps):
                 self.steps.append(await self.buffer.take(self.schedule.groups_per_step, version))
@@ -337,7 +338,7 @@ async def test_a_step_takes_what_is_finished_first_and_calls_off_the_rest(
         if int(task.task_id) % 5 == 0 and seen[task.task_id] <= schedule.group_size:
             stragglers.add(task.task_id)
             await talk(task, policy)
-        await policy.reply(task.prompt, max_new_tokens=4)
+        await policy.generate(task.prompt, max_new_tokens=4)
         return {"played": 1.0}
 
     async with engine_at(policies[0]) as engine:
@@ -369,7 +370,7 @@ async def test_staleness_is_bounded_by_the_oldest_token(policies: tuple[Path, Pa
     schedule = Schedule(tasks, 0, groups_per_step=2, group_size=2, max_staleness=2, steps=10, shuffle=False)
 
     async def plays(task: Task, policy: Policy) -> dict[str, float]:
-        await policy.reply(task.prompt, max_new_tokens=40 if int(task.task_id) % 4 else LONG)
+        await policy.generate(task.prompt, max_new_tokens=40 if int(task.task_id) % 4 else LONG)
         return {"played": 1.0}
 
     async with engine_at(policies[0]) as engine:
@@ -391,16 +392,27 @@ async def test_staleness_is_bounded_by_the_oldest_token(policies: tuple[Path, Pa
 # --------------------------------------------------------------------------- configs and a whole run
 
 BASE: dict[str, Any] = {
-    "model": {"kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 1, "kv_heads": 1,
-              "mlp": 32, "max_position": 24},
-    "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}}, "rewards": [{"kind": "exact"}],
-    "engine": {"kind": "torch", "sampling": {"max_new_tokens": 4}}, "cluster": {"threads": 1}, "monitors": [],
+    "model": {
+        "kind": "tiny",
+        "alphabet": "0123456789+=",
+        "layers": 1,
+        "hidden": 16,
+        "heads": 1,
+        "kv_heads": 1,
+        "mlp": 32,
+        "max_position": 24,
+    },
+    "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
+    "rewards": [{"kind": "exact"}],
+    "engine": {"kind": "torch", "sampling": {"max_new_tokens": 4}},
+    "cluster": {"threads": 1},
+    "monitors": [],
     "schedule": {"steps": 3, "groups_per_step": 2, "group_size": 4},
-}  # fmt: skip
+}
 
 
 def said(**changes: dict[str, Any]) -> RunConfig:
-    return RunConfig.from_mapping({**BASE, **{name: {**BASE.get(name, {}), **v} for name, v in changes.items()}})
+    return config_from_mapping({**BASE, **{name: {**BASE.get(name, {}), **v} for name, v in changes.items()}})
 
 
 @pytest.mark.parametrize(
@@ -425,7 +437,7 @@ def test_configs_in_which_timing_would_decide(changes: dict[str, Any], found: st
 class Plain(ScriptedEngine):
     """An engine that cannot change weights in mid-reply."""
 
-    updates_in_flight = False
+    capabilities = Capabilities(exact_sampling=True)
 
 
 def test_the_same_keys_are_fine_where_nothing_depends_on_timing() -> None:
@@ -436,18 +448,22 @@ def test_the_same_keys_are_fine_where_nothing_depends_on_timing() -> None:
 def test_a_run_whose_groups_are_all_dropped_ends(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def never(prompt, completion):\n    raise ValueError('no judge today')\n")
     config = {
-        **BASE, "run": {"dir": str(tmp_path / "run")}, "workflow": {"min_members": 2},
+        **BASE,
+        "run": {"dir": str(tmp_path / "run")},
+        "workflow": {"min_members": 2},
         "rewards": [{"kind": f"{tmp_path}/broken.py:never"}],
-    }  # fmt: skip
+    }
     with pytest.raises((RolloutsFailing, ExceptionGroup)) as raised:
-        run(RunConfig.from_mapping(config))
+        run(config_from_mapping(config))
     assert raised.group_contains(RolloutsFailing, match="no judge today") or isinstance(raised.value, RolloutsFailing)
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "update"])
 def test_a_whole_run_with_everything_on(tmp_path: Path, in_flight: str) -> None:
     config = said(
-        run={"dir": str(tmp_path / "run")}, sync={"in_flight": in_flight},
-        workflow={"max_retries": 1, "min_members": 2}, schedule={"max_staleness": 1, "over_rollout": 0.5},
-    )  # fmt: skip
+        run={"dir": str(tmp_path / "run")},
+        sync={"in_flight": in_flight},
+        workflow={"max_retries": 1, "min_members": 2},
+        schedule={"max_staleness": 1, "over_rollout": 0.5},
+    )
     assert run(config)["steps"] == 3

@@ -18,7 +18,7 @@ from torch import nn
 from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_batch, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, SyncError, TriviumError
 from trivium.models.load import load_lm
@@ -33,14 +33,19 @@ from trivium.models.lora import (
 )
 from trivium.protocols import WeightChannel
 from trivium.training.batching import count
+from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks
-from trivium.training.torch import TorchTrainEngine
 from trivium.types import Metrics
 
 SIZE = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
 TOKENS = torch.arange(3, 14)[None]
 
 
@@ -244,10 +249,11 @@ async def test_an_adapter_that_is_not_whole_or_of_another_model_changes_nothing(
     try:
         before = dict(await engine.weights())
         for pushed, found in (
-            (list(pushed_adapter(module))[1:], "is not whole"), (list(pushed_adapter(wide)), "the layer is"),
+            (list(pushed_adapter(module))[1:], "is not whole"),
+            (list(pushed_adapter(wide)), "the layer is"),
             (list(pushed_adapter(deep)), "the model has no layer 'model.layers.2"),
             (list(pushed_adapter(strange)), "is not the one that it was trained beside"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(SyncError, match=found):
                 await engine.load(1, pushed)
         held = dict(await engine.weights())
@@ -357,12 +363,14 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains critic"):
         make_engine(write_model(tmp_path), Parts(objectives=(SquaredError(),)), lora={})
     said = {
-        "model": {"kind": "hf", "path": str(tmp_path)}, "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"], "engine": {"kind": "scripted", "replies": ["1"]},
+        "model": {"kind": "hf", "path": str(tmp_path)},
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"],
+        "engine": {"kind": "scripted", "replies": ["1"]},
         "train": {"lora": {"push": "adapter", "path": "nowhere", "rank": 3}},
-    }  # fmt: skip
+    }
     with pytest.raises(ConfigError) as caught:
-        RunConfig.from_mapping(said)
+        config_from_mapping(said)
     wrong = {problem.where: problem.found for problem in caught.value.problems}
     assert wrong["train.lora.push"] == "engine.kind 'scripted' cannot"
     assert "no adapter_config.json there" in wrong["train.lora.path"]
@@ -386,9 +394,15 @@ def on_ranks(rank: int, size: int, directory: Path, config: dict[str, Any]) -> d
     assert (ranks.rank, ranks.size) == (rank, size)
     engine = TorchTrainEngine(
         TorchTrainEngine.Config(device="cpu", optimizer={"lr": 0.1, "eps": 1.0}, max_grad_norm=1e9, **config),
-        model_dir=directory / "model", algorithm=NEEDS_REFERENCE, temperature=0.8, max_response_length=32,
-        total_steps=10, seed=0, threads=1, ranks=ranks,
-    )  # fmt: skip
+        model_dir=directory / "model",
+        algorithm=NEEDS_REFERENCE,
+        temperature=0.8,
+        max_response_length=32,
+        total_steps=10,
+        seed=0,
+        threads=1,
+        ranks=ranks,
+    )
     engine.prepare()
     engine.channel = cast(WeightChannel, Kept())
     for step in range(3):

@@ -28,9 +28,13 @@ def test_a_key_is_declared_once() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("reward/mean", 2.0), ("reward/min", 1.0), ("reward/max", 4.0), ("rollout/groups", 6.0), ("train/version", 1.0),
+        ("reward/mean", 2.0),
+        ("reward/min", 1.0),
+        ("reward/max", 4.0),
+        ("rollout/groups", 6.0),
+        ("train/version", 1.0),
     ],
-)  # fmt: skip
+)
 def test_rows_become_one_by_the_declared_rule(key: str, value: float) -> None:
     rows = [{key: 1.0}, {key: 4.0}, {key: 1.0}]
     assert aggregate(rows) == {key: value}

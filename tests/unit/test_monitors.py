@@ -47,8 +47,9 @@ def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     monitor.log(0, {"eval/test/accuracy": 0.1})
     monitor.log(0, {"reward/mean": 1 / 3})
     assert rows(tmp_path / "metrics.jsonl") == [
-        {"step": 0, "eval/test/accuracy": 0.1}, {"step": 0, "reward/mean": 1 / 3},
-    ]  # fmt: skip
+        {"step": 0, "eval/test/accuracy": 0.1},
+        {"step": 0, "reward/mean": 1 / 3},
+    ]
     monitor.close()
 
 
@@ -121,8 +122,10 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     monitor.log(2, {})
     monitor.close()
     assert out.getvalue().splitlines() == [
-        "step 1  reward 0.250  grad norm 1.500  seconds 2.00", "step 1  accuracy 50.0%", "step 2  ",
-    ]  # fmt: skip
+        "step 1  reward 0.250  grad norm 1.500  seconds 2.00",
+        "step 1  accuracy 50.0%",
+        "step 2  ",
+    ]
 
 
 def test_a_live_table_where_there_is_one() -> None:
@@ -252,13 +255,18 @@ ROWS: list[tuple[int, dict[str, float]]] = [
 """Steps may have several rows."""
 EXAMPLES = [{"task": "t1", "reward": 1.0, "reply": "ä\n"}, {"task": "t2", "reward": None, "tokens": 7, "more": [1, 2]}]
 CONFIG = {
-    "schedule": {"steps": 7}, "serve": {"api_key": "hidden"}, "monitors": [{"kind": "wandb"}],
-    "buffer": {"url": "postgresql://me:hidden@host/db"}, "engine": {"sampling": {"max_new_tokens": 5}},
-}  # fmt: skip
+    "schedule": {"steps": 7},
+    "serve": {"api_key": "hidden"},
+    "monitors": [{"kind": "wandb"}],
+    "buffer": {"url": "postgresql://me:hidden@host/db"},
+    "engine": {"sampling": {"max_new_tokens": 5}},
+}
 SETTINGS = {
-    "schedule.steps": 7, "monitors.0.kind": "wandb", "buffer.url": "postgresql://me:***@host/db",
+    "schedule.steps": 7,
+    "monitors.0.kind": "wandb",
+    "buffer.url": "postgresql://me:***@host/db",
     "engine.sampling.max_new_tokens": 5,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -346,8 +354,12 @@ def test_wandb_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Path
 
     (run,) = wandb_records(run_dir, "run")
     assert (run.project, run.run_group, run.entity, list(run.tags), run.display_name) == (
-        "p", "g", "e", ["a", "b"], "my-run"
-    )  # fmt: skip
+        "p",
+        "g",
+        "e",
+        ["a", "b"],
+        "my-run",
+    )
     said = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert {key: value for key, value in said.items() if key != "_wandb"} == SETTINGS
 
@@ -409,9 +421,10 @@ def test_mlflow_gets_the_numbers_of_metrics_jsonl_at_the_same_steps(run_dir: Pat
         if key != "step"
     ]
     theirs = [
-        (key, value.step, struct.pack("d", value.value)) for key in run.data.metrics
+        (key, value.step, struct.pack("d", value.value))
+        for key in run.data.metrics
         for value in client.get_metric_history(run.info.run_id, key)
-    ]  # fmt: skip
+    ]
     assert sorted(theirs) == sorted(ours)
     assert {"eval/test/pass_at_4", "workflow/a_x2b_b"} <= set(run.data.metrics)
     table = json.loads(next(run_dir.glob("mlflow-artifacts/**/step-000002.json")).read_text())

@@ -17,7 +17,7 @@ from tests.sessions import TASKS, Lengths, Session
 from trivium.buffers.journal import Journal
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.pipeline import Pipeline
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError, RolloutsFailing
 from trivium.schedule import Schedule
 from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
@@ -167,10 +167,15 @@ def test_what_reward_shaping_does_about_missing_numbers_and_impossible_ones() ->
 def test_dedup_keeps_the_first_of_those_that_say_the_same_token_for_token() -> None:
     again = Trajectory(4, (turn(5, prompt=(1,)), turn(6)), {"exact": 1.0})
     given = group(
-        member(0, 1.0, (5, 6)), member(1, 0.0, (5,)), member(2, 0.5, (5, 6)), failed(3), again,
-        replace(again, index=5), Trajectory(6, (turn(9),), {"exact": 0.0}),
+        member(0, 1.0, (5, 6)),
+        member(1, 0.0, (5,)),
+        member(2, 0.5, (5, 6)),
+        failed(3),
+        again,
+        replace(again, index=5),
+        Trajectory(6, (turn(9),), {"exact": 0.0}),
         Trajectory(7, (turn(9, prompt=(3,)),), {"exact": 0.0}),
-    )  # fmt: skip
+    )
     assert indices(after("dedup", given)) == [0, 1, 3, 4, 6, 7]  # a failed member is nobody's first
     done = after({"kind": "dedup", "others": "fail"}, given)
     assert indices(done) == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -204,6 +209,7 @@ MINE = '''
 from dataclasses import replace
 
 from trivium.config import Plugin
+from trivium.types import Capabilities
 
 
 def odd(group):
@@ -215,7 +221,7 @@ def gentle(group):
     return group
 
 
-gentle.drops = False
+gentle.capabilities = Capabilities(drops=False)
 
 
 def broken(group):
@@ -225,7 +231,7 @@ def broken(group):
 class Bonus:
     """Adds to every reward."""
 
-    drops = False
+    capabilities = Capabilities(drops=False)
 
     class Config(Plugin):
         kind: str = "bonus"
@@ -285,14 +291,14 @@ def _with(**change: Any) -> Callable[[Group], object]:
         (lambda given: given.trajectories, "a tuple"),
         (lambda given: replace(given, slot=9), "a group of slot 9"),
         (lambda given: replace(given, task=Task("other", ())), "task 'other'"),
-        (lambda given: replace(given, version=0), "played otherwise"),
+        (lambda given: replace(given, version=0), "another epoch, attempt or version"),
         (_altered, "whose turns were rewritten"),
         (lambda given: replace(given, trajectories=(replace(given.trajectories[0], index=8),)), "not given"),
         (_with(rewards={"exact": float("nan")}), "nan as the reward 'exact' of member 0"),
         (_with(rewards={"exact": np.float32(1.0)}), "as the reward 'exact'"),
         (_with(metrics={"n": "three"}), "'three' as the metric 'n' of member 0"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_is_no_version_of_the_group_is_named(
     operator: Callable[[Group], object], found: str, monkeypatch: pytest.MonkeyPatch, mine: str
 ) -> None:
@@ -316,10 +322,15 @@ def test_a_pipeline_that_lets_nothing_through_ends_the_run() -> None:
 
 
 def configured(operators: object, **said: Any) -> RunConfig:
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
-         "buffer": {"operators": operators, **said.pop("buffer", {})}, **said}
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "rewards": ["exact"],
+            "buffer": {"operators": operators, **said.pop("buffer", {})},
+            **said,
+        }
+    )
 
 
 def test_operators_that_drop_are_refused_where_it_is_settled_which_version_plays_a_slot(mine: str) -> None:
@@ -336,7 +347,7 @@ def test_operators_that_drop_are_refused_where_it_is_settled_which_version_plays
 
 def test_operators_without_explorers_are_refused() -> None:
     rows = {"algorithm": "sft", "schedule": {"group_size": 1}}
-    with pytest.raises(ConfigError, match="here nobody plays"):
+    with pytest.raises(ConfigError, match="this buffer has no explorers"):
         configured(["metrics"], buffer={"kind": "files"}, **rows)
 
 
@@ -347,7 +358,7 @@ def session(schedule: Schedule, directory: Path, deadly: tuple[str, int] | None 
     through = pipeline({"kind": "reward_std_filter", "threshold": 0.6}, "dedup", "metrics", **said)
     return Session(
         schedule, directory, lambda number: Lengths(random.Random(number)), operators=(through,), deadly=deadly
-    )  # fmt: skip
+    )
 
 
 def journaled(directory: Path) -> dict[int, Group]:
@@ -365,8 +376,10 @@ def test_dropped_groups_are_counted_replaced_and_never_delivered(ahead: int, tmp
     assert 3 < len(dropped) == done.counted["dropped"]
     assert all(stored[slot].dropped.startswith("reward_std_filter: the standard deviation 0") for slot in dropped)
     assert not {group.slot for group in taken} & set(dropped)
-    assert all(len({t.turns[0].tokens.tobytes() for t in group.trajectories}) == len(group.trajectories) >= 2
-               for group in taken)  # fmt: skip
+    assert all(
+        len({t.turns[0].tokens.tobytes() for t in group.trajectories}) == len(group.trajectories) >= 2
+        for group in taken
+    )
     rows = done.monitor.rows
     logged = sum(row["rollout/dropped"] for row in rows.values())
     assert logged <= len(dropped)  # groups that were dropped after the last step are in no row

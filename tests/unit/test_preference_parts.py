@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from trivium.algorithms import build_algorithm
 from trivium.buffers.files import FileBuffer
-from trivium.config import RunConfig
+from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
 from trivium.models.heads import ScoreModel, ValueModel
 from trivium.models.packed import pack
@@ -29,10 +29,19 @@ RENDERER = ChatRenderer(tiny_tokenizer("0123456789+="))
 
 def configured(algorithm: object, buffer: object = "memory", base: Path | None = None, **said: object) -> RunConfig:
     schedule = {name: said.pop(name) for name in ("group_size", "groups_per_step") if name in said}
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "algorithm": algorithm,
-         "rewards": ["exact"], "engine": {"kind": "scripted"}, "buffer": buffer, "schedule": schedule, **said}, base,
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": algorithm,
+            "rewards": ["exact"],
+            "engine": {"kind": "scripted"},
+            "buffer": buffer,
+            "schedule": schedule,
+            **said,
+        },
+        base,
+    )
 
 
 def refused(algorithm: object, buffer: object = "memory", **said: object) -> dict[str, str]:
@@ -121,9 +130,16 @@ async def rows_of(tmp_path: Path, *rows: dict, group_size: int = 2, **columns: s
     prompt = columns.pop("prompt", "prompt")
     tasks = JsonlTasks(JsonlTasks.Config(kind="jsonl", path=str(path), prompt=prompt), name="train", seed=0)
     schedule = Schedule(
-        tasks=tasks, seed=0, stage=0, first_version=0, groups_per_step=len(rows), group_size=group_size,
-        max_staleness=0, shuffle=False, steps=1,
-    )  # fmt: skip
+        tasks=tasks,
+        seed=0,
+        stage=0,
+        first_version=0,
+        groups_per_step=len(rows),
+        group_size=group_size,
+        max_staleness=0,
+        shuffle=False,
+        steps=1,
+    )
     buffer = FileBuffer(
         FileBuffer.Config(**columns), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=1
     )
@@ -156,12 +172,20 @@ async def test_the_columns_of_a_pair_have_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rejected", [None, 3, [], [{"role": "user", "content": "2"}], ["2"], [{"role": "assistant", "content": None}],
-                 [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "2"}],
-                 [*SAID, *SAID, {"role": "assistant", "content": "2"}]],
-)  # fmt: skip
+    "rejected",
+    [
+        None,
+        3,
+        [],
+        [{"role": "user", "content": "2"}],
+        ["2"],
+        [{"role": "assistant", "content": None}],
+        [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "2"}],
+        [*SAID, *SAID, {"role": "assistant", "content": "2"}],
+    ],
+)
 async def test_a_reply_that_is_none_is_an_error_that_names_the_column(rejected: object, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)the rejected reply of task .*column 'rejected'"):
+    with pytest.raises(DataError, match=r"(?s)the rejected completion of task .*column 'rejected'"):
         await rows_of(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": rejected})
 
 
@@ -180,9 +204,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BATCH = make_batch((9, 21, 5, 14, 7, 18), masked=(3,), ref_log_prob=-1.0)
 OBJECTIVES = {
-    "dpo": lambda: preference("dpo", beta=0.5), "kto_pair": lambda: preference("kto_pair", beta=0.5),
+    "dpo": lambda: preference("dpo", beta=0.5),
+    "kto_pair": lambda: preference("kto_pair", beta=0.5),
     "reward_model": lambda: scoring("sigmoid", margin=0.2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

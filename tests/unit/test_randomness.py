@@ -89,10 +89,17 @@ def test_company_does_not_matter() -> None:
 
 def test_every_part_of_the_address_counts() -> None:
     others = [
-        SampleKey(1, "train", "train", "7"), SampleKey(0, "eval", "train", "7"), SampleKey(0, "train", "test", "7"),
-        SampleKey(0, "train", "train", "8"), SampleKey(0, "train", "train", "7", epoch=1),
-        SampleKey(0, "train", "train", "7", index=1), KEY.child(0), KEY.child(1), KEY.child("0"), KEY.child(0).child(0),
-    ]  # fmt: skip
+        SampleKey(1, "train", "train", "7"),
+        SampleKey(0, "eval", "train", "7"),
+        SampleKey(0, "train", "test", "7"),
+        SampleKey(0, "train", "train", "8"),
+        SampleKey(0, "train", "train", "7", epoch=1),
+        SampleKey(0, "train", "train", "7", index=1),
+        KEY.child(0),
+        KEY.child(1),
+        KEY.child("0"),
+        KEY.child(0).child(0),
+    ]
     assert len({key.digest() for key in [KEY, *others]}) == len(others) + 1
 
 

@@ -15,9 +15,9 @@ from tests.sessions import RENDERER, TASKS
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.journal import Journal, write_groups
 from trivium.buffers.recorded import RecordedBuffer
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, DataError, RunDirError
-from trivium.launch import run as launch
+from trivium.runtime.launch import run as launch
 from trivium.schedule import Schedule
 from trivium.testing import check_read_buffer
 from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory, Turn
@@ -25,9 +25,13 @@ from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory,
 
 def group(slot: int, *, version: int = 0, members: int = 2, attempt: int = 0, dropped: str = "") -> Group:
     turn = Turn(
-        np.array([3, 4 + slot], np.int32), np.array([5, 6, 7], np.int32), np.array([-0.5, -1.25, -slot], np.float32),
-        np.array([version, version, version + 1], np.int32), StopReason.EOS, "567",
-    )  # fmt: skip
+        np.array([3, 4 + slot], np.int32),
+        np.array([5, 6, 7], np.int32),
+        np.array([-0.5, -1.25, -slot], np.float32),
+        np.array([version, version, version + 1], np.int32),
+        StopReason.EOS,
+        "567",
+    )
     played = [Trajectory(i, (turn,), {"exact": float(i)}) for i in range(members - 1)]
     failed = Trajectory(members - 1, (), failure=Failure("reward", "ValueError", "no digits"))
     task = TASKS[slot % len(TASKS)]
@@ -62,10 +66,8 @@ async def test_buffers_over_data_keep_their_contract(tmp_path: Path) -> None:
     tasks: Any = [Task(f"t{i}", (Message("user", str(i)),), {"completion": str(i)}) for i in range(6)]
     schedule = Schedule(tasks, seed=0, groups_per_step=2, group_size=1, steps=50)
     await check_read_buffer(
-        lambda: FileBuffer(
-            FileBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=1
-        )
-    )  # fmt: skip
+        lambda: FileBuffer(FileBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=1)
+    )
 
 
 async def test_what_a_run_journaled_comes_back_as_it_was_in_slot_order(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ async def test_a_torn_tail_is_left_out_and_left_alone_and_damage_is_said(
     await buffer.restore(None, 0)
     write_groups(path, [group(7)])
     with pytest.raises(DataError, match="has changed since it was opened"):
-        await buffer.past([1])
+        await buffer.taken_groups([1])
 
 
 async def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -145,8 +147,14 @@ def config(run_dir: Path, **more: Any) -> dict[str, Any]:
     said: dict[str, Any] = {
         "run": {"dir": str(run_dir)},
         "model": {
-            "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1,
-            "mlp": 16, "max_position": 24,
+            "kind": "tiny",
+            "alphabet": "0123456789+=",
+            "layers": 1,
+            "hidden": 16,
+            "heads": 2,
+            "kv_heads": 1,
+            "mlp": 16,
+            "max_position": 24,
         },
         "tasks": {"train": {"kind": "arithmetic", "max_operand": 4}},
         "rewards": [{"kind": "exact"}],
@@ -156,7 +164,7 @@ def config(run_dir: Path, **more: Any) -> dict[str, Any]:
         "train": {"optimizer": {"lr": 1.0e-2}},
         "checkpoint": {"save_every": 1, "keep": 1},
         "monitors": [{"kind": "jsonl"}],
-    }  # fmt: skip
+    }
     return said | more
 
 
@@ -169,12 +177,12 @@ def weights(run_dir: Path) -> list[bytes]:
 
 
 def test_training_on_what_a_run_recorded_is_that_run_again_resumed_or_not(tmp_path: Path) -> None:
-    live = RunConfig.from_mapping(config(tmp_path / "live"))
+    live = config_from_mapping(config(tmp_path / "live"))
     assert launch(live)["steps"] == 3
     buffer = {"kind": "recorded", "path": str(tmp_path / "live" / "rollouts")}
     said = config(tmp_path / "again", buffer=buffer)
-    launch(RunConfig.from_mapping(said | {"schedule": {**said["schedule"], "steps": 2}}))
-    summary = launch(RunConfig.from_mapping(said | {"schedule": {**said["schedule"], "steps": 9}}))  # there is no more
+    launch(config_from_mapping(said | {"schedule": {**said["schedule"], "steps": 2}}))
+    summary = launch(config_from_mapping(said | {"schedule": {**said["schedule"], "steps": 9}}))  # there is no more
     assert summary["steps"] == 3
     lived, again = rows(tmp_path / "live"), rows(tmp_path / "again")
     learned = [key for key in lived[0] if key.startswith(("train/", "reward/", "sample/", "rollout/staleness"))]
@@ -189,7 +197,7 @@ def test_training_on_what_a_run_recorded_is_that_run_again_resumed_or_not(tmp_pa
 def test_a_config_that_nothing_can_come_of_is_refused(tmp_path: Path) -> None:
     buffer = {"kind": "recorded", "path": "x", "operators": [{"kind": "dedup"}], "strategy": {"kind": "replay"}}
     with pytest.raises(ConfigError) as refused:
-        RunConfig.from_mapping(config(tmp_path, buffer=buffer))
+        config_from_mapping(config(tmp_path, buffer=buffer))
     assert {problem.where for problem in refused.value.problems} == {"buffer.operators[0]", "buffer.strategy.kind"}
     with pytest.raises(ConfigError, match=r"buffer\.path"):
-        RunConfig.from_mapping(config(tmp_path, buffer={"kind": "recorded"}))
+        config_from_mapping(config(tmp_path, buffer={"kind": "recorded"}))

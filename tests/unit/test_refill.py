@@ -23,38 +23,57 @@ from trivium.buffers.memory import MemoryBuffer
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import DataError, RolloutsFailing
 from trivium.explorer import Explorer
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.types import Sampling, Task
 
 
 def session(
-    schedule: Schedule, directory: Path, said: Mapping[str, Any], seed: int, fail_fraction: float = 0.0,
-    deadly: tuple[str, int] | None = None, max_failed_fraction: float = 1.0,
-) -> Session:  # fmt: skip
+    schedule: Schedule,
+    directory: Path,
+    said: Mapping[str, Any],
+    seed: int,
+    fail_fraction: float = 0.0,
+    deadly: tuple[str, int] | None = None,
+    max_failed_fraction: float = 1.0,
+) -> Session:
     dice = random.Random(seed)
     return Session(schedule, directory, lambda _: Lengths(dice), said, fail_fraction, deadly, max_failed_fraction)
 
 
 FILTERS: list[list[object]] = [
-    [], ["zero_variance"], [{"kind": "difficulty", "low": 2.0, "high": 3.5}], ["zero_variance", "overlong"]
-]  # fmt: skip
+    [],
+    ["zero_variance"],
+    [{"kind": "difficulty", "low": 2.0, "high": 3.5}],
+    ["zero_variance", "overlong"],
+]
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    ahead=st.integers(0, 2), interval=st.integers(1, 2), groups=st.integers(1, 4), refill=st.integers(0, 5),
-    filters=st.sampled_from(FILTERS), failing=st.sampled_from([0.0, 0.3]), first=st.sampled_from([0, 6]),
+    ahead=st.integers(0, 2),
+    interval=st.integers(1, 2),
+    groups=st.integers(1, 4),
+    refill=st.integers(0, 5),
+    filters=st.sampled_from(FILTERS),
+    failing=st.sampled_from([0.0, 0.3]),
+    first=st.sampled_from([0, 6]),
     seed=st.integers(0, 10_000),
-)  # fmt: skip
+)
 def test_every_step_gets_its_groups_and_each_group_is_accounted_for(
     ahead: int, interval: int, groups: int, refill: int, filters: list[object], failing: float, first: int, seed: int
 ) -> None:
     schedule = Schedule(
-        TASKS, seed=seed, first_version=first, groups_per_step=groups, group_size=2, sync_interval=interval,
-        max_staleness=interval - 1 + ahead, steps=6,
-    )  # fmt: skip
+        TASKS,
+        seed=seed,
+        first_version=first,
+        groups_per_step=groups,
+        group_size=2,
+        sync_interval=interval,
+        max_staleness=interval - 1 + ahead,
+        steps=6,
+    )
     with TemporaryDirectory() as directory:
         said = {"filters": filters, "refill": refill}
         done = asyncio.run(session(schedule, Path(directory), said, seed, failing).live())
@@ -115,9 +134,12 @@ def outcome(sessions: Sequence[Session]) -> dict[str, Any]:
     updates = {version: rest for session in sessions for version, *rest in session.engine.updates}
     rows = {step: row for session in sessions for step, row in session.monitor.rows.items()}
     return {
-        "updates": updates, "rows": rows, "buffer": last.counted, "algorithm": last.engine.algorithm.state(),
+        "updates": updates,
+        "rows": rows,
+        "buffer": last.counted,
+        "algorithm": last.engine.algorithm.state(),
         "version": last.engine.version,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +236,16 @@ def playing(function: Any, judge: Any = None) -> Explorer:
         ScriptedEngine.Config(replies=((1, 2), (3,))), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode
     )
     return Explorer(
-        scripted, RENDERER, function, judge or make_judge(()), Sampling(8, temperature=0.9), scripted.max_context, 5.0,
-        64, greedy_baseline=True,
-    )  # fmt: skip
+        scripted,
+        RENDERER,
+        function,
+        judge or make_judge(()),
+        Sampling(8, temperature=0.9),
+        scripted.max_context,
+        5.0,
+        64,
+        greedy_baseline=True,
+    )
 
 
 async def test_the_greedy_reply_is_played_without_randomness_and_judged_by_itself() -> None:
@@ -224,7 +253,7 @@ async def test_the_greedy_reply_is_played_without_randomness_and_judged_by_itsel
     assignment = schedule.at(0)
     explorer = playing(Lengths(random.Random(0)), Judging())
     keys = [schedule.key(assignment, index) for index in range(3)]
-    group = await explorer.play(assignment.task, keys, greedy=schedule.key(assignment, 3))
+    group = await explorer.rollout(assignment.task, keys, greedy=schedule.key(assignment, 3))
     assert [t.index for t in group.trajectories] == [0, 1, 2]
     assert [t.rewards["shown"] for t in group.trajectories] == [3.0] * 3
     assert group.greedy is not None
@@ -232,7 +261,7 @@ async def test_the_greedy_reply_is_played_without_randomness_and_judged_by_itsel
     assert sorted(request.sampling.temperature for request in explorer.engine.requests) == [0.0, 0.9, 0.9, 0.9]
     np.testing.assert_array_equal(group.greedy.turns[0].log_prob, 0.0)
     assert len(list(group.turns())) == 4
-    assert (await explorer.play(assignment.task, keys)).greedy is None
+    assert (await explorer.rollout(assignment.task, keys)).greedy is None
 
 
 async def test_the_loop_asks_for_a_greedy_reply_where_the_algorithm_does(tmp_path: Path) -> None:

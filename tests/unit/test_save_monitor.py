@@ -18,11 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.checkpoint import CheckpointMonitor, SaveStrategy
-from trivium.directory import LocalDirectory
+from trivium.checkpoint.atomic import MANIFEST, manifest_files
+from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step, save_step_now, saving
+from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, RunDirError, SyncError, UnknownName
-from trivium.save_monitor import ProcessLife, save_step, save_step_now, saving
-from trivium.sealing import MANIFEST, sealed_files
+from trivium.frontdoors.trinity import CheckpointMonitor as TrinityMonitor
+from trivium.frontdoors.trinity.actors import LocalDirectory
+from trivium.types import SaveStrategy
 
 
 def monitor(directory: Path, strategy: SaveStrategy = SaveStrategy.UNRESTRICTED, **more: float) -> CheckpointMonitor:
@@ -82,8 +84,8 @@ def test_complete_is_announced_and_everybody_done_in_any_order(
                 complete = max(complete, step)
             assert target.latest_checkpoint_step == complete
         assert complete == len(saves)
-        assert target._books.steps == {}  # counters of finished steps are forgotten
-        assert target._books.savers == {}
+        assert target._state.steps == {}  # counters of finished steps are forgotten
+        assert target._state.savers == {}
 
     asyncio.run(play())
 
@@ -132,7 +134,7 @@ async def test_what_several_savers_wrote_is_sealed_when_the_last_is_done(tmp_pat
         async with saving(target, 9):
             (directory / f"rank-{rank}").write_text(str(rank))
     await target.completed(9)
-    assert set(sealed_files(final)) == {"rank-0", "rank-1"}
+    assert set(manifest_files(final)) == {"rank-0", "rank-1"}
     assert json.loads((final / MANIFEST).read_text())["step"] == 9
     assert monitor(tmp_path).latest_checkpoint_step == 9  # a fact on disk
 
@@ -290,13 +292,13 @@ async def test_a_saver_killed_while_it_writes_gives_up_its_turn_and_its_step(
     await target.monitor_step(5)
     assert target.latest_checkpoint_step == 0
     assert not (tmp_path / "step-000005").exists()
-    assert target._books.steps == {}
+    assert target._state.steps == {}
     assert "doomed on n0 died" in caplog.text
 
     await save_step(target, 6, lambda directory: None)  # the run goes on
     assert target.latest_checkpoint_step == 6
     await save_step(target, 5, lambda directory: (directory / "whole").write_text("whole"))  # saved anew, it counts
-    assert set(sealed_files(tmp_path / "step-000005")) == {"whole"}
+    assert set(manifest_files(tmp_path / "step-000005")) == {"whole"}
 
 
 async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ async def test_a_dead_saver_in_the_queue_holds_nobody_up(process: subprocess.Pop
     await target.notify_finished(1, ticket=first)
     async with asyncio.timeout(10):
         await last
-    await asyncio.wait({dead})  # whether it was buried in the queue or at its turn
+    await asyncio.wait({dead})  # whether it was removed from the queue or at its turn
     with pytest.raises(SyncError, match="counts as dead"):
         await target.notify_finished(2, ticket=dead.result() if dead.exception() is None else -1)
 
@@ -343,7 +345,7 @@ async def test_a_long_save_beats_by_itself(tmp_path: Path) -> None:
     async with asyncio.timeout(10):
         await target.notify_started("n", "next", step=2)
     await saver
-    assert 1 not in target._books.broken
+    assert 1 not in target._state.broken
 
 
 async def test_a_saver_that_fails_says_so_to_whoever_waits(tmp_path: Path) -> None:
@@ -377,7 +379,7 @@ async def test_a_straggler_of_an_earlier_attempt_does_not_complete_the_next(tmp_
     assert target.latest_checkpoint_step == 1
 
 
-async def test_a_step_that_cannot_be_sealed_is_not_complete(tmp_path: Path) -> None:
+async def test_a_step_that_cannot_be_committed_is_not_complete(tmp_path: Path) -> None:
     class Full(CheckpointMonitor):
         def update_latest_checkpoint_step(self, step: int) -> None:
             raise OSError("disk full")
@@ -385,7 +387,7 @@ async def test_a_step_that_cannot_be_sealed_is_not_complete(tmp_path: Path) -> N
     target = Full(SaveStrategy.UNRESTRICTED, str(tmp_path))
     with pytest.raises(OSError, match="disk full"):
         await save_step(target, 1, lambda directory: None)
-    with pytest.raises(RunDirError, match="it could not be sealed"):
+    with pytest.raises(RunDirError, match="it could not be committed"):
         await target.completed(1)
     assert target.latest_checkpoint_step == 0
 
@@ -406,27 +408,25 @@ def test_a_process_of_the_same_number_is_another_process(process: subprocess.Pop
 def test_everybody_who_asks_gets_the_same_monitor(tmp_path: Path) -> None:
     here = LocalDirectory()
     with pytest.raises(UnknownName, match="checkpoint_monitor"):
-        CheckpointMonitor.get_actor("run", directory=here)
+        TrinityMonitor.get_actor("run", directory=here)
     with ThreadPoolExecutor(8) as pool:
-        asked = [
-            pool.submit(CheckpointMonitor.get_actor, "run", None, str(tmp_path), directory=here) for _ in "12345678"
-        ]
+        asked = [pool.submit(TrinityMonitor.get_actor, "run", None, str(tmp_path), directory=here) for _ in "12345678"]
         found = [one.result() for one in asked]
     assert all(one is found[0] for one in found)
     assert found[0].save_strategy is SaveStrategy.UNRESTRICTED
-    assert CheckpointMonitor.get_actor("run", directory=here) is found[0]
-    assert CheckpointMonitor.get_actor("other", None, str(tmp_path), directory=here) is not found[0]
+    assert TrinityMonitor.get_actor("run", directory=here) is found[0]
+    assert TrinityMonitor.get_actor("other", None, str(tmp_path), directory=here) is not found[0]
     here.forget("run")
-    assert CheckpointMonitor.get_actor("run", None, str(tmp_path), directory=here) is not found[0]
+    assert TrinityMonitor.get_actor("run", None, str(tmp_path), directory=here) is not found[0]
 
 
 def test_settings_that_disagree_are_refused(tmp_path: Path) -> None:
     here = LocalDirectory()
-    CheckpointMonitor.get_actor("run", SaveStrategy.SINGLE_NODE, str(tmp_path), directory=here)
+    TrinityMonitor.get_actor("run", SaveStrategy.SINGLE_NODE, str(tmp_path), directory=here)
     with pytest.raises(ConfigError, match="save_strategy"):
-        CheckpointMonitor.get_actor("run", SaveStrategy.UNRESTRICTED, str(tmp_path), directory=here)
+        TrinityMonitor.get_actor("run", SaveStrategy.UNRESTRICTED, str(tmp_path), directory=here)
 
 
 def test_without_a_directory_it_lives_in_this_process(tmp_path: Path) -> None:
-    first = CheckpointMonitor.get_actor(f"run {tmp_path}", SaveStrategy.SINGLE_NODE, str(tmp_path))
-    assert CheckpointMonitor.get_actor(f"run {tmp_path}") is first
+    first = TrinityMonitor.get_actor(f"run {tmp_path}", SaveStrategy.SINGLE_NODE, str(tmp_path))
+    assert TrinityMonitor.get_actor(f"run {tmp_path}") is first

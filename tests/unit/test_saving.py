@@ -17,15 +17,15 @@ from transformers import AutoModel, AutoModelForCausalLM
 from unit.training_parts import Parts, Reinforce, SquaredError, make_batch, write_model
 
 from trivium.errors import RoleFailed, RunDirError
-from trivium.loops import updated
+from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
-from trivium.save_monitor import CheckpointMonitor, SaveStrategy
-from trivium.training import saving
+from trivium.training import snapshot as saving
+from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import ALONE, Ranks, join_ranks
-from trivium.training.saving import Saved
-from trivium.training.split import SplitTrainEngine
-from trivium.training.torch import TorchTrainEngine
-from trivium.training.torchrun import TorchrunRanks, dismiss, follow
+from trivium.training.snapshot import TensorFile
+from trivium.training.torchrun import TorchrunRanks, serve_rank, stop_ranks
+from trivium.types import SaveStrategy
 
 LIMIT = 3000
 """Bytes of a file: every model and optimizer makes several."""
@@ -52,10 +52,16 @@ def make_engine(folder: Path, dtype: str, ranks: Ranks = ALONE) -> TorchTrainEng
         device="cpu", dtype=dtype, optimizer={"lr": 0.1, "eps": 1.0, "schedule": "cosine", "warmup_steps": 2}
     )
     engine = TorchTrainEngine(
-        config, model_dir=folder / "model", algorithm=PPO, temperature=0.8, max_response_length=32, total_steps=10,
-        seed=0, threads=1, ranks=ranks,
-    )  # fmt: skip
-    engine.saves = CheckpointMonitor(SaveStrategy.UNRESTRICTED, str(folder / "weights"))
+        config,
+        model_dir=folder / "model",
+        algorithm=PPO,
+        temperature=0.8,
+        max_response_length=32,
+        total_steps=10,
+        seed=0,
+        threads=1,
+        ranks=ranks,
+    )
     engine.prepare()
     return engine
 
@@ -63,7 +69,9 @@ def make_engine(folder: Path, dtype: str, ranks: Ranks = ALONE) -> TorchTrainEng
 def train(engine: TrainEngine, steps: int) -> list[Mapping[str, float]]:
     rows: list[Mapping[str, float]] = []
     for _ in range(steps):
-        rows += [dict(updated(engine, BATCH, objective, 0)) for objective in PPO.objectives]
+        for objective in PPO.objectives:
+            prepared = prepare_mini_batch(engine, BATCH, objective, 0)
+            rows.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
         engine.version += 1
     return rows
 
@@ -103,9 +111,12 @@ def test_small_models_are_one_file(folder: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(saving, "SHARD_BYTES", 2**31)
     make_engine(folder, "float32").save(tmp_path)
     assert {name for name in files(tmp_path) if name.startswith("policy")} == {
-        "policy/model.safetensors", "policy/config.json", "policy/generation_config.json", "policy/tokenizer.json",
+        "policy/model.safetensors",
+        "policy/config.json",
+        "policy/generation_config.json",
+        "policy/tokenizer.json",
         "policy-optimizer.safetensors",
-    }  # fmt: skip
+    }
 
 
 def test_what_is_written_beside_training_is_what_there_was(folder: Path, tmp_path: Path) -> None:
@@ -138,7 +149,7 @@ def test_a_silent_save_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(saving, "_SILENT_S", 0.3)
     (tmp_path / "report").write_text('{"beats": 3}')
     with pytest.raises(RoleFailed, match="rank 0"):
-        saving.wait_for(tmp_path / "report")
+        saving.wait_until_written(tmp_path / "report")
 
 
 # --------------------------------------------------------------------------- ranks
@@ -165,16 +176,16 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
     def build(dtype: str) -> tuple[Ranks, TorchTrainEngine]:
         ranks = join_ranks(device="cpu")
         engine = make_engine(folder, dtype, ranks)
-        engine.saves = CheckpointMonitor(strategies[dtype], str(folder / "weights"))
+        engine.save_strategy = strategies[dtype]
         return ranks, engine
 
     if rank > 0:
-        follow("cpu", lambda dtype: build(dtype)[1])
+        serve_rank("cpu", lambda dtype: build(dtype)[1])
         return {}
     found: dict[str, Any] = {}
     for dtype in TYPES:
         make: Callable[[], tuple[Ranks, TorchTrainEngine]] = lambda dtype=dtype: build(dtype)  # noqa: E731
-        engine = SplitTrainEngine(TorchrunRanks("cpu", dtype, make), PPO, max_response_length=32)
+        engine = DistributedTrainEngine(TorchrunRanks("cpu", dtype, make), PPO, max_response_length=32)
         engine.prepare()
         train(engine, 3)
         engine.save(folder / f"{dtype}-{size}")
@@ -191,7 +202,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         with pytest.raises(RunDirError) as caught:
             engine.begin_saving(folder / f"bad-{size}" / dtype)()
         found[dtype, "failed"] = str(caught.value)
-    dismiss("cpu")
+    stop_ranks("cpu")
     return found
 
 
@@ -261,5 +272,7 @@ def test_ranks_take_turns_where_the_strategy_says_so(
 
 def test_what_is_read_as_one_file_is_written_as_one() -> None:
     tensors = {name: torch.zeros(4) for name in "abc"}
-    assert len(Saved("model", tensors).files(20)) == 3
-    assert Saved("adapter_model", tensors, single=True).files(20) == [("adapter_model.safetensors", ["a", "b", "c"])]
+    assert len(TensorFile("model", tensors).files(20)) == 3
+    assert TensorFile("adapter_model", tensors, single=True).files(20) == [
+        ("adapter_model.safetensors", ["a", "b", "c"])
+    ]

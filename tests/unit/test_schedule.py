@@ -47,9 +47,15 @@ def test_a_slot_is_played_with_a_published_version_within_the_bound(
     ahead: int, interval: int, groups: int, steps: int, first: int
 ) -> None:
     schedule = Schedule(
-        tasks(5), seed=0, first_version=first, groups_per_step=groups, max_staleness=interval - 1 + ahead,
-        sync_interval=interval, deterministic=True, steps=steps,
-    )  # fmt: skip
+        tasks(5),
+        seed=0,
+        first_version=first,
+        groups_per_step=groups,
+        max_staleness=interval - 1 + ahead,
+        sync_interval=interval,
+        deterministic=True,
+        steps=steps,
+    )
     for slot in range(steps * groups):
         version = schedule.version_for(slot)
         trained_at = schedule.step_of(slot) - 1
@@ -81,5 +87,5 @@ def test_over_rollout_admits_so_many_groups_more_and_gives_up_the_order(
 
 def test_slots_are_counted_by_what_a_step_takes_from_the_buffer() -> None:
     """Groups that the sample strategy brings from elsewhere have none."""
-    schedule = Schedule(tasks(5), seed=0, groups_per_step=4, others=1, max_staleness=1, steps=10)
+    schedule = Schedule(tasks(5), seed=0, groups_per_step=4, stored_per_step=1, max_staleness=1, steps=10)
     assert (schedule.fresh_per_step, schedule.admitted(0), schedule.step_of(2), schedule.step_of(3)) == (3, 6, 1, 2)

@@ -24,10 +24,10 @@ from trivium.engines.scripted import ScriptedEngine
 from trivium.explorer import Explorer
 from trivium.policy import EngineFailure
 from trivium.randomness import uniforms
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
-from trivium.serving.gateway import Gateway, Terms
-from trivium.serving.http import CannotListen, Door, listening
+from trivium.serving.gateway import Gateway, ServingOptions
+from trivium.serving.server import ChatServer, ListenError, serve_app
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.served import ServedTasks
 from trivium.text.renderer import ChatRenderer
@@ -45,9 +45,7 @@ class Babbler(ScriptedEngine):
 
     def __init__(self, **config: Any) -> None:
         said = {"replies": ((65, 66),), **config}
-        super().__init__(
-            ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode
-        )  # fmt: skip
+        super().__init__(ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode)
         self.babbles = "replies" not in config
         self.given: list[tuple[Request, Completion]] = []
 
@@ -97,19 +95,42 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    path: Path, *, group_size: int = 2, groups: int = 4, staleness: int = 1, idle_s: float = 60.0,
-    deadline_s: float = 30.0, min_members: int = 1, rewards: Sequence[RewardConfig] = (), api_key: str | None = None,
-    temperature: float = 1.0, loaded: bool = True, broken: bool = False, **engine: Any,
-) -> AsyncGenerator[Served]:  # fmt: skip
+    path: Path,
+    *,
+    group_size: int = 2,
+    groups: int = 4,
+    staleness: int = 1,
+    idle_s: float = 60.0,
+    deadline_s: float = 30.0,
+    min_members: int = 1,
+    rewards: Sequence[RewardConfig] = (),
+    api_key: str | None = None,
+    temperature: float = 1.0,
+    loaded: bool = True,
+    broken: bool = False,
+    **engine: Any,
+) -> AsyncGenerator[Served]:
     babbler, judge = Babbler(**engine), make_judge(rewards)
     explorer = Explorer(
-        babbler, RENDERER, SingleTurn(SingleTurn.Config()), judge, Sampling(8, temperature), babbler.max_context,
-        deadline_s, 64, NAME, min_members=min_members,
-    )  # fmt: skip
+        babbler,
+        RENDERER,
+        SingleTurn(SingleTurn.Config()),
+        judge,
+        Sampling(8, temperature),
+        babbler.max_context,
+        deadline_s,
+        64,
+        NAME,
+        min_members=min_members,
+    )
     schedule = Schedule(
-        ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0), seed=0, groups_per_step=groups,
-        group_size=group_size, max_staleness=staleness, steps=100,
-    )  # fmt: skip
+        ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0),
+        seed=0,
+        groups_per_step=groups,
+        group_size=group_size,
+        max_staleness=staleness,
+        steps=100,
+    )
     buffer = MemoryBuffer(MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0)
     await buffer.restore(None, 0)
     synchronizer = Synchronizer(MemoryBoard(), deadline_s=30.0)
@@ -117,10 +138,10 @@ async def served(
     if loaded:
         synchronizer.adopted(NAME, 0)
         await buffer.advance(NAME, 0)
-    terms = Terms(idle_s, deadline_s, frozenset(judge.labels), judge.check_columns)
-    gateway = Gateway(explorer, buffer, schedule, synchronizer, terms)
+    options = ServingOptions(idle_s, deadline_s, frozenset(judge.labels), judge.check_columns)
+    gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    async with listening(Door(gateway, "policy", api_key).app, "127.0.0.1", 0) as url:
+    async with serve_app(ChatServer(gateway, "policy", api_key).app, "127.0.0.1", 0) as url:
         running = asyncio.create_task(gateway.run())
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
             here = Served(client, gateway, buffer, babbler, running)
@@ -275,8 +296,15 @@ async def test_the_same_run_of_an_agent_draws_the_same_samples(tmp_path: Path) -
 async def test_a_stream_says_what_the_whole_answer_says(tmp_path: Path) -> None:
     async def ask(path: Path, **more: Any) -> httpx.Response:
         async with served(path) as here:
-            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True,
-                    "task_id": "t", "session": "s", **more}  # fmt: skip
+            body = {
+                "model": "policy",
+                "messages": [{"role": "user", "content": "x"}],
+                "n": 2,
+                "logprobs": True,
+                "task_id": "t",
+                "session": "s",
+                **more,
+            }
             return await here.client.post("/v1/chat/completions", json=body)
 
     whole = (await ask(tmp_path / "a")).json()
@@ -318,19 +346,34 @@ async def test_log_probs_ids_usage_and_stop_strings(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": "gpt"}, "model"), ({"temprature": 1}, "temprature"), ({"temperature": 0.5}, "temperature"),
-    ({"top_p": 0.9}, "top_p"), ({"max_tokens": 9}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"),
-    ({"n": 0}, "n"), ({"n": True}, "n"), ({"stop": [""]}, "stop"), ({"stop": 3}, "stop"), ({"seed": 1}, "seed"),
-    ({"tools": [{"type": "function"}]}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"top_logprobs": 5}, "top_logprobs"), ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"messages": []}, "messages"), ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    ({"model": "gpt"}, "model"),
+    ({"temprature": 1}, "temprature"),
+    ({"temperature": 0.5}, "temperature"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"max_tokens": 9}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"seed": 1}, "seed"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
-    ({"stream": 1}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"metadata": {"colour": "red"}}, "metadata"), ({"metadata": {"task_id": "a"}, "task_id": "b"}, "task_id"),
-    ({"session": ""}, "session"), ({"logprobs": "yes"}, "logprobs"), ({"columns": [1]}, "columns"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"metadata": {"colour": "red"}}, "metadata"),
+    ({"metadata": {"task_id": "a"}, "task_id": "b"}, "task_id"),
+    ({"session": ""}, "session"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"columns": [1]}, "columns"),
     ({"evaluation": "maybe"}, "evaluation"),
-]  # fmt: skip
+]
 
 
 async def test_what_cannot_be_done_is_refused_in_three_parts(tmp_path: Path) -> None:
@@ -381,10 +424,15 @@ async def test_feedback_counts_exactly_once(tmp_path: Path) -> None:
     async with served(tmp_path, group_size=2) as here:
         done = await here.chat("x", session="s")
         for said, status in (
-            ({"id": "nobody", "reward": 1}, 404), ({"session": "nobody", "reward": 1}, 404), ({"reward": 1}, 400),
-            ({"session": "s"}, 400), ({"session": "s", "reward": "high"}, 400), ({"session": "s", "rewrad": 1}, 400),
-            ({"session": "s", "reward": 1, "failure": "x"}, 400), ({"ids": [done["id"], "nobody"], "reward": 1}, 404),
-        ):  # fmt: skip
+            ({"id": "nobody", "reward": 1}, 404),
+            ({"session": "nobody", "reward": 1}, 404),
+            ({"reward": 1}, 400),
+            ({"session": "s"}, 400),
+            ({"session": "s", "reward": "high"}, 400),
+            ({"session": "s", "rewrad": 1}, 400),
+            ({"session": "s", "reward": 1, "failure": "x"}, 400),
+            ({"ids": [done["id"], "nobody"], "reward": 1}, 404),
+        ):
             await here.feedback(expect=status, **said)
         await here.feedback(session="s", reward=1)
         assert "once" in (await here.feedback(session="s", reward=1, expect=409))["error"]["message"]
@@ -494,9 +542,10 @@ async def test_a_client_that_goes_away_leaves_its_slot(tmp_path: Path) -> None:
     async with served(tmp_path, group_size=1, groups=1, staleness=0, delay_s=0.5) as here:
         with pytest.raises(httpx.ReadTimeout):
             await here.client.post(
-                "/v1/chat/completions", timeout=0.1,
+                "/v1/chat/completions",
+                timeout=0.1,
                 json={"model": "policy", "messages": [{"role": "user", "content": "a"}], "session": "s"},
-            )  # fmt: skip
+            )
         await here.eventually(sessions=0, open_groups=0, in_flight=0)
         done = await here.chat("b", task_id="other")
         assert done["choices"][0]["session"] == "0.0.0"
@@ -567,8 +616,8 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     async with served(tmp_path) as here:
         port = here.client.base_url.port
         assert port is not None
-        with pytest.raises(CannotListen, match="choose another serve"):
-            async with listening(Door(here.gateway, "policy", None).app, "127.0.0.1", port):
+        with pytest.raises(ListenError, match="choose another serve"):
+            async with serve_app(ChatServer(here.gateway, "policy", None).app, "127.0.0.1", port):
                 raise AssertionError
 
 
@@ -581,7 +630,7 @@ async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> Non
         return "there"
 
     async def serve() -> None:
-        async with listening(app, "127.0.0.1", 0) as url:
+        async with serve_app(app, "127.0.0.1", 0) as url:
             urls.put_nowait(url)
             await leave.wait()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import socket
 import sys
 import threading
@@ -19,12 +18,13 @@ from postgres import Server
 from sql_roles import TASKS, count_on_board, make_end, make_group, make_schedule
 from sqlalchemy import event
 
+from tests.processes import fork_server
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
 from trivium.buffers.sql_slots import SLOTS
-from trivium.config import RunConfig, plugin
+from trivium.config import config_from_mapping, plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
-from trivium.launch import train
+from trivium.runtime.launch import run
 from trivium.schedule import Schedule
 from trivium.types import SERVED, Lease, Message, Task
 
@@ -59,7 +59,7 @@ async def test_explorers_that_come_before_the_trainer_wait_for_it(url: str, tmp_
     early = make_end(url, make_schedule(), tmp_path)
     assert await early.lease("e", wait=False) is None
     waiting = [asyncio.ensure_future(early.advance("e", 0)), asyncio.ensure_future(early.lease("e"))]
-    hearing = asyncio.ensure_future(early.called_off("e"))
+    hearing = asyncio.ensure_future(early.cancelled_leases("e"))
     await asyncio.sleep(0.1)
     assert not any(task.done() for task in waiting)
     await opened(url, tmp_path)
@@ -83,7 +83,7 @@ async def test_a_look_that_began_before_the_trainer_opened_the_buffer_finds_no_o
         return head
 
     shared._head = slowly  # type: ignore[method-assign]
-    hearing = asyncio.ensure_future(shared.called_off("e"))
+    hearing = asyncio.ensure_future(shared.cancelled_leases("e"))
     assert await asyncio.to_thread(has_read.wait, 10)
     await shared.restore(None, 0)
     go_on.set()
@@ -134,9 +134,15 @@ async def test_another_run_under_the_same_name_finds_an_empty_buffer_if_it_may_o
     await other.advance("e", 0)
     assert await leased(other) == Lease(0)
     assert await other.state() == {
-        "consumed_below": 0, "consumed": [], "attempts": {}, "refused": 0, "evicted": 0, "called_off": 0,
-        "given_up": 0, "dropped": 0,
-    }  # fmt: skip
+        "consumed_below": 0,
+        "consumed": [],
+        "attempts": {},
+        "refused": 0,
+        "evicted": 0,
+        "called_off": 0,
+        "given_up": 0,
+        "dropped": 0,
+    }
     tables = sa.select(sa.func.count()).select_from(SLOTS)
     assert Database(url).read(lambda connection: connection.execute(tables).scalar_one()) == 1
 
@@ -175,16 +181,19 @@ def test_a_run_whose_name_is_taken_ends_before_it_says_anything_on_the_board(url
     SqlBuffer.claim(other, name="same", run_dir=tmp_path / "other")
     board = SqlBuffer.open_board(other, name="same")
     board.write(lambda values: {"incarnation": "other"})
-    config = RunConfig.from_mapping(
+    config = config_from_mapping(
         {
-            "run": {"name": "same", "dir": str(tmp_path / "run"), "mode": "train"}, "model": {"kind": "tiny"},
-            "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
-            "buffer": {"kind": "sql", "url": url}, "sync": {"method": "checkpoint"},
+            "run": {"name": "same", "dir": str(tmp_path / "run"), "mode": "train"},
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "rewards": ["exact"],
+            "buffer": {"kind": "sql", "url": url},
+            "sync": {"method": "checkpoint"},
         },
         tmp_path,
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match="another run has this name"):
-        train(config)
+        run(config)
     assert board.read() == {"incarnation": "other"}
 
 
@@ -244,12 +253,12 @@ async def test_waits_have_deadlines_that_name_both_sides(url: str, tmp_path: Pat
         await buffer.lease("e")
     await played(buffer, 1)
     await leased(buffer)
-    with pytest.raises(SyncError, match=r"trainer .version 0. waits for 2 groups .* .1 finished, 1 being played"):
+    with pytest.raises(SyncError, match=r"trainer .version 0. waits for 2 groups .* .1 finished, 1 in progress"):
         await buffer.take(2, 0)
     with pytest.raises(SyncError, match=r"explorer 'e' .version 0. waits for .* .next slot 2"):
         await buffer.lease("e")
-    with pytest.raises(SyncError, match=r"the next version waits for the slots of version 0 .1 being played"):
-        await buffer.drained(0)
+    with pytest.raises(SyncError, match=r"the next version waits for the slots of version 0 .1 in progress"):
+        await buffer.drain(0)
 
 
 async def test_a_wait_lasts_as_long_as_something_happens(url: str, tmp_path: Path) -> None:
@@ -355,7 +364,7 @@ async def test_no_operation_reads_rows_in_vain_on_a_server_that_knows_nothing_of
         await buffer.put("e", make_group(await leased(buffer)))
         await buffer.take(3, 0)
         await buffer.take(3, 1)  # now what is older would be evicted, if there were any
-        await buffer.past([20, 21, 22])
+        await buffer.taken_groups([20, 21, 22])
         await buffer.counts()
 
     def read_in_vain(connection: sa.Connection, statement: str, parameters: Any) -> int:
@@ -375,9 +384,7 @@ async def test_no_operation_reads_rows_in_vain_on_a_server_that_knows_nothing_of
 
 
 def test_a_board_in_a_database_loses_no_write_of_any_process(url: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trivium.buffers.sql"])
-    processes = [context.Process(target=count_on_board, args=(url, 40)) for _ in range(3)]
+    processes = [fork_server().Process(target=count_on_board, args=(url, 40)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
@@ -434,11 +441,15 @@ def test_a_database_that_no_other_process_reaches_is_refused(url: str) -> None:
 @pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "postgresql://me@host/db?password=secret"])
 def test_a_password_in_the_url_is_refused_without_being_repeated(tmp_path: Path, url: str) -> None:
     said = {
-        "model": {"kind": "tiny"}, "tasks": {"train": {"kind": "arithmetic"}}, "rewards": ["exact"],
-        "buffer": {"kind": "sql", "url": url}, "run": {"mode": "train"}, "sync": {"method": "checkpoint"},
-    }  # fmt: skip
+        "model": {"kind": "tiny"},
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"],
+        "buffer": {"kind": "sql", "url": url},
+        "run": {"mode": "train"},
+        "sync": {"method": "checkpoint"},
+    }
     with pytest.raises(ConfigError) as caught:
-        RunConfig.from_mapping(said, tmp_path)
+        config_from_mapping(said, tmp_path)
     (problem,) = caught.value.problems
     assert problem.where == "buffer.url"
     assert "PGPASSWORD or ~/.pgpass" in problem.do
@@ -464,6 +475,6 @@ async def test_groups_that_were_never_taken_are_not_past(url: str, tmp_path: Pat
     buffer = await opened(url, tmp_path)
     await played(buffer, 2)
     with pytest.raises(DataError, match=r"none was from \[1\]"):
-        await buffer.past([1])
+        await buffer.taken_groups([1])
     await buffer.take(2, 0)
-    assert [group.task.task_id for group in await buffer.past([1])] == [TASKS[1].task_id]
+    assert [group.task.task_id for group in await buffer.taken_groups([1])] == [TASKS[1].task_id]

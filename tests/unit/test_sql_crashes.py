@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ from postgres import Server
 from sql_roles import make_end, make_group, make_schedule, train, write
 from sqlalchemy.exc import OperationalError
 
+from tests.processes import fork_server
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
 from trivium.buffers.sql_slots import CALLS, SLOTS, Slots, SlotState
@@ -46,8 +46,6 @@ def states(url: str) -> dict[str, int]:
 
 def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: Path) -> None:
     number, chance = 360, random.Random(0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trivium.buffers.sql"])
     checkpoint, rollouts, writers = tmp_path / "checkpoint.json", tmp_path / "rollouts", 0
     running: dict[str, Any] = {}
     kills = {"write": 0, "train": 0}
@@ -63,7 +61,9 @@ def test_processes_that_are_killed_lose_and_repeat_nothing(url: str, tmp_path: P
             writers += place != "train"
             target = train if place == "train" else write
             name = place if place == "train" else who[0]
-            running[place] = context.Process(target=target, args=(url, number, rollouts, *who), name=name, daemon=True)
+            running[place] = fork_server().Process(
+                target=target, args=(url, number, rollouts, *who), name=name, daemon=True
+            )
             running[place].start()
 
     def trained() -> list[int]:
@@ -171,9 +171,15 @@ async def test_a_call_whose_answer_was_lost_is_done_once(url: str, tmp_path: Pat
     await buffer.refuse(2)
     state = await buffer.state()
     assert state == {
-        "consumed_below": 1, "consumed": [2], "attempts": {}, "refused": 2, "evicted": 0, "called_off": 0,
-        "given_up": 0, "dropped": 1,
-    }  # fmt: skip
+        "consumed_below": 1,
+        "consumed": [2],
+        "attempts": {},
+        "refused": 2,
+        "evicted": 0,
+        "called_off": 0,
+        "given_up": 0,
+        "dropped": 1,
+    }
     await buffer.advance("e", 0)
     assert await buffer.lease("e") is not None
     await buffer.advance("f", 1)
@@ -182,7 +188,7 @@ async def test_a_call_whose_answer_was_lost_is_done_once(url: str, tmp_path: Pat
         assert lease is not None
         await buffer.put("f", make_group(lease, 1))
     await buffer.take(2, 1)
-    assert [lease.slot for lease in await buffer.called_off("e")] == [1]
+    assert [lease.slot for lease in await buffer.cancelled_leases("e")] == [1]
     assert (await buffer.counts())["called_off"] == 1
     assert doubtful.lost >= 15
     calls = sa.select(sa.func.count()).select_from(CALLS)

@@ -37,9 +37,12 @@ class Twins:
 
     async def begin(self, state: dict[str, Any] | None = None, version: int = 0) -> None:
         self.memory = MemoryBuffer(
-            MemoryBuffer.Config(), schedule=self.schedule, rollouts=self.path / "memory",
-            renderer=cast("Any", None), deadline_s=0.01,
-        )  # fmt: skip
+            MemoryBuffer.Config(),
+            schedule=self.schedule,
+            rollouts=self.path / "memory",
+            renderer=cast("Any", None),
+            deadline_s=0.01,
+        )
         self.sql = make_end(sqlite(self.path), self.schedule, self.path / "sql", deadline_s=0.01)
         await self.both("restore", state, version)
         self.version, self.held, self.loaded = version, {}, {}
@@ -74,7 +77,7 @@ class Twins:
         if isinstance(taken, list):
             self.seen["taken"] += 1
             self.version += 1
-            await self.both("past", [decode_group(payload).slot for payload in taken])
+            await self.both("taken_groups", [decode_group(payload).slot for payload in taken])
 
     async def release(self, owner: str) -> None:
         await self.both("release", owner)
@@ -84,10 +87,10 @@ class Twins:
         """What was called off: the buffer in memory waits where there is nothing."""
         try:
             async with asyncio.timeout(0.001):
-                off = await self.memory.called_off(owner)
+                off = await self.memory.cancelled_leases(owner)
         except TimeoutError:
             return
-        other = await self.sql.called_off(owner)
+        other = await self.sql.cancelled_leases(owner)
         assert sorted(off, key=lambda lease: lease.slot) == sorted(other, key=lambda lease: lease.slot)
 
     async def save(self) -> None:
@@ -125,18 +128,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "over-rollout": {"over_rollout": 2, "max_attempts": 1},
 }
 WEIGHTS = {
-    "lease": 8, "put": 8, "take": 4, "advance": 5, "release": 0.5, "refuse": 0.5, "heard": 2, "save": 1, "die": 0.6
-}  # fmt: skip
+    "lease": 8,
+    "put": 8,
+    "take": 4,
+    "advance": 5,
+    "release": 0.5,
+    "refuse": 0.5,
+    "heard": 2,
+    "save": 1,
+    "die": 0.6,
+}
 
 
 def a_step(chance: random.Random) -> tuple[Any, ...]:
     """Something that may be done to a buffer."""
     name, owner = chance.choices([*WEIGHTS], [*WEIGHTS.values()])[0], chance.choice("ab")
     arguments: dict[str, tuple[Any, ...]] = {
-        "lease": (owner,), "put": (chance.randrange(9), chance.random() < 0.1, chance.random() < 0.5),
-        "take": (chance.choice([1, 2, 2]),), "advance": (owner, chance.choice([0, 0, 0, 1, 2])), "release": (owner,),
-        "refuse": (1,), "heard": (owner,), "save": (), "die": (chance.randrange(4),),
-    }  # fmt: skip
+        "lease": (owner,),
+        "put": (chance.randrange(9), chance.random() < 0.1, chance.random() < 0.5),
+        "take": (chance.choice([1, 2, 2]),),
+        "advance": (owner, chance.choice([0, 0, 0, 1, 2])),
+        "release": (owner,),
+        "refuse": (1,),
+        "heard": (owner,),
+        "save": (),
+        "die": (chance.randrange(4),),
+    }
     return (name, *arguments[name])
 
 

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from trivium.algorithms import build_algorithm
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.replay import Replay, _Kept
+from trivium.buffers.slots import admitted
 from trivium.buffers.strategies import Mix, StalenessControl, interleaved
-from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, plugin
+from trivium.config import AlgorithmConfig, RunConfig, StrategyConfig, build, config_from_mapping, plugin
+from trivium.config.plan import plan_run
 from trivium.errors import ConfigError
-from trivium.plan import plan_run
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
@@ -51,7 +52,13 @@ def played(schedule: Schedule, slot: int, version: int, attempt: int = 0, useles
 
 def schedule_of(section: StrategyConfig, groups: int, **change: Any) -> Schedule:
     return Schedule(
-        TASKS, seed=3, groups_per_step=groups, others=section.others(groups), group_size=2, steps=40, **change
+        TASKS,
+        seed=3,
+        groups_per_step=groups,
+        stored_per_step=section.num_stored(groups),
+        group_size=2,
+        steps=40,
+        **change,
     )
 
 
@@ -67,9 +74,14 @@ class Life:
             MemoryBuffer.Config(), schedule=schedule, rollouts=folder, renderer=RENDERER, deadline_s=2
         )
         self.strategy = build(
-            "sample_strategies", section, buffer=self.buffer, schedule=schedule, renderer=RENDERER,
-            tasks=lambda name: EXPERTS if name == "experts" else TASKS, algorithm=GRPO,
-        )  # fmt: skip
+            "sample_strategies",
+            section,
+            buffer=self.buffer,
+            schedule=schedule,
+            renderer=RENDERER,
+            tasks=lambda name: EXPERTS if name == "experts" else TASKS,
+            algorithm=GRPO,
+        )
         self.issued = 0
         """Slots that were leased."""
 
@@ -119,7 +131,7 @@ async def test_replay_takes_the_newest_first_and_less_used_ones_before_others(tm
     # Step 0 has nothing to replay, so it plays four. After step 1 slots 0, 1 (version 0, used twice) have priority
     # 0 - 3, slots 2, 3 (used once) -1.5, slots 4, 5 (version 1, once) 1 - 1.5.
     assert slots(samples) == [[0, 1, 2, 3], [4, 0, 5, 1], [6, 4, 7, 5], [8, 6, 9, 7]]
-    assert [sample.others for sample in samples] == [frozenset(), {0, 1}, {4, 5}, {6, 7}]
+    assert [sample.stored_slots for sample in samples] == [frozenset(), {0, 1}, {4, 5}, {6, 7}]
     assert [sample.metrics["replayed"] for sample in samples] == [0, 2, 2, 2]
     assert [sample.metrics["stored"] for sample in samples] == [4, 6, 8, 10]
     assert "use_count" not in samples[0].metrics
@@ -179,9 +191,12 @@ def test_the_noise_is_normal_and_drawn_anew_after_each_use(tmp_path: Path) -> No
     section = Replay.Config(priority="decay_limit_randomization", sigma=2.0, decay=1.5)
     life = Life(tmp_path, section, schedule_of(section, 4))
     groups = [played(life.schedule, slot, 5) for slot in range(500)]
-    noise = np.array([
-        [life.strategy._priority(_Kept(group, uses, 5)) - (5 - 1.5 * uses) for uses in range(1, 5)] for group in groups
-    ])  # fmt: skip
+    noise = np.array(
+        [
+            [life.strategy._priority(_Kept(group, uses, 5)) - (5 - 1.5 * uses) for uses in range(1, 5)]
+            for group in groups
+        ]
+    )
     assert abs(noise.mean()) < 0.15
     assert abs(noise.std() - 2.0) < 0.15
     assert np.abs(np.corrcoef(noise.T) - np.eye(4)).max() < 0.2
@@ -189,18 +204,38 @@ def test_the_noise_is_normal_and_drawn_anew_after_each_use(tmp_path: Path) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(
-    groups=st.integers(2, 6), fraction=st.floats(0.2, 0.9), max_age=st.integers(1, 5), cooldown=st.integers(1, 3),
-    capacity=st.integers(1, 12), limit=st.integers(2, 4), sigma=st.sampled_from([0.0, 2.0]),
-    useless=st.sampled_from([0.0, 0.4]), ahead=st.integers(0, 2), killed=st.integers(1, 9),
-)  # fmt: skip
+    groups=st.integers(2, 6),
+    fraction=st.floats(0.2, 0.9),
+    max_age=st.integers(1, 5),
+    cooldown=st.integers(1, 3),
+    capacity=st.integers(1, 12),
+    limit=st.integers(2, 4),
+    sigma=st.sampled_from([0.0, 2.0]),
+    useless=st.sampled_from([0.0, 0.4]),
+    ahead=st.integers(0, 2),
+    killed=st.integers(1, 9),
+)
 def test_every_step_is_full_and_a_resumed_run_repeats_it(
-    groups: int, fraction: float, max_age: int, cooldown: int, capacity: int, limit: int, sigma: float, useless: float,
-    ahead: int, killed: int,
-) -> None:  # fmt: skip
+    groups: int,
+    fraction: float,
+    max_age: int,
+    cooldown: int,
+    capacity: int,
+    limit: int,
+    sigma: float,
+    useless: float,
+    ahead: int,
+    killed: int,
+) -> None:
     section = Replay.Config(
-        fraction=fraction, max_age=max_age, cooldown=cooldown, capacity=capacity, sigma=sigma, use_count_limit=limit,
+        fraction=fraction,
+        max_age=max_age,
+        cooldown=cooldown,
+        capacity=capacity,
+        sigma=sigma,
+        use_count_limit=limit,
         priority="decay_limit_randomization",
-    )  # fmt: skip
+    )
     schedule = schedule_of(section, groups, max_staleness=ahead)
 
     async def lives() -> tuple[list[Sample], list[Sample], int]:
@@ -218,20 +253,20 @@ def test_every_step_is_full_and_a_resumed_run_repeats_it(
     for version, sample in enumerate(samples):
         step = [group.slot for group in sample.groups]
         assert len(step) == len(set(step)) == groups
-        assert len(sample.others) <= schedule.others
+        assert len(sample.stored_slots) <= schedule.stored_per_step
         by_slot = {group.slot: group for group in sample.groups}
-        for slot in sample.others:
+        for slot in sample.stored_slots:
             assert trained[slot] < limit
             assert version - last[slot] >= cooldown
             assert version - by_slot[slot].oldest_version <= max_age
             assert GRPO.filter([by_slot[slot]])[0]
-        for slot in set(step) - sample.others:
+        for slot in set(step) - sample.stored_slots:
             assert slot not in trained
             assert version - by_slot[slot].oldest_version <= ahead
         trained.update(step)
         last |= dict.fromkeys(step, version)
         assert sample.metrics["stored"] <= capacity
-    fresh = sum(groups - len(sample.others) for sample in samples)
+    fresh = sum(groups - len(sample.stored_slots) for sample in samples)
     assert sorted(trained) == list(range(fresh)) or ahead
     assert len(trained) == fresh
     assert issued <= schedule.admitted(9) + fresh - 10 * schedule.fresh_per_step
@@ -250,7 +285,7 @@ async def test_replaced_groups_are_fresh_and_counted_to_the_same_step(tmp_path: 
         first = await life.strategy.sample(4, version)
         await life.strategy.refuse(2)
         more = await life.strategy.sample(2, version)
-        assert not more.others
+        assert not more.stored_slots
         assert len({group.slot for group in (*first.groups, *more.groups)}) == 6
         seen += slots([first, more])
     await life.buffer.close()
@@ -278,7 +313,8 @@ async def test_what_is_older_than_the_strategy_s_bound_is_left_out_and_replaced(
     assert [group.slot for group in sample.groups] == [2, 3]
     assert sample.metrics == {"left_out": 2}
     assert (await life.buffer.state())["refused"] == 2
-    assert life.buffer._admitted(2) == schedule.admitted(2) + 2  # others are played in their place
+    # Others are generated in their place.
+    assert admitted(schedule, life.buffer._counts, 2) == schedule.admitted(2) + 2
 
 
 async def test_whatever_lags_behind_no_group_is_older_than_the_bound(tmp_path: Path) -> None:
@@ -297,14 +333,19 @@ async def test_whatever_lags_behind_no_group_is_older_than_the_bound(tmp_path: P
 
 @settings(max_examples=30, deadline=None)
 @given(
-    groups=st.integers(2, 7), ratio=st.floats(0.05, 0.8), ahead=st.integers(0, 2), ordered=st.booleans(),
-    killed=st.integers(1, 7), taskset=st.sampled_from(["experts", "train"]), first=st.sampled_from([0, 6]),
-)  # fmt: skip
+    groups=st.integers(2, 7),
+    ratio=st.floats(0.05, 0.8),
+    ahead=st.integers(0, 2),
+    ordered=st.booleans(),
+    killed=st.integers(1, 7),
+    taskset=st.sampled_from(["experts", "train"]),
+    first=st.sampled_from([0, 6]),
+)
 def test_a_step_is_part_fresh_and_part_expert_and_a_resumed_run_repeats_it(
     groups: int, ratio: float, ahead: int, ordered: bool, killed: int, taskset: str, first: int
 ) -> None:
     section = Mix.Config(expert_data_ratio=ratio, taskset=taskset)
-    experts = section.others(groups)
+    experts = section.num_stored(groups)
     if experts >= groups:
         return  # the check refuses it
     schedule = schedule_of(section, groups, max_staleness=ahead, deterministic=ordered, first_version=first)
@@ -325,7 +366,7 @@ def test_a_step_is_part_fresh_and_part_expert_and_a_resumed_run_repeats_it(
         assert (len(sample.groups), len(written)) == (groups, experts)
         assert experts == sample.metrics["expert"] == math.ceil(round(ratio * groups, 9))
         assert len({group.group_id for group in sample.groups}) == groups
-        assert sample.others == {group.slot for group in written}
+        assert sample.stored_slots == {group.slot for group in written}
         assert all(group.slot < 0 for group in written)
         for group in written:
             (member,) = group.trajectories
@@ -378,10 +419,17 @@ def test_interleaving_keeps_both_orders() -> None:
 def configured(strategy: object, algorithm: object = "grpo", **said: Any) -> RunConfig:
     tasks = {"train": {"kind": "arithmetic"}, "experts": {"kind": "arithmetic"}}
     schedule = {"groups_per_step": 4, "group_size": 2, **said.pop("schedule", {})}
-    return RunConfig.from_mapping(
-        {"model": {"kind": "tiny"}, "tasks": tasks, "algorithm": algorithm, "rewards": ["exact"],
-         "buffer": {"strategy": strategy, **said.pop("buffer", {})}, "schedule": schedule, **said}
-    )  # fmt: skip
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": tasks,
+            "algorithm": algorithm,
+            "rewards": ["exact"],
+            "buffer": {"strategy": strategy, **said.pop("buffer", {})},
+            "schedule": schedule,
+            **said,
+        }
+    )
 
 
 MIX = {"kind": "mix", "taskset": "experts"}
@@ -407,36 +455,50 @@ def test_configs_that_run() -> None:
         ({"kind": "mixt"}, "grpo", {}, "buffer.strategy", "did you mean 'mix'"),
         ({"kind": "staleness_control", "max_staleness": 2}, "grpo", AHEAD, "strategy.max_staleness", "left out"),
         ({"kind": "staleness_control", "max_staleness": 3}, "grpo", AHEAD, "strategy.max_staleness", "none older than"),
-        ({"kind": "staleness_control", "max_staleness": 1}, "grpo", SETTLED, "strategy.kind", "has further groups"),
+        ({"kind": "staleness_control", "max_staleness": 1}, "grpo", SETTLED, "strategy.kind", "needs further groups"),
         (
-            {"kind": "staleness_control", "max_staleness": 1}, "grpo",
-            {"schedule": {"max_staleness": 4}, "sync": {"interval": 3}}, "strategy.max_staleness", "before weights",
+            {"kind": "staleness_control", "max_staleness": 1},
+            "grpo",
+            {"schedule": {"max_staleness": 4}, "sync": {"interval": 3}},
+            "strategy.max_staleness",
+            "before weights",
         ),
-        ({"kind": "replay"}, "grpo", SETTLED, "strategy.kind", "has further groups"),
+        ({"kind": "replay"}, "grpo", SETTLED, "strategy.kind", "needs further groups"),
         ({"kind": "replay", "fraction": 0.2}, "grpo", {}, "strategy.fraction", "none of 4 group"),
         ({"kind": "replay", "sigma": 1.0}, "grpo", {}, "strategy.sigma", "no effect"),
         ({"kind": "replay", "cooldown": 9}, "grpo", {}, "strategy.max_age", "too old before its second"),
         (
-            {"kind": "replay", "priority": "decay_limit_randomization", "use_count_limit": 1}, "grpo", {},
-            "strategy.use_count_limit", "none is ever replayed",
+            {"kind": "replay", "priority": "decay_limit_randomization", "use_count_limit": 1},
+            "grpo",
+            {},
+            "strategy.use_count_limit",
+            "none is ever replayed",
         ),
         # Replayed groups are old ones: a loss without a ratio is as wrong for them as for stale ones.
-        ({"kind": "replay"}, {"kind": "grpo", "policy_loss": "reinforce", "correction": "none"}, {}, "policy_loss",
-         "groups up to 4 version"),
+        (
+            {"kind": "replay"},
+            {"kind": "grpo", "policy_loss": "reinforce", "correction": "none"},
+            {},
+            "policy_loss",
+            "groups up to 4 version",
+        ),
         ({"kind": "mix", "taskset": "other"}, LOSS, {}, "strategy.taskset", "no such taskset"),
         ({**MIX, "expert_data_ratio": 0.9}, LOSS, {}, "strategy.expert_data_ratio", "all 4 group"),
-        (MIX, "grpo", {}, "algorithm.policy_loss", "take an expert's tokens for the policy's own"),
+        (MIX, "grpo", {}, "algorithm.policy_loss", "treat an expert's tokens as the policy's own"),
         (MIX, {"kind": "ppo", "policy_loss": "mix"}, {}, "algorithm.advantage", "needs a critic"),
         (MIX, "dpo", {}, "algorithm.kind", "no pair"),
         ("default", LOSS, {}, "algorithm.policy_loss", "never gives a step both"),
         (
-            "default", {"kind": "grpo", "entropy": {"coef": 0.1, "term": "sampled"}}, {}, "algorithm.entropy.term",
+            "default",
+            {"kind": "grpo", "entropy": {"coef": 0.1, "term": "sampled"}},
+            {},
+            "algorithm.entropy.term",
             "never gives a step both",
         ),
-        (MIX, "sft", ROWS, "strategy.kind", "nothing is played"),
-        ({"kind": "replay"}, "sft", ROWS, "strategy.kind", "nothing is played"),
+        (MIX, "sft", ROWS, "strategy.kind", "nothing is explored"),
+        ({"kind": "replay"}, "sft", ROWS, "strategy.kind", "nothing is explored"),
     ],
-)  # fmt: skip
+)
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(
     strategy: object, algorithm: object, said: dict[str, Any], where: str, found: str
 ) -> None:
@@ -467,12 +529,16 @@ def written(slot: int) -> Group:
 @pytest.mark.parametrize(
     "said",
     [
-        {"kind": "grpo"}, {"kind": "rloo", "normalise_advantages": "std"}, {"kind": "reinforce_plus_plus"},
-        {"kind": "gdpo"}, {"kind": "grpo", "shaping": ["group_normalise", "running_normalise"]},
-        {"kind": "grpo", "filters": ["zero_variance", "difficulty"]}, {"kind": "opo", "clip_advantages": 0.3},
+        {"kind": "grpo"},
+        {"kind": "rloo", "normalise_advantages": "std"},
+        {"kind": "reinforce_plus_plus"},
+        {"kind": "gdpo"},
+        {"kind": "grpo", "shaping": ["group_normalise", "running_normalise"]},
+        {"kind": "grpo", "filters": ["zero_variance", "difficulty"]},
+        {"kind": "opo", "clip_advantages": 0.3},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_expert_s_groups_are_kept_worth_nothing_and_compared_with_nobody(said: dict[str, Any]) -> None:
     def algorithm() -> Any:
         return build_algorithm(plugin("algorithms", AlgorithmConfig)({"policy_loss": "mix", **said}), 0, 8)

@@ -19,11 +19,11 @@ from trivium.errors import SyncError, VersionGone
 from trivium.explorer import Explorer
 from trivium.loops import follow_weights
 from trivium.schedule import Schedule
-from trivium.sync import checkpoint
-from trivium.sync.checkpoint import CheckpointChannel
+from trivium.sync import files as checkpoint
+from trivium.sync.files import FileChannel
 from trivium.sync.tensors import digest
-from trivium.synchronizer import TRAINER, Synchronizer
-from trivium.types import Sampling
+from trivium.synchronizer import Synchronizer
+from trivium.types import TRAINER, Sampling
 
 WEIGHTS = {"embed": torch.arange(12.0).reshape(3, 4), "norm": torch.full((4,), -0.0), "head": torch.ones(3, 4)}
 
@@ -37,8 +37,8 @@ class Ends:
         self.synchronizer = Synchronizer(board, deadline_s=0.3)
         self.synchronizer.open()
 
-        def end(role: str) -> CheckpointChannel:
-            return CheckpointChannel(keep=keep, directory=self.directory, synchronizer=self.synchronizer, role=role)
+        def end(role: str) -> FileChannel:
+            return FileChannel(keep=keep, directory=self.directory, synchronizer=self.synchronizer, role=role)
 
         self.trainer, self.explorer = end(TRAINER), end("explorer-0")
 
@@ -213,7 +213,7 @@ def test_saved_versions_come_back_and_others_go(tmp_path: Path) -> None:
     assert nothing.trainer.versions == nothing.explorer.versions == ()
 
 
-class Slow(CheckpointChannel):
+class Slow(FileChannel):
     """An explorer's end that gets to a version only after the trainer has gone on to these."""
 
     meanwhile: tuple[int, ...] = ()

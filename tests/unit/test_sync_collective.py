@@ -18,9 +18,10 @@ from sync_parts import Reading
 
 from trivium.board import MemoryBoard
 from trivium.errors import RoleFailed, SyncError, VersionGone
-from trivium.sync import collective, wire
+from trivium.sync import collective, process_group
 from trivium.sync.collective import CollectiveChannel
-from trivium.synchronizer import TRAINER, Synchronizer
+from trivium.synchronizer import Synchronizer
+from trivium.types import TRAINER
 
 WEIGHTS = [("embed", torch.randn(5, 3)), ("norm", torch.randn(3))]
 
@@ -39,7 +40,7 @@ class Run:
 
     async def explorer(self, name: str) -> tuple[Synchronizer, CollectiveChannel]:
         end = self._end(name)
-        await end[0].meet(name)
+        await end[0].wait_for_trainer(name)
         await end[0].join(name)
         return end
 
@@ -73,23 +74,25 @@ async def test_an_explorer_that_comes_late_gets_the_version_by_itself() -> None:
 async def test_damage_is_refused_as_often_as_it_happens_and_the_trainer_gives_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = collective._carried
+    original = collective._received_bytes
 
-    def damaged(wire: Any, size: int) -> torch.Tensor:
-        flat = original(wire, size)
+    def damaged(group: Any, size: int) -> torch.Tensor:
+        flat = original(group, size)
         flat[1] ^= 1
         return flat
 
-    monkeypatch.setattr(collective, "_carried", damaged)
+    monkeypatch.setattr(collective, "_received_bytes", damaged)
     run = Run()
     synchronizer, channel = await run.explorer("ann")
     offering = run.offer(0)
-    for _ in range(collective.TRIES):
+    for _ in range(collective.MAX_EXCHANGES):
         await synchronizer.next_version("ann", None, newest=True)
         with pytest.raises(SyncError, match="collect 'embed' of version 0") as caught:
             await collected(channel, 0)
         assert not isinstance(caught.value, VersionGone)
-    with pytest.raises(SyncError, match=f"{collective.TRIES} exchanges broke off, .* ann: its bytes changed"):
+    with pytest.raises(
+        SyncError, match=f"{collective.MAX_EXCHANGES} exchanges were aborted, .* ann: its bytes changed"
+    ):
         await offering
 
 
@@ -108,7 +111,7 @@ async def test_one_that_the_trainer_took_for_dead_is_told_so() -> None:
     run = Run()
     synchronizer, channel = await run.explorer("ann")
     await run.explorer("bob")
-    synchronizer.report_death("ann", "no heartbeat for 10 s")
+    synchronizer.mark_dead("ann", "no heartbeat for 10 s")
     with pytest.raises(SyncError, match=r"explorer 'ann'(.|\n)*took it for dead: no heartbeat for 10 s"):
         await collected(channel, 0)
 
@@ -125,7 +128,7 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
     assert exchange.members == ("ann", "bob")
     await asyncio.sleep(0.3)
     assert not entering.done()
-    run.synchronizer.report_death("bob", "killed")
+    run.synchronizer.mark_dead("bob", "killed")
     async with asyncio.timeout(5):
         with pytest.raises(VersionGone, match=r"exchange 1 of the trainer and ann, bob(.|\n)*'bob' is gone: killed"):
             await entering
@@ -135,11 +138,11 @@ async def test_a_member_that_goes_while_others_wait_for_it_ends_the_exchange() -
 
 
 async def test_an_address_that_somebody_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MEET_S", 0.5)
+    monkeypatch.setattr(process_group, "RENDEZVOUS_S", 0.5)
     run = Run()
     ann, _ = await run.explorer("ann")
     offering = run.offer(0)
-    for _ in range(collective.TRIES):
+    for _ in range(collective.MAX_EXCHANGES):
         await ann.next_version("ann", None, newest=True)
         assert await ann.ready_to_nccl_sync("ann", 0) is not None  # and never comes
     with pytest.raises(SyncError, match=r"not all of the trainer and ann came to \S+:\d+ within 0 s"):
@@ -153,7 +156,7 @@ async def test_a_run_that_is_over_keeps_nobody_in_an_exchange() -> None:
     await synchronizer.next_version("ann", None, newest=True)
     exchange = await synchronizer.ready_to_nccl_sync("ann", 0)
     assert exchange is not None
-    synchronizer.report_death(TRAINER, "killed")
+    synchronizer.mark_dead(TRAINER, "killed")
     async with asyncio.timeout(5):
         with pytest.raises(RoleFailed, match="trainer failed: killed"):
             await offering
@@ -163,23 +166,23 @@ async def test_a_run_that_is_over_keeps_nobody_in_an_exchange() -> None:
 
 def test_addresses_are_those_of_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    assert wire.own_address() == "127.0.0.1"
-    assert wire.reach("127.0.0.1:80") == ("127.0.0.1", 80)
-    assert wire.reach("node-7:80") == ("node-7", 80)
+    assert process_group.own_address() == "127.0.0.1"
+    assert process_group.endpoint("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert process_group.endpoint("node-7:80") == ("node-7", 80)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     with pytest.raises(SyncError, match="GLOO_SOCKET_IFNAME=nowhere"):
-        wire.own_address()
+        process_group.own_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    own = wire.own_address()
-    assert wire.reach(f"{own}:80") == ("127.0.0.1", 80)
+    own = process_group.own_address()
+    assert process_group.endpoint(f"{own}:80") == ("127.0.0.1", 80)
 
 
 def test_only_a_port_that_nobody_listens_on_proves_a_death() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert not wire.refuses(address)
-    assert wire.refuses(address)
-    assert not wire.refuses("no-such-host.invalid:80")
+        assert not process_group.refuses_connections(address)
+    assert process_group.refuses_connections(address)
+    assert not process_group.refuses_connections("no-such-host.invalid:80")
 
 
 def test_it_keeps_nothing(tmp_path: Path) -> None:
@@ -193,7 +196,7 @@ def test_it_keeps_nothing(tmp_path: Path) -> None:
 async def test_weights_are_read_a_tensor_at_a_time_and_buckets_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)  # two tensors of 256 bytes
     buckets: list[weakref.ref[torch.Tensor]] = []
-    original = wire.Wire.start
+    original = process_group.ExchangeGroup.broadcast_async
 
     def start(self: Any, tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().nbytes() == 600 and self._rank == 0:
@@ -201,7 +204,7 @@ async def test_weights_are_read_a_tensor_at_a_time_and_buckets_let_go_of(monkeyp
             assert sum(ref() is not None for ref in buckets) == 1, "the bucket before it is gone"
         return original(self, tensor)
 
-    monkeypatch.setattr(wire.Wire, "start", start)
+    monkeypatch.setattr(process_group.ExchangeGroup, "broadcast_async", start)
     run, reading = Run(), Reading(21)
     synchronizer, channel = await run.explorer("ann")
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, reading))
@@ -217,17 +220,17 @@ def kill_at_bucket(
     number: int, run: Run, bob: Synchronizer, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[threading.Event, threading.Event]:
     """Bob dies of a bucket instead of answering for it: the first event says he is at it, the second lets him."""
-    original, there, go_on = wire.Wire.answer, threading.Event(), threading.Event()
+    original, there, go_on = process_group.ExchangeGroup.acknowledge, threading.Event(), threading.Event()
 
     def answer(self: Any, part: int | str, trouble: str = "") -> None:
         if self._synchronizer is bob and part == number:
             there.set()
             assert go_on.wait(20)
-            run.synchronizer.report_death("bob", "killed")
-            raise wire.BrokenOff("killed")
+            run.synchronizer.mark_dead("bob", "killed")
+            raise process_group.ExchangeAborted("killed")
         original(self, part, trouble)
 
-    monkeypatch.setattr(wire.Wire, "answer", answer)
+    monkeypatch.setattr(process_group.ExchangeGroup, "acknowledge", answer)
     return there, go_on
 
 
@@ -261,14 +264,14 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     """The weights are read once; who was there before gets the rest, who came meanwhile gets them anew."""
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
     sent: list[int] = []
-    original = wire.Wire.tell
+    original = process_group.ExchangeGroup.broadcast_object
 
     def tell(self: Any, said: Any) -> None:
         if isinstance(said, dict):
             sent.append(said["number"])
         original(self, said)
 
-    monkeypatch.setattr(wire.Wire, "tell", tell)
+    monkeypatch.setattr(process_group.ExchangeGroup, "broadcast_object", tell)
     run, made = Run(), iter(Reading(9))
     (ann, channel), (bob, other) = await run.explorer("ann"), await run.explorer("bob")
     kill_at_bucket(2, run, bob, monkeypatch)[1].set()
@@ -305,7 +308,7 @@ async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monk
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, broken()))
     await synchronizer.next_version("ann", None, newest=True)
     async with asyncio.timeout(10):
-        with pytest.raises(VersionGone, match="it broke off"):
+        with pytest.raises(VersionGone, match="it was aborted"):
             await collected(channel, 0)
     with pytest.raises(FloatingPointError, match="a rank died"):
         await offering

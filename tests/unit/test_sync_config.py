@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
 
 
 def problems(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, str]:
     """Where something is wrong, and what was found there."""
     base = {
-        "model": {"kind": "tiny", "alphabet": "0123456789+="}, "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"], "engine": {"sampling": {"max_new_tokens": 4}},
-    }  # fmt: skip
+        "model": {"kind": "tiny", "alphabet": "0123456789+="},
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"],
+        "engine": {"sampling": {"max_new_tokens": 4}},
+    }
     try:
-        RunConfig.from_mapping({**base, **sections}, tmp_path)
+        config_from_mapping({**base, **sections}, tmp_path)
     except ConfigError as error:
         return {problem.where: problem.found for problem in error.problems}
     return {}
@@ -30,7 +32,7 @@ SQL = {"kind": "sql", "url": "sqlite:///run.db"}
 @pytest.mark.parametrize("mode", ["explore", "train"])
 def test_halves_in_two_commands_need_a_buffer_and_a_channel_that_both_reach(mode: str, tmp_path: Path) -> None:
     run = {"mode": mode}
-    assert "never meet" in problems(tmp_path, run=run)["buffer.kind"]
+    assert "never exchange groups" in problems(tmp_path, run=run)["buffer.kind"]
     assert "within one process" in problems(tmp_path, run=run, buffer=SQL)["sync.method"]
     for method in ("checkpoint", "nccl"):
         assert problems(tmp_path, run=run, buffer=SQL, sync={"method": method}) == {}

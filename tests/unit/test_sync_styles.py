@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from tests.sessions import TASKS, Lengths, Session
 from trivium.board import MemoryBoard, Values
-from trivium.config import RunConfig
+from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
-from trivium.evaluate import AskedEvaluator
-from trivium.loops import Parts, train_half
+from trivium.evaluate import RemoteEvaluator
+from trivium.loops import train_loop
 from trivium.schedule import Schedule
-from trivium.synchronizer import RunningStatus, SyncStyle, living
+from trivium.synchronizer import live_explorers
 from trivium.trainer import Cadence
-from trivium.types import Group
+from trivium.types import Group, RunningStatus, SyncStyle
 
 FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle
 STEPS = 9
@@ -49,26 +49,50 @@ class Noted(MemoryBoard):
 def session(schedule: Schedule, directory: Path, style: SyncStyle, seed: int, board: Noted, **options: Any) -> Session:
     dice = random.Random(seed)
     return Session(
-        schedule, directory, lambda _: Lengths(dice), style=style, make_board=lambda: board,
-        train_s=lambda: dice.choice([0, 0.001, 0.003]), **options,
-    )  # fmt: skip
+        schedule,
+        directory,
+        lambda _: Lengths(dice),
+        style=style,
+        make_board=lambda: board,
+        train_s=lambda: dice.choice([0, 0.001, 0.003]),
+        **options,
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    style=st.sampled_from(SyncStyle), ahead=st.integers(0, 3), interval=st.integers(1, 3), groups=st.integers(1, 3),
-    over=st.integers(0, 1), explorers=st.integers(1, 3), deaths=st.integers(0, 2), collective=st.booleans(),
+    style=st.sampled_from(SyncStyle),
+    ahead=st.integers(0, 3),
+    interval=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    over=st.integers(0, 1),
+    explorers=st.integers(1, 3),
+    deaths=st.integers(0, 2),
+    collective=st.booleans(),
     seed=st.integers(0, 10_000),
-)  # fmt: skip
+)
 def test_no_style_leaves_anybody_waiting_or_asking_all_the_time(
-    style: SyncStyle, ahead: int, interval: int, groups: int, over: int, explorers: int, deaths: int, collective: bool,
+    style: SyncStyle,
+    ahead: int,
+    interval: int,
+    groups: int,
+    over: int,
+    explorers: int,
+    deaths: int,
+    collective: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """Explorers may die meanwhile, in an exchange too, and others come in their place."""
     schedule = Schedule(
-        TASKS, seed=seed, groups_per_step=groups, group_size=2, sync_interval=interval, over_rollout=over,
-        max_staleness=interval - 1 + ahead, steps=STEPS,
-    )  # fmt: skip
+        TASKS,
+        seed=seed,
+        groups_per_step=groups,
+        group_size=2,
+        sync_interval=interval,
+        over_rollout=over,
+        max_staleness=interval - 1 + ahead,
+        steps=STEPS,
+    )
     board = Noted()
     with TemporaryDirectory() as directory:
         options = {"explorers": explorers, "deaths": [0.01] * deaths, "collective": collective}
@@ -99,7 +123,7 @@ async def test_an_explorer_that_asks_while_the_trainer_waits_gets_weights(style:
         await asyncio.sleep(0.1)
         assert board.polls == polls  # the trainer waits for groups, and does not look all the time
         assert (board.published, waiting.done()) == ([0], False)
-        sync.ask("hand", True)
+        sync.request_weights("hand", True)
         if style is FIXED:
             await asyncio.sleep(0.05)
             assert not waiting.done()
@@ -142,7 +166,7 @@ async def test_a_trainer_that_has_groups_to_learn_from_keeps_to_its_interval(sty
     life = session(schedule, tmp_path, style, 0, board)
     async with hand_fed(life) as (feed, sync):
         for _ in range(7):
-            sync.ask("hand", True)
+            sync.request_weights("hand", True)
             await feed(0)
         await asyncio.sleep(0.1)
         assert board.published == [0, 3, 6]
@@ -154,15 +178,15 @@ async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_noth
     asked: list[tuple[int, bool]] = []
 
     def note(done: Session) -> None:
-        original = done.synchronizer.ask
+        original = done.synchronizer.request_weights
 
-        def ask(name: str, wants: bool) -> None:
-            version = living(board.read())[name]["version"]
-            if wants and version is not None:
+        def request(name: str, requested: bool = True) -> None:
+            version = live_explorers(board.read())[name]["version"]
+            if requested and version is not None:
                 asked.append((len(done.buffer.leased), len(done.buffer.leased) < schedule.admitted(version)))
-            original(name, wants)
+            original(name, requested)
 
-        done.synchronizer.ask = ask
+        done.synchronizer.request_weights = request
 
     life = session(schedule, tmp_path, BY_EXPLORER, 0, board)
     life.began = note
@@ -179,9 +203,9 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
     life = session(schedule, tmp_path, FIXED, 0, Noted(), collective=True)
     trainer = life.prepare()
     sync = life.synchronizer
-    trainer.evaluator, trainer.cadence = AskedEvaluator(sync, "test"), Cadence(evaluate_ends=True)
+    trainer.evaluator, trainer.cadence = RemoteEvaluator(sync, "test"), Cadence(evaluate_ends=True)
     sync.open()
-    training = asyncio.ensure_future(train_half(Parts(life.buffer, schedule, sync, life.channel, trainer), trainer))
+    training = asyncio.ensure_future(train_loop(trainer))
 
     async def comes(name: str) -> tuple[int, int]:
         await sync.join(name)
@@ -192,7 +216,7 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
 
     async with asyncio.timeout(10):
         assert await comes("one") == (1, 0)
-        sync.report_death("one", "killed while it evaluated", replaced=True)
+        sync.mark_dead("one", "killed while it evaluated", replaced=True)
         assert await comes("two") == (1, 0)
         sync.answer_evaluation(1, {"eval/test/accuracy": 0.25})
         while trainer.record.get("accuracy_before") is None:
@@ -213,8 +237,7 @@ class hand_fed:
         trainer = life.prepare()
         sync = life.synchronizer
         sync.open()
-        shared = (life.buffer, life.schedule, sync, life.channel)
-        self.training = asyncio.ensure_future(train_half(Parts(*shared, trainer), trainer))
+        self.training = asyncio.ensure_future(train_loop(trainer))
         await sync.join("hand")
         assert await sync.next_version("hand", None, newest=True) == 0
         sync.adopted("hand", 0)
@@ -225,7 +248,7 @@ class hand_fed:
             await life.buffer.advance("hand", version)
             lease = await life.buffer.lease("hand")
             assert lease is not None
-            group: Group = await explorer.fill(life.schedule, lease)
+            group: Group = await explorer.rollout_slot(life.schedule, lease)
             await life.buffer.put("hand", group)
             while trainer.train_step_num == before:
                 await asyncio.sleep(0.002)
@@ -240,9 +263,12 @@ class hand_fed:
 @pytest.mark.parametrize("style", [BY_TRAINER, BY_EXPLORER])
 def test_a_deterministic_run_keeps_to_the_schedule(style: SyncStyle) -> None:
     said = {
-        "model": {"kind": "tiny", "alphabet": "0123456789"}, "tasks": {"train": {"kind": "arithmetic"}},
-        "rewards": ["exact"], "schedule": {"deterministic": True}, "sync": {"style": style},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="when weights travel would follow who is faster") as caught:
-        RunConfig.from_mapping(said)
+        "model": {"kind": "tiny", "alphabet": "0123456789"},
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "rewards": ["exact"],
+        "schedule": {"deterministic": True},
+        "sync": {"style": style},
+    }
+    with pytest.raises(ConfigError, match="when weights are published would depend on timing") as caught:
+        config_from_mapping(said)
     assert [problem[0] for problem in caught.value.problems] == ["sync.style"]

@@ -14,7 +14,8 @@ import pytest
 from trivium.board import MemoryBoard, SharedBoard, Values
 from trivium.buffers.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
-from trivium.synchronizer import TRAINER, RunningStatus, Synchronizer, SyncStyle, dead, living
+from trivium.synchronizer import Synchronizer, dead_explorers, live_explorers
+from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 Make = Callable[..., Synchronizer]
 """Makes the synchronizer of one more role over the same board."""
@@ -76,10 +77,10 @@ async def test_statuses_are_counted(role: Make) -> None:
     assert trainer.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] == 2
     a.adopted("a", 0)
     b.adopted("b", 0)
-    b.require("b")
+    b.request_weights("b")
     counts = {RunningStatus.RUNNING: 1, RunningStatus.REQUIRE_SYNC: 1}
     assert trainer.get_explorer_status_counts() == {**dict.fromkeys(RunningStatus, 0), **counts}
-    b.ask("b", False)
+    b.request_weights("b", False)
     assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 2
 
 
@@ -121,7 +122,7 @@ async def test_a_wait_that_is_not_answered_names_both_sides(role: Make) -> None:
     with pytest.raises(SyncError, match=r"explorer 'a' .version None. waits for the trainer's next version"):
         await role(0.05).next_version("a", None, newest=True)
     with pytest.raises(SyncError, match="trainer waits for an evaluation of version 1"):
-        await role(0.05).evaluation(1)
+        await role(0.05).request_evaluation(1)
 
 
 async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_none(role: Make) -> None:
@@ -129,11 +130,11 @@ async def test_the_deadline_counts_from_the_last_sign_of_life_and_a_heart_is_non
     waiting = asyncio.ensure_future(a.next_version("a", None, newest=True))
     for step in range(4):
         await asyncio.sleep(0.3)
-        trainer.trained(step)
+        trainer.report_step(step)
     trainer.publish(1)
     assert await waiting == 1
     b.heartbeat_s = 0.05
-    with b.heart("b"), pytest.raises(SyncError, match="nothing happened for 1 s"):
+    with b.heartbeat("b"), pytest.raises(SyncError, match="nothing happened for 1 s"):
         await a.next_version("a", 1, newest=True)
 
 
@@ -141,10 +142,10 @@ async def test_with_dynamic_by_trainer_an_explorer_answers_the_trainer(role: Mak
     trainer, a, _ = await trio(role, style=SyncStyle.DYNAMIC_BY_TRAINER)
     a.adopted("a", 0)
     waiting = await pending(a.next_version("a", 0, newest=True))
-    assert living(trainer.board.read())["a"]["status"] == RunningStatus.RUNNING
+    assert live_explorers(trainer.board.read())["a"]["status"] == RunningStatus.RUNNING
     trainer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
-    values = await trainer.board.poll(lambda v: living(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 4.0)
-    assert living(values)["a"]["status"] == RunningStatus.REQUIRE_SYNC
+    values = await trainer.board.poll(lambda v: live_explorers(v)["a"]["status"] == RunningStatus.REQUIRE_SYNC, 4.0)
+    assert live_explorers(values)["a"]["status"] == RunningStatus.REQUIRE_SYNC
     trainer.publish(3)
     assert await soon(waiting) == 3
 
@@ -154,25 +155,25 @@ async def test_with_dynamic_by_trainer_an_explorer_answers_the_trainer(role: Mak
 
 async def test_the_death_of_an_explorer_is_borne_and_its_slots_come_back_once(role: Make) -> None:
     trainer, a, b = await trio(role)
-    buried = list[str]()
+    reaped = list[str]()
 
-    async def bury(name: str) -> None:
-        buried.append(name)
+    async def reap(name: str) -> None:
+        reaped.append(name)
 
-    async with going(trainer.tend(TRAINER, bury), b.tend("b")) as tending:
-        a.report_death("a", "out of memory")
-        a.report_death("a", "something later")
-        values = await trainer.board.poll(lambda v: v["explorers"]["a"].get("buried", False), 4.0)
-        assert dead(values) == {"a": "out of memory"}
+    async with going(trainer.monitor(TRAINER, reap), b.monitor("b")) as monitoring:
+        a.mark_dead("a", "out of memory")
+        a.mark_dead("a", "something later")
+        values = await trainer.board.poll(lambda v: v["explorers"]["a"].get("reaped", False), 4.0)
+        assert dead_explorers(values) == {"a": "out of memory"}
         await asyncio.sleep(0.1)
-        assert buried == ["a"]
-        assert not any(task.done() for task in tending)
+        assert reaped == ["a"]
+        assert not any(task.done() for task in monitoring)
         with pytest.raises(RoleFailed, match="a failed: it counts as dead: out of memory"):
-            await soon(a.tend("a"))
+            await soon(a.monitor("a"))
         a.adopted("a", 7)  # the dead stay dead
-        assert set(living(trainer.board.read())) == {"b"}
-        b.report_death("b", "a broken engine")
-        for task in tending:
+        assert set(live_explorers(trainer.board.read())) == {"b"}
+        b.mark_dead("b", "a broken engine")
+        for task in monitoring:
             with pytest.raises(RoleFailed, match="b failed: a broken engine"):
                 await soon(task)
 
@@ -182,22 +183,22 @@ async def test_an_explorer_that_was_asked_to_stop_ends_no_run(role: Make) -> Non
     for name, sync in (("a", a), ("b", b)):
 
         async def stands(name: str = name, sync: Synchronizer = sync) -> None:
-            with sync.obituary(name):
+            with sync.report_failure(name):
                 await asyncio.sleep(60)
 
         task = await pending(stands())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert dead(trainer.check_alive()) == {"a": "it was stopped", "b": "it was stopped"}
-    assert living(trainer.board.read()) == {}
+    assert dead_explorers(trainer.check_alive()) == {"a": "it was stopped", "b": "it was stopped"}
+    assert live_explorers(trainer.board.read()) == {}
 
 
 async def test_an_obituary_names_the_first_cause(role: Make) -> None:
     trainer, a, _ = await trio(role)
-    with pytest.raises(ExceptionGroup), a.obituary("a"):
+    with pytest.raises(ExceptionGroup), a.report_failure("a"):
         raise ExceptionGroup("many", [ExceptionGroup("few", [ValueError("the very first")]), KeyError("later")])
-    assert dead(trainer.check_alive()) == {"a": "ValueError: the very first"}
-    with pytest.raises(ZeroDivisionError), trainer.obituary(TRAINER):
+    assert dead_explorers(trainer.check_alive()) == {"a": "ValueError: the very first"}
+    with pytest.raises(ZeroDivisionError), trainer.report_failure(TRAINER):
         raise ZeroDivisionError("the loss")
     with pytest.raises(RoleFailed, match="trainer failed: ZeroDivisionError: the loss"):
         a.check_alive()
@@ -205,27 +206,27 @@ async def test_an_obituary_names_the_first_cause(role: Make) -> None:
 
 async def test_a_heart_that_stops_is_a_death_and_a_busy_loop_is_none(role: Make) -> None:
     trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
-    buried = list[str]()
+    reaped = list[str]()
 
-    async def bury(name: str) -> None:
-        buried.append(name)
+    async def reap(name: str) -> None:
+        reaped.append(name)
 
-    with trainer.heart(TRAINER), a.heart("a"):
-        async with going(trainer.tend(TRAINER, bury), a.tend("a")) as tending:
-            with b.heart("b"):
+    with trainer.heartbeat(TRAINER), a.heartbeat("a"):
+        async with going(trainer.monitor(TRAINER, reap), a.monitor("a")) as monitoring:
+            with b.heartbeat("b"):
                 threading.Event().wait(2 * HEARTBEAT_S)  # nobody's coroutines get on
                 await asyncio.sleep(2 * HEARTBEAT_S)
-                assert dead(a.check_alive()) == {}
-            await trainer.board.poll(lambda v: bool(v["explorers"]["b"].get("buried")), 10 * HEARTBEAT_S)
-            assert dead(a.check_alive()) == {"b": f"no heartbeat for {HEARTBEAT_S} s"}
-            assert (buried, [task.done() for task in tending]) == (["b"], [False, False])
+                assert dead_explorers(a.check_alive()) == {}
+            await trainer.board.poll(lambda v: bool(v["explorers"]["b"].get("reaped")), 10 * HEARTBEAT_S)
+            assert dead_explorers(a.check_alive()) == {"b": f"no heartbeat for {HEARTBEAT_S} s"}
+            assert (reaped, [task.done() for task in monitoring]) == (["b"], [False, False])
 
 
 async def test_a_trainer_whose_heart_stops_ends_every_explorer(role: Make) -> None:
     trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
-    with a.heart("a"), b.heart("b"):
-        async with going(a.tend("a"), b.tend("b"), a.next_version("a", None, newest=True)) as waiting:
-            with trainer.heart(TRAINER):
+    with a.heartbeat("a"), b.heartbeat("b"):
+        async with going(a.monitor("a"), b.monitor("b"), a.next_version("a", None, newest=True)) as waiting:
+            with trainer.heartbeat(TRAINER):
                 await asyncio.sleep(2 * HEARTBEAT_S)
                 assert not any(task.done() for task in waiting)
             for task in waiting:
@@ -235,14 +236,14 @@ async def test_a_trainer_whose_heart_stops_ends_every_explorer(role: Make) -> No
 
 async def test_a_role_that_is_done_may_stop_beating(role: Make) -> None:
     trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
-    with b.heart("b"):
-        with trainer.heart(TRAINER), a.heart("a"):
+    with b.heartbeat("b"):
+        with trainer.heartbeat(TRAINER), a.heartbeat("a"):
             trainer.finish()
-            await soon(a.finished("a"))
-        async with going(b.tend("b")) as (tending,):
+            await soon(a.wait_finished("a"))
+        async with going(b.monitor("b")) as (monitoring,):
             await asyncio.sleep(3 * HEARTBEAT_S)
-            assert not tending.done()
-        assert dead(b.check_alive()) == {}
+            assert not monitoring.done()
+        assert dead_explorers(b.check_alive()) == {}
 
 
 async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
@@ -262,12 +263,12 @@ async def test_who_did_not_look_for_a_while_accuses_nobody(role: Make) -> None:
             return await board.poll(until, 0.01)
 
     a.board = Away()
-    async with going(a.tend("a")) as (tending,):  # the others have no heart at all
+    async with going(a.monitor("a")) as (monitoring,):  # the others have no heartbeat
         while len(looks) < 5:
             await asyncio.sleep(0.01)
-        assert dead(a.check_alive()) == {}
+        assert dead_explorers(a.check_alive()) == {}
         with pytest.raises(RoleFailed, match="trainer failed: no heartbeat"):
-            await soon(tending, 10 * HEARTBEAT_S)
+            await soon(monitoring, 10 * HEARTBEAT_S)
 
 
 async def test_a_heart_that_cannot_reach_the_board_is_heard(role: Make) -> None:
@@ -282,32 +283,35 @@ async def test_a_heart_that_cannot_reach_the_board_is_heard(role: Make) -> None:
             raise OSError("the disk is full")
 
     a.board = ReadOnly()
-    with a.heart("a"), pytest.raises(RoleFailed, match="a failed: its heart stopped: OSError: the disk is full"):
-        await soon(a.tend("a"))
+    with (
+        a.heartbeat("a"),
+        pytest.raises(RoleFailed, match="a failed: its heartbeat stopped: OSError: the disk is full"),
+    ):
+        await soon(a.monitor("a"))
 
 
-async def test_a_name_is_free_once_its_dead_are_buried(role: Make) -> None:
+async def test_a_name_is_free_once_its_dead_are_reaped(role: Make) -> None:
     trainer, a, b = await trio(role, heartbeat_s=HEARTBEAT_S)
     again = role(heartbeat_s=HEARTBEAT_S)
     again._incarnation = trainer._incarnation
-    with pytest.raises(SyncError, match="another one of that name is in it"):
+    with pytest.raises(SyncError, match="another explorer of that name is in it"):
         await again.join("a")
     seen = trainer.board.read().get("beats", {}).get("a", 0)
     released = asyncio.Event()
 
-    async def bury(name: str) -> None:
+    async def reap(name: str) -> None:
         await released.wait()
 
-    async with going(trainer.tend(TRAINER, bury)):
-        with trainer.heart(TRAINER), b.heart("b"):
-            a.report_death("a", "killed")
+    async with going(trainer.monitor(TRAINER, reap)):
+        with trainer.heartbeat(TRAINER), b.heartbeat("b"):
+            a.mark_dead("a", "killed")
             joining = await pending(again.join("a"))
             released.set()
             await soon(joining)
-            assert living(again.board.read())["a"]["version"] is None
+            assert live_explorers(again.board.read())["a"]["version"] is None
             # "b" saw the first "a" fall silent, and is late to say so.
-            b.report_death("a", "no heartbeat", beats=seen)
-            assert dead(b.check_alive()) == {}
+            b.mark_dead("a", "no heartbeat", beats=seen)
+            assert dead_explorers(b.check_alive()) == {}
 
 
 # --------------------------------------------------------------------------- trainers come and go
@@ -317,9 +321,14 @@ async def test_a_trainer_that_was_started_again_ends_whoever_waited_for_the_firs
     first, a, b = await trio(role)
     a.adopted("a", 0)
     waits = (
-        a.next_version("a", 0, newest=True), a.next_evaluation("a", 0), a.finished("a"), a.tend("a"),
-        b.next_version("b", None, newest=False), first.evaluation(1), first.tend(TRAINER),
-    )  # fmt: skip
+        a.next_version("a", 0, newest=True),
+        a.next_evaluation("a", 0),
+        a.wait_finished("a"),
+        a.monitor("a"),
+        b.next_version("b", None, newest=False),
+        first.request_evaluation(1),
+        first.monitor(TRAINER),
+    )
     async with going(*waits) as waiting:
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in waiting)
@@ -330,10 +339,10 @@ async def test_a_trainer_that_was_started_again_ends_whoever_waited_for_the_firs
                 await soon(task)
         before = second.board.read()
         a.adopted("a", 5)
-        a.report_death("a", "too late")
+        a.mark_dead("a", "too late")
         first.publish(9)
         first.finish()
-        first.report_death(TRAINER, "too late")
+        first.mark_dead(TRAINER, "too late")
         assert second.board.read() == before
 
 
@@ -349,63 +358,67 @@ async def test_a_trainer_that_was_started_again_ends_an_exchange_under_way(role:
 
 async def test_a_stage_that_ends_is_no_failure_for_who_hears_of_it_late(role: Make) -> None:
     trainer, a, _ = await trio(role)
-    async with going(a.tend("a"), a.next_version("a", 0, newest=True), a.finished("a")) as (tending, following, ended):
+    async with going(a.monitor("a"), a.next_version("a", 0, newest=True), a.wait_finished("a")) as (
+        monitoring,
+        following,
+        ended,
+    ):
         await asyncio.sleep(0.1)
         trainer.finish()
         trainer.open(stage=1)
         await soon(ended)
         await asyncio.sleep(0.1)
-        assert not tending.done()
+        assert not monitoring.done()
         assert not following.done()
-    assert living(trainer.board.read()) == {}  # the next stage begins without those of the last
+    assert live_explorers(trainer.board.read()) == {}  # the next stage begins without those of the last
 
 
 async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
     late = role(0.5, heartbeat_s=HEARTBEAT_S)
-    with pytest.raises(SyncError, match="none came within"):
-        await late.meet("a")
+    with pytest.raises(SyncError, match="none appeared within"):
+        await late.wait_for_trainer("a")
     dead_trainer = role(heartbeat_s=HEARTBEAT_S)
     dead_trainer.open()
-    with dead_trainer.heart(TRAINER):
+    with dead_trainer.heartbeat(TRAINER):
         await asyncio.sleep(0.1)
-    with pytest.raises(SyncError, match="none came within"):
-        await late.meet("a")  # what it left says RUNNING for ever
+    with pytest.raises(SyncError, match="none appeared within"):
+        await late.wait_for_trainer("a")  # what it left says RUNNING for ever
     a, trainer = role(heartbeat_s=HEARTBEAT_S), role(heartbeat_s=HEARTBEAT_S)
-    meeting = await pending(a.meet("a"))
+    meeting = await pending(a.wait_for_trainer("a"))
     trainer.open(stage=2, last=False)
-    with trainer.heart(TRAINER):
+    with trainer.heartbeat(TRAINER):
         assert await soon(meeting) == 2
         await a.join("a")
         trainer.finish()
-        following = await pending(a.meet("a"), 2 * HEARTBEAT_S)  # not the stage that is over
+        following = await pending(a.wait_for_trainer("a"), 2 * HEARTBEAT_S)  # not the stage that is over
         trainer.open(stage=3)
         assert await soon(following) == 3
-        trainer.report_death(TRAINER, "gone wrong")
-        with pytest.raises(SyncError, match="none came within"):
-            await late.meet("b")
+        trainer.mark_dead(TRAINER, "gone wrong")
+        with pytest.raises(SyncError, match="none appeared within"):
+            await late.wait_for_trainer("b")
 
 
 async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None:
     trainer, a, late = (role(heartbeat_s=HEARTBEAT_S, settings="these") for _ in range(3))
     trainer.open(stage=0, last=False)
-    with trainer.heart(TRAINER):
-        assert await soon(a.meet("a")) is not None
+    with trainer.heartbeat(TRAINER):
+        assert await soon(a.wait_for_trainer("a")) is not None
         trainer.finish()
         trainer.open(stage=1, last=True)  # a short one: nobody was there to see it
         trainer.finish()
         assert not await soon(a.join("a"))  # its engine took so long to load that its stage is over
-        assert await soon(a.meet("a")) is None
-    assert await soon(late.meet("b")) is None
+        assert await soon(a.wait_for_trainer("a")) is None
+    assert await soon(late.wait_for_trainer("b")) is None
     longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings="more steps")
-    with pytest.raises(SyncError, match="none came within"):  # that trainer is yet to come
-        await longer.meet("c")
+    with pytest.raises(SyncError, match="none appeared within"):  # that trainer is yet to come
+        await longer.wait_for_trainer("c")
 
 
 async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
     trainer, other = role(heartbeat_s=HEARTBEAT_S, settings="these"), role(heartbeat_s=HEARTBEAT_S, settings="others")
     trainer.open()
-    with trainer.heart(TRAINER), pytest.raises(ConfigError, match="the trainer runs another one"):
-        await soon(other.meet("a"))
+    with trainer.heartbeat(TRAINER), pytest.raises(ConfigError, match="the trainer runs another one"):
+        await soon(other.wait_for_trainer("a"))
 
 
 # --------------------------------------------------------------------------- the collective exchange
@@ -438,7 +451,7 @@ async def test_an_exchange_goes_on_without_those_who_die_or_stop_while_it_gather
     gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 1, "here:1"))
     standing = await pending(a.ready_to_nccl_sync("a", 1))
     going_down = await pending(b.ready_to_nccl_sync("b", 1))
-    b.report_death("b", "killed while it stood")
+    b.mark_dead("b", "killed while it stood")
     c.set_explorer_status("c", RunningStatus.STOPPED)
     agreed = await soon(gathering)
     assert agreed.members == ("a",)
@@ -475,9 +488,9 @@ async def test_who_waits_in_vain_for_an_exchange_says_for_whom(role: Make) -> No
         await trainer.ready_to_nccl_sync(TRAINER, 1, "here:1")
     with pytest.raises(SyncError, match="explorer 'a' waits for the exchange of version 1"):
         await a.ready_to_nccl_sync("a", 1)
-    a.report_death("a", "killed")
+    a.mark_dead("a", "killed")
     gathering = await pending(trainer.ready_to_nccl_sync(TRAINER, 2, "here:1"))
-    a.report_death("b", "killed too")
+    a.mark_dead("b", "killed too")
     with pytest.raises(RoleFailed, match="b failed: killed too"):
         await soon(gathering)
 
@@ -489,7 +502,7 @@ async def test_one_explorer_that_has_the_version_plays_an_evaluation(role: Make)
     trainer, a, b = await trio(role)
     a.adopted("a", 3)
     b.adopted("b", 2)
-    asking = await pending(trainer.evaluation(3))
+    asking = await pending(trainer.request_evaluation(3))
     other = await pending(b.next_evaluation("b", 0))
     assert await soon(a.next_evaluation("a", 0)) == (1, 3)
     b.adopted("b", 3)
@@ -499,7 +512,7 @@ async def test_one_explorer_that_has_the_version_plays_an_evaluation(role: Make)
     a.answer_evaluation(1, {"eval/test/accuracy": 0.5})
     assert await soon(asking) == {"eval/test/accuracy": 0.5}
     following = await pending(a.next_evaluation("a", 1))
-    asking = asyncio.ensure_future(trainer.evaluation(3))
+    asking = asyncio.ensure_future(trainer.request_evaluation(3))
     (done,), (left,) = await asyncio.wait({following, other}, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
     assert done.result() == (2, 3)
     a.answer_evaluation(1, {"stale": 1.0})
@@ -515,7 +528,7 @@ async def test_two_that_want_the_same_evaluation_get_it_once(role: Make) -> None
     for number in range(1, 6):
         a.adopted("a", number)
         b.adopted("b", number)
-        asking = asyncio.ensure_future(trainer.evaluation(number))
+        asking = asyncio.ensure_future(trainer.request_evaluation(number))
         racing = {asyncio.ensure_future(s.next_evaluation(n, number - 1)) for n, s in (("a", a), ("b", b))}
         done, left = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
         await asyncio.sleep(0.05)
@@ -531,10 +544,10 @@ async def test_an_evaluation_whose_player_dies_is_played_by_another(role: Make) 
     trainer, a, b = await trio(role)
     a.adopted("a", 0)
     b.adopted("b", 0)
-    asking = await pending(trainer.evaluation(0))
+    asking = await pending(trainer.request_evaluation(0))
     await soon(a.next_evaluation("a", 0))
     other = await pending(b.next_evaluation("b", 0))
-    a.report_death("a", "killed")
+    a.mark_dead("a", "killed")
     assert await soon(other) == (1, 0)
     b.answer_evaluation(1, {"n": 1.0})
     assert await soon(asking) == {"n": 1.0}

@@ -58,9 +58,11 @@ def doubles(request: Request, version: int) -> str:
 
 def make_policy() -> Policy:
     engine = ScriptedEngine(
-        ScriptedEngine.Config(script=f"{__file__}:doubles"), eos_token_ids=RENDERER.eos_token_ids,
-        decode=RENDERER.decode, encode=lambda text: tiny_tokenizer().encode(text),
-    )  # fmt: skip
+        ScriptedEngine.Config(script=f"{__file__}:doubles"),
+        eos_token_ids=RENDERER.eos_token_ids,
+        decode=RENDERER.decode,
+        encode=lambda text: tiny_tokenizer().encode(text),
+    )
     return Policy(engine, RENDERER, Sampling(8), SampleKey(0, "train", "train", "t"), 400)
 
 

@@ -96,10 +96,13 @@ def test_ground_truth_is_offered_as_answer_only_where_there_is_no_answer(tmp_pat
 
 def test_rlhf_parquet_schema(tmp_path: Path) -> None:
     row = {
-        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math",
-        "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {"index": 5, "split": "train"},
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        "extra_info": {"index": 5, "split": "train"},
         "seen": date(2024, 1, 2),
-    }  # fmt: skip
+    }
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([row, row]), path)
     tasks = source("parquet", path)
@@ -161,7 +164,7 @@ def test_bom_blank_lines_and_line_separators_inside_strings(tmp_path: Path) -> N
         (b'{"prompt": "a", "key": 1.5}\n', {"id": "key"}, r"an id in column 'key'[\s\S]*1\.5"),
         (b'{"prompt": "a"}\n', {"answer": "solution"}, "column 'solution' .* for the answer"),
         (b'{"prompt": "a"}\n', {"answer_regex": "x"}, "column 'answer' .* for the answer"),
-        (b'{"prompt": "a"}\n', {"completion": "reply"}, "column 'reply' .* for the expert's reply"),
+        (b'{"prompt": "a"}\n', {"completion": "reply"}, "column 'reply' .* for the expert's completion"),
         (b'{"prompt": "a"}\n', {"template": "{question}"}, "KeyError: 'question'"),
         (b'{"prompt": 3}\n', {}, "give text or a list"),
         (b'{"prompt": []}\n', {}, "give text or a list"),
@@ -172,7 +175,7 @@ def test_bom_blank_lines_and_line_separators_inside_strings(tmp_path: Path) -> N
         (b'{"prompt": "a", "x": NaN}\n', {}, "a JSON value at .*:1, 'x'\nfound: float nan"),
         (b'{"prompt": "a", "answer": "1", "answer_column": 0, "s": "2"}\n', {"answer": "s"}, "rename 'answer_column'"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_are_refused_by_name(tmp_path: Path, content: bytes, fields: dict[str, Any], message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)

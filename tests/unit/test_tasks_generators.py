@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trivium.config import RunConfig, build, plugin
+from trivium.config import build, load_config, plugin
 from trivium.errors import ConfigError, DataError, UnknownName
 from trivium.tasks.generators import ArithmeticTasks, PythonTasks
 from trivium.types import Message, Task
@@ -177,7 +177,7 @@ def test_python_source_is_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def rows():\n    return [{'prompt': 'x'}]\n")
     text = "model: {kind: tiny}\ntasks: {train: {kind: python, source: 'mine.py:rows'}}\nrewards: [exact]\n"
     (tmp_path / "run.yaml").write_text(text)
-    section = RunConfig.load(tmp_path / "run.yaml").tasks["train"]
+    section = load_config(tmp_path / "run.yaml").tasks["train"]
     assert build("tasks", section, name="train", seed=0)[0].prompt == (Message("user", "x"),)
 
 

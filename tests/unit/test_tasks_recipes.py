@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trivium.config import RunConfig, build
+from trivium.config import RunConfig, build, load_config
 from trivium.errors import ConfigError
 from trivium.rewards import make_judge
 from trivium.text.renderer import ChatRenderer
@@ -22,7 +22,7 @@ RUNS = {"gsm8k.yaml": PATHS, "reasoning_gym.yaml": [], "own_reward/run.yaml": []
 
 @pytest.fixture(params=RUNS)
 def config(request: pytest.FixtureRequest) -> RunConfig:
-    return RunConfig.load(RECIPES / request.param, RUNS[request.param])
+    return load_config(RECIPES / request.param, RUNS[request.param])
 
 
 def tasks_of(config: RunConfig, name: str) -> list[Task]:
@@ -67,5 +67,5 @@ def test_workflows_are_made(config: RunConfig) -> None:
 
 def test_gsm8k_asks_for_its_rows() -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig.load(RECIPES / "gsm8k.yaml")
+        load_config(RECIPES / "gsm8k.yaml")
     assert [problem[0] for problem in caught.value.problems] == ["tasks.train.path", "tasks.test.path"]

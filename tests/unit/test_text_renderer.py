@@ -137,7 +137,7 @@ def test_a_template_that_rewrites_earlier_messages_is_an_error_that_shows_where(
 
 def test_a_template_that_drops_the_reply_is_an_error():
     chat = renderer("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(DataError, match="shows the last reply 0 times"):
+    with pytest.raises(DataError, match="renders the last one 0 times"):
         chat.extend([user("a"), assistant("b")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 
@@ -150,7 +150,7 @@ def test_a_message_that_holds_the_marker_does_not_mislead():
 
 def test_history_must_end_with_the_reply():
     chat = renderer()
-    with pytest.raises(DataError, match="no assistant reply"):
+    with pytest.raises(DataError, match=r"its last message is not the assistant's"):
         chat.extend([user("a")], chat.render([user("a")]), StopReason.EOS, [user("c")])
 
 

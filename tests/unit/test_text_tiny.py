@@ -74,9 +74,16 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
 
 def test_the_config_reaches_the_model(tmp_path):
     said = {
-        "kind": "tiny", "architecture": "llama", "layers": 3, "hidden": 24, "heads": 6, "kv_heads": 2, "head_dim": 8,
-        "mlp": 40, "max_position": 99,
-    }  # fmt: skip
+        "kind": "tiny",
+        "architecture": "llama",
+        "layers": 3,
+        "hidden": 24,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "mlp": 40,
+        "max_position": 99,
+    }
     config = plugin("models")(said)
     path = build("models", config, seed=3).materialize(tmp_path / "m")
     found = AutoConfig.from_pretrained(path)
@@ -88,10 +95,14 @@ def test_the_config_reaches_the_model(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"hidden": 10, "heads": 4}, {"heads": 4, "kv_heads": 3}, {"hidden": 12, "heads": 4},
-        {"architecture": "gpt2", "kv_heads": 2}, {"architecture": "gpt2", "head_dim": 4}, {"alphabet": ""},
+        {"hidden": 10, "heads": 4},
+        {"heads": 4, "kv_heads": 3},
+        {"hidden": 12, "heads": 4},
+        {"architecture": "gpt2", "kv_heads": 2},
+        {"architecture": "gpt2", "head_dim": 4},
+        {"alphabet": ""},
     ],
-)  # fmt: skip
+)
 def test_shapes_that_do_not_fit_are_refused(wrong):
     with pytest.raises(ValidationError):
         TinyModel.Config(**wrong)

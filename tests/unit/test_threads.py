@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from trivium import threads
+from trivium import concurrency
+from trivium.concurrency import Threads, left_behind
 from trivium.errors import RolloutError
-from trivium.threads import Threads, left_behind
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -51,7 +51,7 @@ async def test_no_more_threads_than_allowed_and_no_more_than_needed(monkeypatch:
         return threading.current_thread()
 
     assert len(set(await asyncio.gather(*(pool.run(threading.current_thread) for _ in range(99))))) == 1
-    monkeypatch.setattr(threads, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(concurrency, "_PATIENCE_S", 0.001)
     assert len(set(await asyncio.gather(*(pool.run(work) for _ in range(12))))) == 3
     assert most == 3
 
@@ -68,7 +68,7 @@ async def test_what_waits_behind_something_slow_gets_a_thread() -> None:
 @pytest.fixture
 def none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests of this process gave up does not count."""
-    monkeypatch.setattr(threads, "_left_behind", 0)
+    monkeypatch.setattr(concurrency, "_num_abandoned", 0)
 
 
 @pytest.mark.usefixtures("none_left_behind")
@@ -90,7 +90,7 @@ async def test_what_is_given_up_makes_room_and_is_counted_until_it_ends() -> Non
 
 @pytest.mark.usefixtures("none_left_behind")
 async def test_there_are_only_so_many_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MAX_LEFT_BEHIND", 2)
+    monkeypatch.setattr(concurrency, "MAX_LEFT_BEHIND", 2)
     pool, go_on = Threads(8, "a test"), threading.Event()
     for _ in range(2):
         with pytest.raises(TimeoutError):
@@ -106,7 +106,7 @@ async def test_there_are_only_so_many_left_behind(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_IDLE_S", 0.01)
+    monkeypatch.setattr(concurrency, "_IDLE_S", 0.01)
     thread = await Threads(1, "test").run(threading.current_thread)
     async with asyncio.timeout(5):
         while thread.is_alive():
@@ -116,7 +116,7 @@ async def test_idle_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_endless_function_does_not_outlive_its_deadline() -> None:
     program = """
 import asyncio, time
-from trivium.threads import Threads
+from trivium.concurrency import Threads
 def endless():
     while True: time.sleep(0.05)
 async def main():

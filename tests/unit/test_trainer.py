@@ -17,22 +17,23 @@ from tests.sessions import RENDERER, TASKS, Counting, Lengths, memory_buffer
 from trivium.algorithms import build_algorithm
 from trivium.board import MemoryBoard
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.checkpoint import CheckpointStore
-from trivium.config import AlgorithmConfig, RunConfig, plugin
+from trivium.checkpoint.store import CheckpointStore
+from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RunDirError
-from trivium.evaluate import AskedEvaluator, Evaluator
+from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
-from trivium.launch import run as launch
+from trivium.frontdoors.trinity import TrainEngineWrapper, get_trainer_wrapper
 from trivium.loops import Parts, run
-from trivium.protocols import TrainEngine
+from trivium.protocols import Objective
 from trivium.registry import CATALOGUE, resolve
-from trivium.rewards.calling import make_judge
+from trivium.rewards.judge import make_judge
+from trivium.runtime.launch import run as launch
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
-from trivium.trainer import Cadence, Experiences, TrainEngineWrapper, Trainer, get_trainer_wrapper
-from trivium.types import Group, Metrics, Sample, Sampling
+from trivium.trainer import Cadence, Trainer
+from trivium.types import Batch, Experiences, Group, Metrics, Sample, Sampling
 
 
 class Kept:
@@ -107,26 +108,41 @@ class Run:
 
     def trainer(self) -> Trainer:
         schedule = Schedule(
-            TASKS, seed=0, groups_per_step=2, group_size=3, steps=self.steps, sync_interval=self.interval,
+            TASKS,
+            seed=0,
+            groups_per_step=2,
+            group_size=3,
+            steps=self.steps,
+            sync_interval=self.interval,
             max_staleness=self.interval - 1,
-        )  # fmt: skip
+        )
         buffer = memory_buffer(schedule, self.directory)
         engine = self.engine_of(build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), lambda: 0.0)
         engine.channel = MemoryChannel(keep=3)
         synchronizer = Synchronizer(MemoryBoard(), deadline_s=10, interval=self.interval)
         self.store = CountingStore(self.directory / "checkpoints")
         return self.make(
-            engine, buffer, Limited(buffer, self.data), engine.channel, synchronizer, schedule, self.monitor,
-            self.store, self.cadence, enable_preview=self.preview, resume=self.store.latest(),
+            engine,
+            buffer,
+            Limited(buffer, self.data),
+            engine.channel,
+            synchronizer,
+            schedule,
+            self.monitor,
+            self.store,
+            self.cadence,
+            enable_preview=self.preview,
+            resume=self.store.latest(),
             saves_asynchronously=self.asynchronous,
-            evaluator=AskedEvaluator(synchronizer, "test") if self.evaluated else None,
-        )  # fmt: skip
+            evaluator=RemoteEvaluator(synchronizer, "test") if self.evaluated else None,
+        )
 
     def explorer(self) -> Explorer:
         engine = ScriptedEngine(
-            ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6))), eos_token_ids=RENDERER.eos_token_ids,
+            ScriptedEngine.Config(replies=((1, 2), (3,), (4, 5, 6))),
+            eos_token_ids=RENDERER.eos_token_ids,
             decode=RENDERER.decode,
-        )  # fmt: skip
+        )
         workflow = Lengths(random.Random(0), (0,))
         return Explorer(engine, RENDERER, workflow, make_judge(()), Sampling(8), engine.max_context, 5.0, 64)
 
@@ -375,14 +391,14 @@ class Slow(Counting):
 class SlowTrainer(Trainer):
     """Lets its engine write when training can do nothing more without: in the wait for the save before."""
 
-    async def saved(self) -> None:
+    async def wait_for_save(self) -> None:
         engine = cast(Slow, self.engine)
         if self._writing is not None:
             assert not self._writing.done()
             assert self.train_step_num not in self.checkpoints.steps()
             steps.append((self._saved_step, self.train_step_num))
         engine.allowed.set()
-        await super().saved()
+        await super().wait_for_save()
         engine.allowed.clear()
 
 
@@ -443,9 +459,9 @@ async def test_a_background_save_that_fails_ends_the_run_and_is_named(tmp_path: 
             self.strategy = Hungry(self.buffer, 100)
             self.strategy.trainer = self
 
-        async def saved(self) -> None:
+        async def wait_for_save(self) -> None:
             cast(Slow, self.engine).allowed.set()
-            await super().saved()
+            await super().wait_for_save()
             cast(Slow, self.engine).allowed.clear()
 
     for name, how in (("waiting", {"steps": 9, "make": Starving}), ("at the end", {"steps": 5, "make": SlowTrainer})):
@@ -458,10 +474,10 @@ async def test_a_background_save_that_fails_ends_the_run_and_is_named(tmp_path: 
 
 async def test_a_run_that_fails_still_completes_the_save_that_is_being_written(tmp_path: Path) -> None:
     class Broken(Slow):
-        def train_step(self, experiences: Sequence[Group]) -> tuple[bool, Metrics]:
+        def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
             if self.version == 3:
                 raise ValueError("cosmic ray")
-            return super().train_step(experiences)
+            return super().update(role, batch, objective)
 
     broken = Run(tmp_path, asynchronous=True, engine_of=Broken, make=SlowTrainer)
     with pytest.raises(ExceptionGroup) as caught:
@@ -475,7 +491,13 @@ async def test_a_run_that_fails_still_completes_the_save_that_is_being_written(t
 
 SUPERVISED = {
     "model": {
-        "kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "mlp": 16,
+        "kind": "tiny",
+        "alphabet": "0123456789+=",
+        "layers": 1,
+        "hidden": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "mlp": 16,
         "max_position": 24,
     },
     "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
@@ -485,18 +507,18 @@ SUPERVISED = {
     "monitors": [{"kind": "jsonl"}],
     "checkpoint": {"save_every": 1},
     "cluster": {"threads": 1},
-}  # fmt: skip
+}
 
 
 def supervised(run_dir: Path, **changes: Any) -> RunConfig:
-    return RunConfig.from_mapping({**SUPERVISED, "run": {"dir": str(run_dir)}, **changes})
+    return config_from_mapping({**SUPERVISED, "run": {"dir": str(run_dir)}, **changes})
 
 
-def groups_of(config: RunConfig, engine: TrainEngine) -> Experiences:
-    from trivium.assemble import Stage, build_buffer, build_schedule
+def groups_of(config: RunConfig, engine: TrainEngineWrapper) -> Experiences:
+    from trivium.runtime.build import Stage, build_buffer, build_schedule
 
     stage = Stage(config, 0, 0, True, Path(config.run.dir), Path(config.run.dir) / "model")
-    taken: list[Group] = asyncio.run(build_buffer(stage, build_schedule(stage)).take(4, engine.version))
+    taken: list[Group] = asyncio.run(build_buffer(stage, build_schedule(stage)).take(4, engine.train_step_num))
     return taken
 
 
@@ -507,9 +529,9 @@ def test_a_train_engine_by_itself_trains_publishes_and_saves(tmp_path: Path) -> 
     engine.prepare()
     going_on, metrics = engine.train_step(groups_of(config, engine))
     assert (going_on, metrics["train/version"], engine.train_step_num) == (True, 1, 1)
-    before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    before = {name: tensor.clone() for name, tensor in engine.engine.export_weights()}
     engine.upload_state_dict()
-    assert engine.channel.versions == (1,)
+    assert engine.engine.channel.versions == (1,)
     engine.save_state_dict()
     assert (engine.saves.latest_state_dict_step, engine.saves.latest_checkpoint_step) == (1, 0)
     engine.save_checkpoint(block_until_saved=True)
@@ -519,13 +541,13 @@ def test_a_train_engine_by_itself_trains_publishes_and_saves(tmp_path: Path) -> 
 
     other = get_trainer_wrapper(config)
     other.prepare()
-    other.load(tmp_path / "weights" / "step-000001")
+    other.engine.load(tmp_path / "weights" / "step-000001")
     assert other.train_step_num == 1
-    assert all(bool((tensor == before[name]).all()) for name, tensor in other.export_weights())
+    assert all(bool((tensor == before[name]).all()) for name, tensor in other.engine.export_weights())
 
 
 async def test_an_engine_saves_where_an_event_loop_runs_already(tmp_path: Path) -> None:
-    """As the seeds call it, in the middle of a coroutine."""
+    """As Trinity's users call it, in the middle of a coroutine."""
     engine = await asyncio.to_thread(get_trainer_wrapper, supervised(tmp_path))
     engine.prepare()
     engine.save_checkpoint()
@@ -559,7 +581,7 @@ def test_a_stage_whose_data_ends_early_hands_on_what_it_learned(tmp_path: Path) 
     data = {"buffer": {"kind": "files", "completion": "answer", "strategy": {"kind": "short.py:Short", "steps": 2}}}
     stage = {"schedule": {**SUPERVISED["schedule"], "steps": 4}, **data}
     said = {**SUPERVISED, "run": {"dir": str(tmp_path / "run")}, "stages": [stage, stage], "checkpoint": {"keep": 9}}
-    config = RunConfig.from_mapping(said, tmp_path)
+    config = config_from_mapping(said, tmp_path)
     summary = launch(config)
     assert summary["steps"] == 6
     assert summary["verdict"].startswith("bound by ")

@@ -52,7 +52,7 @@ def build(head: str, directory: Path) -> Any:
 def make_batch(objective: Any) -> Batch:
     """Rows with holes, one of them empty; two of an expert where the objective tells them apart."""
     rng = np.random.default_rng(0)
-    experts = (1, 4) if getattr(getattr(objective, "law", None), "split", False) else ()
+    experts = (1, 4) if getattr(getattr(objective, "metadata", None), "split", False) else ()
     experiences = []
     for row, length in enumerate(LENGTHS):
         mask = rng.random(length) < 0.7

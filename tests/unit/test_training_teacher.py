@@ -34,7 +34,7 @@ def batch() -> Batch:
 
 
 def learning(loss: str, teacher: Path, top_k: int = 5, **options: Any) -> Parts:
-    objective = PolicyObjective(LOSSES[loss], LOSSES[loss].law)
+    objective = PolicyObjective(LOSSES[loss], LOSSES[loss].metadata)
     if options:
         objective = replace(objective, policy_loss=lambda x: LOSSES[loss](x, **options))
     needs = {"teacher_log_prob": "teacher", "teacher_top": "teacher_top"}
@@ -125,7 +125,7 @@ def test_a_policy_that_is_its_own_teacher_stays_where_it_is(
 
 def test_a_teacher_of_another_vocabulary_is_refused(model_dir: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=VOCABULARY + 1)
-    with pytest.raises(TriviumError, match="32 tokens apart, the policy 31"):
+    with pytest.raises(TriviumError, match="the teacher has 32 tokens, the policy 31"):
         make_engine(model_dir, learning("distill", other))
 
 

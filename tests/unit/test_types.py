@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trivium.errors import DataError
+from trivium.errors import ConfigError, DataError
 from trivium.types import (
     EXPERT_VERSION,
     Batch,
+    Capabilities,
     Completion,
     Experience,
     Failure,
@@ -20,6 +21,7 @@ from trivium.types import (
     Task,
     Trajectory,
     Turn,
+    capabilities_of,
     experiences_of,
 )
 
@@ -103,17 +105,22 @@ def test_arrays_are_copied_once_and_read_only() -> None:
 def test_arrays_have_the_dtypes_of_the_contract() -> None:
     made = experience(3)
     assert [a.dtype.name for a in (made.tokens, made.response_mask, made.rollout_log_prob, made.policy_version)] == [
-        "int32", "bool", "float32", "int32",
-    ]  # fmt: skip
+        "int32",
+        "bool",
+        "float32",
+        "int32",
+    ]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout_log_prob": np.zeros(2)}, {"policy_version": np.zeros(4)}, {"response_mask": np.zeros(1, bool)},
+        {"rollout_log_prob": np.zeros(2)},
+        {"policy_version": np.zeros(4)},
+        {"response_mask": np.zeros(1, bool)},
         {"extra": {"teacher_log_prob": np.zeros(2)}},
     ],
-)  # fmt: skip
+)
 def test_an_experience_of_unequal_lengths_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(DataError, match="share one length"):
         experience(3, **changes)
@@ -167,3 +174,22 @@ def test_a_column_of_another_shape_is_refused(column: list[list[float]]) -> None
 def test_media_are_known_by_their_content() -> None:
     assert Media("image/png", b"abc").sha256 == Media("image/png", b"abc", span=(1, 2)).sha256
     assert Media("image/png", b"abc").sha256 != Media("image/png", b"abd").sha256
+
+
+def test_what_a_plugin_can_do_is_declared_in_one_place() -> None:
+    class Filled:
+        explored = False
+
+    class Declared:
+        capabilities = Capabilities(explored=False)
+
+    class Empty: ...
+
+    def operator() -> None: ...
+
+    assert capabilities_of(Declared) == capabilities_of(Declared()) == Capabilities(explored=False)
+    assert capabilities_of(Empty()) == capabilities_of(operator) == Capabilities()
+    operator.drops = False
+    for plugin, says in ((Filled, "explored=False"), (Filled(), "explored=False"), (operator, "drops=False")):
+        with pytest.raises(ConfigError, match=rf"declare `capabilities = Capabilities\({says}\)`"):
+            capabilities_of(plugin)

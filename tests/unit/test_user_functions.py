@@ -20,19 +20,19 @@ from trivium.algorithms import (
 )
 from trivium.algorithms.algorithm import Estimator
 from trivium.algorithms.filters import Filter
-from trivium.algorithms.objective import Gate, aggregated
+from trivium.algorithms.objective import TokenWeight, aggregated
 from trivium.errors import ConfigError, DataError
-from trivium.models.loss import LossInputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs
 from trivium.types import Group, Task, Trajectory
 
 WORDS = {"formula": "-A log_prob", "source": "a test"}
 MASK = torch.ones(2, 3).bool()
-TOTALS = Totals(tokens=6, sequences=2, max_response_length=3)
+TOTALS = LossDenominators(tokens=6, sequences=2, max_response_length=3)
 
 
 def minimised(loss, gates=()) -> None:
     columns = {"advantages": torch.ones(2, 3), "rollout_log_prob": torch.zeros(2, 3)}
-    objective = PolicyObjective(loss, loss.law, gates=tuple(gates))
+    objective = PolicyObjective(loss, loss.metadata, token_weights=tuple(gates))
     objective.loss(LossInputs(MASK, torch.zeros(2, 3), columns, torch.zeros(2, 3)), TOTALS)
 
 
@@ -42,11 +42,11 @@ def minimised(loss, gates=()) -> None:
         (lambda x: PerToken((-x.advantages * x.log_prob).mean()), r"a tensor \(\)"),
         (lambda x: PerToken((-x.advantages * x.log_prob).mean(-1, keepdim=True)), r"a tensor \(2, 1\)"),
         (lambda x: -x.advantages * x.log_prob, "a Tensor"),
-        (lambda x: PerToken(-x.advantages * x.old_log_prob), "did not say that it needs"),
+        (lambda x: PerToken(-x.advantages * x.old_log_prob), "does not declare it"),
     ],
 )
 def test_a_loss_that_averages_or_forgets(given, found: str) -> None:
-    @policy_loss(on_policy="plain", needs=("advantages",), **WORDS)
+    @policy_loss(on_policy="plain", needs={"advantages"}, **WORDS)
     def mine(x):
         """A loss."""
         return given(x)
@@ -56,7 +56,7 @@ def test_a_loss_that_averages_or_forgets(given, found: str) -> None:
 
 
 def test_a_gate_of_the_wrong_shape_is_named() -> None:
-    @policy_loss(on_policy="plain", needs=("advantages",), **WORDS)
+    @policy_loss(on_policy="plain", needs={"advantages"}, **WORDS)
     def fine(x):
         """A loss."""
         return PerToken(-x.advantages * x.log_prob)
@@ -68,7 +68,7 @@ def test_a_gate_of_the_wrong_shape_is_named() -> None:
 
     minimised(fine)
     with pytest.raises(DataError, match="'by_row'"):
-        minimised(fine, [Gate(by_row, by_row.law)])
+        minimised(fine, [TokenWeight(by_row, by_row.metadata)])
 
 
 def test_an_estimator_of_the_wrong_kind_is_named() -> None:
@@ -79,7 +79,7 @@ def test_an_estimator_of_the_wrong_kind_is_named() -> None:
 
     x = AdvantageInputs(torch.zeros(2, 3), MASK, torch.zeros(2, dtype=torch.int64), torch.arange(2))
     with pytest.raises(DataError, match="'bare'"):
-        Estimator(bare, bare.law).advantages(x)
+        Estimator(bare, bare.metadata).advantages(x)
 
 
 def test_an_aggregation_gives_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_filter_says_yes_or_no() -> None:
         len(group.trajectories)
 
     with pytest.raises(DataError, match="yes or no"):
-        Filter("forgetful", forgetful, forgetful.law).passes(Group(0, Task("a", ()), (Trajectory(0),)))
+        Filter("forgetful", forgetful, forgetful.metadata).passes(Group(0, Task("a", ()), (Trajectory(0),)))
 
 
 def test_mistakes_in_a_signature_are_told_where_they_are_made() -> None:
@@ -117,7 +117,7 @@ def test_mistakes_in_a_signature_are_told_where_they_are_made() -> None:
     with pytest.raises(ConfigError, match="'bound' has no type"):
         decorate(untyped)
     with pytest.raises(ConfigError, match="did you mean 'advantages'"):
-        policy_loss(on_policy="plain", needs=("advantage",), **WORDS)(lambda x: x)
+        policy_loss(on_policy="plain", needs={"advantage"}, **WORDS)(lambda x: x)
 
 
 def test_inputs_for_a_direct_call_zero_what_is_masked() -> None:

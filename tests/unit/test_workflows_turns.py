@@ -43,9 +43,11 @@ def says(request: Request, version: int) -> str:
 def policy(*texts: str, max_context: int = 200) -> Policy:
     """A policy that says these texts, one per call, each closed by end of turn."""
     engine = ScriptedEngine(
-        ScriptedEngine.Config(script=f"{__file__}:says"), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode,
+        ScriptedEngine.Config(script=f"{__file__}:says"),
+        eos_token_ids=RENDERER.eos_token_ids,
+        decode=RENDERER.decode,
         encode=lambda text: tiny_tokenizer().encode(text),
-    )  # fmt: skip
+    )
     return Policy(engine, RENDERER, Sampling(16), SampleKey(0, "train", "train", "|".join(texts)), max_context)
 
 
@@ -134,7 +136,7 @@ class Asynchronous:
         self.steps = 0
         return [Message("user", "go")]
 
-    async def step(self, reply: str) -> tuple[list[Message], float, bool]:
+    async def step(self, completion: str) -> tuple[list[Message], float, bool]:
         await asyncio.sleep(0)
         self.steps += 1
         return [Message("tool", str(self.steps))], np.float32(0.5), np.bool_(self.steps == 3)  # pyright: ignore[reportReturnType]
@@ -155,7 +157,7 @@ class Remembers:
     def reset(self, task: Task) -> Sequence[Message]:
         return task.prompt
 
-    def step(self, reply: str) -> tuple[list[Message], float, bool]:
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
         self.steps += 1
         time.sleep(0.05)
         return [Message("user", "on")], 0.0, self.steps == 2
@@ -170,7 +172,7 @@ async def test_each_trajectory_has_its_own_world_and_slow_worlds_do_not_queue() 
 
 
 class Stuck(Remembers):
-    def step(self, reply: str) -> tuple[list[Message], float, bool]:
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
         time.sleep(0.5)
         return [], 0.0, True
 
@@ -190,7 +192,7 @@ class Answers(Remembers):
         super().__init__()
         self.answer = answer
 
-    def step(self, reply: str) -> Any:
+    def step(self, completion: str) -> Any:
         return tuple(self.answer) if isinstance(self.answer, list) else self.answer
 
 
@@ -232,7 +234,7 @@ class Breaks:
         self._raise("reset")
         return task.prompt
 
-    def step(self, reply: str) -> tuple[list[Message], float, bool]:
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
         self._raise("step")
         return [], 0.0, True
 
@@ -296,9 +298,9 @@ class Corridor:
         self.steps = 0
         return [Message("user", "room")]
 
-    def step(self, reply: str) -> tuple[list[Message], float, bool]:
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
         self.steps += 1
-        return [Message("user", "hall" if reply == "on" else "room")], -0.5 * (self.steps > 1), self.steps == 4
+        return [Message("user", "hall" if completion == "on" else "room")], -0.5 * (self.steps > 1), self.steps == 4
 
 
 async def test_each_turn_is_credited_with_its_step_and_named_by_what_the_world_showed() -> None:
@@ -311,13 +313,16 @@ async def test_each_turn_is_credited_with_its_step_and_named_by_what_the_world_s
     trajectory = Trajectory(0, player.turns, earned)
     (experience,) = experiences_of(Group(0, TASK, (trajectory,)), trajectory)
     assert [(span.number, span.reward, span.state) for span in experience.turns] == [
-        (0, 0.0, room), (1, -0.5, hall), (2, -0.5, room), (3, -0.5, hall)
-    ]  # fmt: skip
+        (0, 0.0, room),
+        (1, -0.5, hall),
+        (2, -0.5, room),
+        (3, -0.5, hall),
+    ]
 
 
 async def test_only_what_was_replied_can_be_credited_and_only_once() -> None:
     player = policy("a")
-    turn = await player.reply(TASK.prompt)
+    turn = await player.generate(TASK.prompt)
     credited = player.credit(turn, reward=2.0, state="here")
     assert player.turns == (credited,)
     assert (credited.reward, credited.state) == (2.0, "here")

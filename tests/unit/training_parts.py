@@ -10,18 +10,23 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
-from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.protocols import CutAnywhere
-from trivium.training.torch import TorchTrainEngine
+from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch, Experience, Teacher
 
 torch.set_num_threads(1)  # models this small are slower on more
 
 VOCABULARY = 31
 _SIZE = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
 MODELS = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=4, tie_word_embeddings=True),
     "llama": LlamaConfig(**_SIZE),
@@ -55,11 +60,14 @@ def make_batch(lengths=(9, 21, 5, 14, 7, 18), seed=0, masked=(), **columns: floa
         mask &= row not in masked
         experiences.append(
             Experience(
-                tokens=rng.integers(3, VOCABULARY, length), response_mask=mask,
-                rollout_log_prob=np.where(mask, -1.0, 0.0), policy_version=np.where(mask, 0, -1),
-                group_id=f"g{row // 2}", index=row % 2,
+                tokens=rng.integers(3, VOCABULARY, length),
+                response_mask=mask,
+                rollout_log_prob=np.where(mask, -1.0, 0.0),
+                policy_version=np.where(mask, 0, -1),
+                group_id=f"g{row // 2}",
+                index=row % 2,
             )
-        )  # fmt: skip
+        )
     noise = {name: [mean + rng.normal(size=n) for n in lengths] for name, mean in columns.items()}
     return Batch(tuple(experiences)).with_columns(**noise)
 
@@ -76,7 +84,7 @@ class Reinforce(CutAnywhere):
     entropy_coef: float = 0.0
     factor: float = 1.0
 
-    def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
+    def loss(self, inputs: LossInputs, totals: LossDenominators) -> LossOutputs:
         assert inputs.log_prob is not None
         assert inputs.entropy is not None
         gain = inputs.columns["advantages"] * inputs.log_prob + self.entropy_coef * inputs.entropy
@@ -98,7 +106,7 @@ class SquaredError(CutAnywhere):
     needs: frozenset[str] = frozenset({"returns"})
     on_policy: str = "none: a regression"
 
-    def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs:
+    def loss(self, inputs: LossInputs, totals: LossDenominators) -> LossOutputs:
         assert inputs.values is not None
         error = (inputs.values - inputs.columns["returns"]) ** 2 * inputs.response_mask
         return LossOutputs((error.sum(1) / inputs.response_mask.sum(1).clamp(min=1)).sum() / totals.sequences)
@@ -131,10 +139,16 @@ def make_engine(
 ):
     config = {"device": "cpu", "optimizer": {"lr": 1e-2}, **config}
     engine = TorchTrainEngine(
-        TorchTrainEngine.Config(**config), model_dir=model_dir, algorithm=algorithm or Parts(), temperature=temperature,
-        max_response_length=max_response_length, total_steps=total_steps, first_version=first_version, seed=seed,
+        TorchTrainEngine.Config(**config),
+        model_dir=model_dir,
+        algorithm=algorithm or Parts(),
+        temperature=temperature,
+        max_response_length=max_response_length,
+        total_steps=total_steps,
+        first_version=first_version,
+        seed=seed,
         threads=threads,
-    )  # fmt: skip
+    )
     engine.prepare()
     return engine
 

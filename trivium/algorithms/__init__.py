@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.aggregation import Counts, agg_loss
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.correction import Correction, correct
-from trivium.algorithms.corrections import NamedCorrection
-from trivium.algorithms.distillation import gpt_lm_loss, kd_loss
+from trivium.algorithms.correction import Correction, NamedCorrection
 from trivium.algorithms.entropy import compute_entropy_loss, entropy_from_logits
-from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
+from trivium.algorithms.importance_weights import correct
 from trivium.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -17,13 +15,9 @@ from trivium.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from trivium.algorithms.logits import logprobs_from_logits, sum_pi_squared_from_logits
-from trivium.algorithms.objective import PolicyObjective, ValueObjective
-from trivium.algorithms.policy_losses.clipped import compute_policy_loss
-from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, pair_inputs
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
-from trivium.algorithms.presets import Preset
-from trivium.algorithms.registered import (
+from trivium.algorithms.logits import gpt_lm_loss, kd_loss, logprobs_from_logits, sum_pi_squared_from_logits
+from trivium.algorithms.metadata import (
+    When,
     advantage,
     aggregation,
     catalogue,
@@ -37,8 +31,14 @@ from trivium.algorithms.registered import (
     score_loss,
     selection,
 )
+from trivium.algorithms.objective import PolicyObjective
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, policy_inputs
+from trivium.algorithms.policy_losses.clipped import compute_policy_loss
+from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, pair_inputs
+from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.presets import Preset
 from trivium.algorithms.shaping import ShapingInputs
-from trivium.algorithms.value_loss import compute_value_loss
+from trivium.algorithms.value_loss import ValueObjective, compute_value_loss
 from trivium.config import AlgorithmConfig
 from trivium.registry import resolve
 
@@ -46,7 +46,7 @@ from trivium.registry import resolve
 def build_algorithm(config: AlgorithmConfig, seed: int = 0, max_new_tokens: int = 0) -> GroupAlgorithm:
     """The algorithm of a config's section. `kind` names a Preset, or whatever else has a `build(config, seed)`.
 
-    `max_new_tokens` is the longest reply that sampling allows: what shapings measure lengths by.
+    `max_new_tokens` is the longest completion that sampling allows: what shapings measure lengths by.
     """
     return replace(resolve("algorithms", config.kind).build(config, seed), max_new_tokens=max_new_tokens)
 
@@ -71,6 +71,7 @@ __all__ = [
     "ScoreObjective",
     "ShapingInputs",
     "ValueObjective",
+    "When",
     "advantage",
     "agg_loss",
     "aggregation",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.algorithms.registered import aggregation
+from trivium.algorithms.metadata import aggregation
 from trivium.algorithms.stats import masked_sum
 from trivium.errors import UnknownName
 from trivium.registry import CATALOGUE, resolve, suggest
@@ -24,7 +24,7 @@ class Counts(NamedTuple):
     sequences: float | Tensor
     """Sequences with at least one of them."""
     length: float
-    """The limit of one reply, in tokens."""
+    """The limit of one completion, in tokens."""
 
 
 @aggregation(formula="sum over tokens / tokens", source="DAPO, Yu et al. 2025, eq. 8")
@@ -42,7 +42,7 @@ def token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
 
 @aggregation(formula="mean over sequences of the sum over tokens", source="Ahmadian et al. 2024, section 3.2")
 def seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """Long replies weigh more, token for token as much as short ones."""
+    """Long completions weigh more, token for token as much as short ones."""
     return masked_sum(loss, mask) / counts.sequences
 
 
@@ -54,11 +54,11 @@ def seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
 
 
 @aggregation(
-    formula="mean over sequences of the sum over tokens / the limit of one reply",
+    formula="mean over sequences of the sum over tokens / the limit of one completion",
     source="Dr. GRPO, Liu et al. 2025, section 3.2",
 )
 def seq_mean_token_sum_norm(loss: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """As `seq-mean-token-sum`, divided by a constant: no bias towards short or long replies."""
+    """As `seq-mean-token-sum`, divided by a constant: no bias towards short or long completions."""
     return masked_sum(loss, mask) / counts.sequences / counts.length
 
 
@@ -89,9 +89,10 @@ def agg_loss(
     """
     if loss_agg_mode not in CATALOGUE["aggregations"]:
         raise UnknownName(
-            f"the loss aggregation {loss_agg_mode!r}", "no such mode",
+            f"the loss aggregation {loss_agg_mode!r}",
+            "no such mode",
             suggest(loss_agg_mode, CATALOGUE["aggregations"]),
-        )  # fmt: skip
+        )
     lengths = loss_mask.bool().sum(-1)
     counts = Counts(
         lengths.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens,

@@ -11,32 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.advantages.finishing import Normalise, normalised
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged
 from trivium.algorithms.correction import Correction
-from trivium.algorithms.corrections import corrected, measured
-from trivium.algorithms.filters import Filter
-from trivium.algorithms.groups import (
+from trivium.algorithms.estimator_inputs import (
     advantage_inputs,
-    batch_of,
-    batch_of_pairs,
-    column,
-    describe,
-    describe_tokens,
-    pair_of,
-    ragged,
+    estimator_column,
     rewarded,
     shaping_inputs,
     truncated_rows,
 )
-from trivium.algorithms.inputs import PolicyInputs, per_token
+from trivium.algorithms.filters import Filter
+from trivium.algorithms.importance_weights import corrected, measured
 from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
-from trivium.algorithms.objective import LIVE, PolicyObjective, ValueObjective
+from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
+from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective
+from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
-from trivium.algorithms.recorded import estimator_column
-from trivium.algorithms.registered import EstimatorLaw, KlLaw
+from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
+from trivium.algorithms.value_loss import ValueObjective
 from trivium.errors import DataError
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 
@@ -48,10 +44,10 @@ class Estimator:
     """How rewards become advantages."""
 
     function: Callable[[AdvantageInputs], Advantages]
-    law: EstimatorLaw
+    metadata: EstimatorMetadata
     kl: Callable[[PolicyInputs], Tensor] = k1
     """How a KL penalty in the reward is estimated."""
-    kl_law: KlLaw = vars(k1)["law"]
+    kl_metadata: KlMetadata = vars(k1)["metadata"]
     kl_controller: KlController | None = None
     """Holds the coefficient of that penalty; None for no penalty. The one thing here that changes."""
     normalise: Normalise = "none"
@@ -62,9 +58,9 @@ class Estimator:
     """The run's seed: of trajectories left out at random."""
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
-        """What the function asks for, (B, L) each; the weights of an off-policy correction where there are any."""
+        """The columns that the function needs, (B, L) each, and the weights of a correction where there are any."""
         weights = {"rollout_is_weights"} & batch.columns.keys()
-        return {name: estimator_column(batch, name, self.seed) for name in self.law.needs | weights}
+        return {name: estimator_column(batch, name, self.seed) for name in self.metadata.needs | weights}
 
     def advantages(self, x: AdvantageInputs) -> tuple[Advantages, Metrics]:
         """The function's answer, normalised and clipped."""
@@ -72,7 +68,7 @@ class Estimator:
         if not isinstance(done, Advantages):
             name = getattr(getattr(self.function, "func", self.function), "__name__", "the estimator")
             raise DataError(f"Advantages(advantages, returns) from {name!r}", f"a {type(done).__name__}", "wrap them")
-        values, returns = (per_token(each, x.response_mask, "the advantage estimator") for each in done)
+        values, returns = (check_per_token(each, x.response_mask, "the advantage estimator") for each in done)
         if self.normalise != "none":
             values = normalised(values, x.response_mask, by_std=self.normalise == "std")
         if self.clip is None:
@@ -89,7 +85,7 @@ class GroupAlgorithm:
     objectives: tuple[PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective, ...]
     """In the order they are minimised."""
     estimator: Estimator | None = None
-    """None where nothing is judged, as in supervised learning."""
+    """None where no advantages are estimated, as in supervised learning."""
     recompute_old: bool = False
     """Whether the trainer recomputes the old log-probabilities; else the engine's stand for them."""
     correction: Correction | None = None
@@ -101,17 +97,17 @@ class GroupAlgorithm:
     pairs: bool = False
     """Whether a group is trained on as a pair: its best member and its worst one."""
     filters: tuple[Filter, ...] = ()
-    """Which groups to refuse beyond those that nobody could judge, in this order."""
+    """Rules that refuse groups, beyond groups without enough rewards, in this order."""
     refill: int = 0
-    """How often a step has its refused groups replaced by freshly played ones before it goes on with fewer."""
+    """How often the refused groups of a step are replaced by newly generated ones before it continues with fewer."""
     shapings: tuple[Shaping, ...] = ()
     """What happens to a trajectory's reward before any KL penalty and the estimator, in this order."""
     mask_truncated: bool = False
-    """Whether trajectories that a length limit cut are judged with their group, but not trained on."""
+    """Whether truncated trajectories are compared with their group but not trained on."""
     max_new_tokens: int = 0
-    """The longest reply that sampling allows, which shapings measure lengths by; 0 where nobody said."""
+    """The longest completion that sampling allows, which shapings measure lengths by; 0 where it is not set."""
     teacher: Teacher | None = None
-    """Whom the policy learns from, where one of the functions asks for a teacher."""
+    """The model that the policy learns from, where one of the functions needs a teacher."""
     critic_warmup: int = 0
     """Train steps, from the first one, that update the critic alone."""
     first_version: int = 0
@@ -127,8 +123,8 @@ class GroupAlgorithm:
     @property
     def needs(self) -> frozenset[str]:
         """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
-        asked = self.estimator.law.needs if self.estimator else frozenset[str]()
-        columns = (self.columns - LIVE) | asked
+        estimator_needs = self.estimator.metadata.needs if self.estimator else frozenset[str]()
+        columns = (self.columns - FORWARD_COLUMNS) | estimator_needs
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
         return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
@@ -141,12 +137,12 @@ class GroupAlgorithm:
             return wanted
         penalty = {"old_log_prob", "ref_log_prob"} if self.estimator.kl_controller else set[str]()
         compared = {"old_log_prob"} if self.correction is not None else set[str]()
-        return wanted | self.estimator.law.needs | penalty | compared
+        return wanted | self.estimator.metadata.needs | penalty | compared
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
-        """The groups worth training on, and what was played. It asks each group by itself, and always says the same.
+        """(the groups to train on, metrics of all rollouts); each group is filtered by itself, deterministically.
 
-        Raises DataError for a group without the greedy reply that the estimator compares with.
+        Raises DataError for a group without the greedy completion that the estimator compares with.
         """
         refused_by = [self._refused_by(group) for group in groups]
         kept = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]
@@ -154,28 +150,29 @@ class GroupAlgorithm:
         return kept, metrics | ({"rollout/trajectories": 2 * len(kept)} if self.pairs else {})
 
     def _refused_by(self, group: Group) -> str | None:
-        """The rule that refuses a group: it cannot be judged, or a filter says no; None for a group to train on."""
+        """The rule that refuses a group: too few rewards to compare, or a filter; None for a group to train on."""
         if self.pairs and pair_of(group) is None:
             return "no_pair"
-        fewest = 1 if self.estimator is None or group.expert else self.estimator.law.min_group
+        fewest = 1 if self.estimator is None or group.expert else self.estimator.metadata.min_group
         if sum(bool(member.turns) for member in group.alive) < fewest:
             return "too_few_alive"
         if group.expert:
-            return None  # filters ask what a reply was worth, and nobody judged this one
+            return None  # filters read rewards, and an expert's completion has none
         if self.greedy_baseline:
             if group.greedy is None:
                 raise DataError(
-                    f"a greedy reply for task {group.task.task_id!r}", "the group was played without one",
-                    "start another run.dir: its rollouts were not played for this algorithm",
-                )  # fmt: skip
+                    f"a greedy completion for task {group.task.task_id!r}",
+                    "the group has none",
+                    "start another run.dir: its rollouts were not generated for this algorithm",
+                )
             if group.greedy.failure is not None:
                 return "greedy_failed"
         return next((rule.name for rule in self.filters if not rule.passes(group)), None)
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether each task is played once more without randomness, for the estimator to compare with."""
-        return self.estimator is not None and self.estimator.law.baseline
+        """Whether each task gets one more, greedy rollout for the estimator to compare with."""
+        return self.estimator is not None and self.estimator.metadata.baseline
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The experiences of the groups' living members, in order; of a pair, the better member's first."""
@@ -186,8 +183,8 @@ class GroupAlgorithm:
 
         A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
         not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
-        were played, so they count as what others are compared with. An expert's replies were judged by nobody, and
-        nobody is compared with them: their advantages and returns are 0.
+        are part of their group's statistics. An expert's completions have no rewards and are in no group's statistics:
+        their advantages and returns are 0.
         """
         if "old_log_prob" in self.columns and not self.recompute_old:
             batch = batch.with_columns(old_log_prob=[e.rollout_log_prob for e in batch.experiences])
@@ -198,14 +195,14 @@ class GroupAlgorithm:
             return batch, metrics
         own = [row for row, e in enumerate(batch.experiences) if not e.expert]
         judged = batch.select(own)
-        done, said = self._judged(self.estimator, judged)
-        columns = {"advantages": ragged(done.advantages, judged), "returns": ragged(done.returns, judged)}
+        estimate, judged_metrics = self._judged(self.estimator, judged)
+        columns = {"advantages": ragged(estimate.advantages, judged), "returns": ragged(estimate.returns, judged)}
         batch = batch.with_columns(**{name: _placed(arrays, own, batch) for name, arrays in columns.items()})
         batch = self._trained(batch if kept is None else batch.masked(kept))
-        return batch, metrics | said | describe_tokens(batch)
+        return batch, metrics | judged_metrics | describe_tokens(batch)
 
     def _judged(self, estimator: Estimator, batch: Batch) -> tuple[Advantages, Metrics]:
-        """What the tokens of a batch that the policy itself played were worth."""
+        """Advantages and returns of a batch that the policy itself sampled."""
         metrics: Metrics = {}
         x = advantage_inputs(batch)
         x = replace(x, columns=estimator.columns(batch))
@@ -218,7 +215,7 @@ class GroupAlgorithm:
             metrics |= penalty
         done, clipped = estimator.advantages(x)
         metrics |= clipped
-        if "values" in estimator.law.needs:
+        if "values" in estimator.metadata.needs:
             metrics |= _value_metrics(x, done)
         return done, metrics
 
@@ -234,7 +231,7 @@ class GroupAlgorithm:
         return (batch, None) if self.correction is None else corrected(batch, old, self.correction)
 
     def _trained(self, batch: Batch) -> Batch:
-        """The batch without what its trajectories were only judged for."""
+        """The batch without truncated trajectories where they are not trained on."""
         if not self.mask_truncated:
             return batch
         rows = zip(batch.experiences, truncated_rows(batch), strict=True)
@@ -274,9 +271,13 @@ def _penalised(
     """The inputs with the KL penalty taken off their rewards; the controller learns of the KL it saw."""
     coef = controller.value
     rewards, current = apply_kl_penalty(
-        x.token_level_rewards, column(batch, "old_log_prob"), column(batch, "ref_log_prob"), x.response_mask,
-        coef=coef, estimator=kl,
-    )  # fmt: skip
+        x.token_level_rewards,
+        column(batch, "old_log_prob"),
+        column(batch, "ref_log_prob"),
+        x.response_mask,
+        coef=coef,
+        estimator=kl,
+    )
     controller.update(current, len(batch))
     penalised = replace(x, token_level_rewards=rewards, token_level_scores=x.token_level_rewards)
     return penalised, {"train/kl_coef": coef, "train/ref_kl": current}

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
-from trivium.algorithms.inputs import PolicyInputs
-from trivium.algorithms.registered import entropy_term
+from trivium.algorithms.metadata import entropy_term
+from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.errors import DataError
 
 
 @entropy_term(
-    formula="-sum of p log p over the vocabulary", source="Williams and Peng 1991; Mnih et al. 2016", needs=("entropy",)
+    formula="-sum of p log p over the vocabulary", source="Williams and Peng 1991; Mnih et al. 2016", needs={"entropy"}
 )
 def exact(x: PolicyInputs) -> Tensor:
     """The entropy of the whole next-token distribution, for every trained token."""
@@ -22,7 +22,7 @@ def exact(x: PolicyInputs) -> Tensor:
 @entropy_term(
     formula="H, averaged over what the policy sampled; what an expert wrote does not count",
     source="the entropy term of mixed imitation and reinforcement (CHORD, Zhang et al. 2025)",
-    needs=("entropy",),
+    needs={"entropy"},
     sampled=True,
 )
 def sampled(x: PolicyInputs) -> Tensor:
@@ -58,6 +58,11 @@ def compute_entropy_loss(
     A bonus for entropy subtracts it from the loss.
     """
     return agg_loss(
-        entropy_from_logits(logits), response_mask, loss_agg_mode, dp_size=dp_size,
-        batch_num_tokens=batch_num_tokens, global_batch_size=global_batch_size, loss_scale_factor=loss_scale_factor,
-    )  # fmt: skip
+        entropy_from_logits(logits),
+        response_mask,
+        loss_agg_mode,
+        dp_size=dp_size,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        loss_scale_factor=loss_scale_factor,
+    )

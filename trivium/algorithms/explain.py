@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import singledispatch
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.formulas import line_of, shown, written
+from trivium.algorithms.formulas import describe_function, with_values
 from trivium.algorithms.kl import AdaptiveKLController
-from trivium.algorithms.objective import PolicyObjective, Term, ValueObjective
+from trivium.algorithms.metadata import AggregationMetadata, format_value, metadata_of
+from trivium.algorithms.objective import PolicyObjective, Term
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
-from trivium.algorithms.registered import AggregationLaw, Law, law_of
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
 from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
+from trivium.algorithms.value_loss import ValueObjective
 from trivium.registry import resolve
 
 LEGEND = (
@@ -31,7 +32,7 @@ class Line(NamedTuple):
 
 
 def explain(algorithm: GroupAlgorithm, source: str) -> str:
-    """The algorithm as text, from the groups that are played to what is minimised; each part with its source.
+    """The algorithm as text, from the groups to what is minimised; each part with its source.
 
     `source` is the paper of the preset.
     """
@@ -51,17 +52,19 @@ def _written(line: Line, width: int) -> str:
 def _groups(algorithm: GroupAlgorithm) -> Iterator[Line]:
     """Which groups are trained on, and what becomes of their rewards."""
     if algorithm.pairs:
-        yield Line("pairs", "a file's chosen reply against its rejected one, or the best of a group against its worst")
+        yield Line(
+            "pairs", "a file's chosen completion against its rejected one, or the best of a group against its worst"
+        )
     for rule in algorithm.filters:
-        yield Line(f"filter {rule.name}", line_of(rule.keeps, rule.law), rule.law.source)
+        yield Line(f"filter {rule.name}", describe_function(rule.keeps, rule.metadata), rule.metadata.source)
     if algorithm.refill:
-        yield Line("refill", f"refused groups are replaced by freshly played ones, {algorithm.refill} time(s) at most")
+        yield Line("refill", f"refused groups are replaced by newly generated ones, {algorithm.refill} time(s) at most")
     for step in algorithm.shapings:
-        yield Line("R becomes", line_of(step.function, step.law), step.law.source)
-    if any("L_max" in step.law.formula for step in algorithm.shapings) and algorithm.max_new_tokens:
-        yield Line("L_max", f"{algorithm.max_new_tokens} tokens, the longest reply, unless said otherwise")
+        yield Line("R becomes", describe_function(step.function, step.metadata), step.metadata.source)
+    if any("L_max" in step.metadata.formula for step in algorithm.shapings) and algorithm.max_new_tokens:
+        yield Line("L_max", f"{algorithm.max_new_tokens} tokens, the longest completion, unless `limit` is set")
     if algorithm.teacher is not None:
-        yield Line("teacher", f"{algorithm.teacher.path}, its {algorithm.teacher.top_k} likeliest tokens where asked")
+        yield Line("teacher", f"{algorithm.teacher.path}, its top {algorithm.teacher.top_k} tokens where they are read")
 
 
 def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
@@ -70,20 +73,20 @@ def _advantages(algorithm: GroupAlgorithm) -> Iterator[Line]:
         return
     if estimator.kl_controller is not None:
         controller = estimator.kl_controller
-        coef, how = shown(controller.value), ""
+        coef, how = format_value(controller.value), ""
         if isinstance(controller, AdaptiveKLController):
-            how = f", the {coef} being steered to a KL of {shown(controller.target)}"
+            how = f", the {coef} being steered to a KL of {format_value(controller.target)}"
         yield Line("reward", f"that of each token less {coef} KL{how}")
-        yield Line("KL", line_of(estimator.kl, estimator.kl_law), estimator.kl_law.source)
-    yield Line("A", line_of(estimator.function, estimator.law), estimator.law.source)
+        yield Line("KL", describe_function(estimator.kl, estimator.kl_metadata), estimator.kl_metadata.source)
+    yield Line("A", describe_function(estimator.function, estimator.metadata), estimator.metadata.source)
     if estimator.normalise != "none":
         yield Line("A becomes", {"mean": "A - mean(A)", "std": "(A - mean(A)) / std(A)"}[estimator.normalise])
     if estimator.clip is not None:
-        yield Line("A becomes", f"clip(A, -{shown(estimator.clip)}, {shown(estimator.clip)})")
+        yield Line("A becomes", f"clip(A, -{format_value(estimator.clip)}, {format_value(estimator.clip)})")
     if correction is not None:
         yield Line("correction", f"{correction.words}; ratios of the old policy to the engine's")
     if algorithm.mask_truncated:
-        yield Line("mask", "replies that a length limit cut are judged with their group, but not trained on")
+        yield Line("mask", "truncated completions are compared with their group, but not trained on")
 
 
 @singledispatch
@@ -94,55 +97,54 @@ def about(objective: object) -> Iterator[Line]:
 
 @about.register
 def _(objective: PolicyObjective) -> Iterator[Line]:
-    weights = "w " if objective.weighted or objective.gates or objective.correction is not None else ""
+    weights = "w " if objective.weighted or objective.token_weights or objective.correction is not None else ""
     terms = f"{_signed(objective.entropy, '-', 'H')}{_signed(objective.kl, '+', 'KL')}"
     yield Line("minimise", f"mean of {weights}l{terms}, over the tokens of the policy")
     chosen = () if objective.select_tokens is None else (objective.select_tokens,)
-    yield Line("l", line_of(objective.policy_loss, objective.law, *chosen), objective.law.source)
-    for function in chosen:
-        law: Law = vars(objective.law.select)["law"]
-        yield Line("selected", line_of(function, law), law.source)
+    yield Line("l", describe_function(objective.policy_loss, objective.metadata, *chosen), objective.metadata.source)
+    if objective.select_tokens is not None and (selection := objective.metadata.selection) is not None:
+        yield Line("selected", describe_function(objective.select_tokens, selection), selection.source)
     if objective.weighted:
         yield Line("w", "the importance weight of the correction")
     if objective.correction is not None:
         yield Line("w", f"{objective.correction.words}; ratios of the current policy to the engine's")
-    for gate in objective.gates:
+    for gate in objective.token_weights:
         counts = " (closed: not counted in the mean)" if gate.narrow else ""
-        yield Line("w", line_of(gate.function, gate.law) + counts, gate.law.source)
+        yield Line("w", describe_function(gate.function, gate.metadata) + counts, gate.metadata.source)
     for name, term in (("H", objective.entropy), ("KL", objective.kl)):
         if term is not None:
-            yield Line(name, line_of(term.function, term.law), term.law.source)
+            yield Line(name, describe_function(term.function, term.metadata), term.metadata.source)
     yield _mean(objective.aggregate)
 
 
 @about.register
 def _(objective: ValueObjective) -> Iterator[Line]:
-    error = written(VALUE_FORMULA, {"clip": objective.clip})
+    error = with_values(VALUE_FORMULA, {"clip": objective.clip})
     yield Line("minimise", f"mean of {error}, over the tokens of the critic", VALUE_SOURCE)
     yield _mean(objective.aggregate)
 
 
 @about.register
 def _(objective: PreferenceObjective) -> Iterator[Line]:
-    over = {"pair": "pairs", "reply": "replies"}[objective.law.mean]
+    over = {"pair": "pairs", "completion": "completions"}[objective.metadata.mean]
     yield Line("minimise", f"mean of l over the {over} of the policy")
-    yield Line("l", line_of(objective.pair_loss, objective.law), objective.law.source)
-    yield Line("c, d", "log(policy / reference) of the chosen and of the rejected reply")
+    yield Line("l", describe_function(objective.pair_loss, objective.metadata), objective.metadata.source)
+    yield Line("c, d", "log(policy / reference) of the chosen and of the rejected completion")
 
 
 @about.register
 def _(objective: ScoreObjective) -> Iterator[Line]:
     yield Line("minimise", "mean of l over the pairs of the reward model")
-    yield Line("l", line_of(objective.score_loss, objective.law), objective.law.source)
+    yield Line("l", describe_function(objective.score_loss, objective.metadata), objective.metadata.source)
 
 
 def _mean(name: str) -> Line:
-    law: Law = law_of(resolve("aggregations", name), AggregationLaw, name)
-    return Line("mean", f"{name}: {law.formula}", law.source)
+    metadata = metadata_of(resolve("aggregations", name), AggregationMetadata, name)
+    return Line("mean", f"{name}: {metadata.formula}", metadata.source)
 
 
-def _signed(term: Term | None, sign: str, name: str) -> str:
-    return f" {sign} {shown(term.coef)} {name}" if term is not None else ""
+def _signed(term: Term[Any] | None, sign: str, name: str) -> str:
+    return f" {sign} {format_value(term.coef)} {name}" if term is not None else ""
 
 
 def _updates(algorithm: GroupAlgorithm) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple, cast
 
 from pydantic import Field
 
-from trivium.algorithms.registered import FilterLaw, group_filter
+from trivium.algorithms.metadata import FilterMetadata, group_filter
 from trivium.errors import DataError
 from trivium.types import Group, StopReason
 
@@ -24,7 +24,7 @@ class Filter(NamedTuple):
     name: str
     """What it refuses is counted as `rollout/refused/<name>`."""
     keeps: Callable[[Group], bool]
-    law: FilterLaw
+    metadata: FilterMetadata
 
     def passes(self, group: Group) -> bool:
         """What the rule says; raises DataError where it says neither yes nor no."""
@@ -51,7 +51,7 @@ def zero_variance(
 
     A member that is alone, because the others failed, is no evidence of that: it is kept.
     """
-    rewards = _rewards(group, component)
+    rewards = group.member_rewards(component)
     return len(rewards) == 1 or max(rewards) - min(rewards) > tolerance
 
 
@@ -67,13 +67,14 @@ def low_std(
     component: Component = "",
 ) -> bool:
     """Members that hardly differ, whose differences an estimator would blow up. A member that is alone goes too."""
-    rewards = _rewards(group, component)
+    rewards = group.member_rewards(component)
     return len(rewards) > 1 and stdev(rewards) > threshold
 
 
 @group_filter(
     formula="keep if low < mean(R) < high{component:, R of component}",
     source="online prompt filtering: PRIME, Cui et al. 2025; with 0 and 1, DAPO, Yu et al. 2025, eq. 11",
+    ordered=(("low", "high"),),
 )
 def difficulty(
     group: Group,
@@ -83,7 +84,7 @@ def difficulty(
     component: Component = "",
 ) -> bool:
     """Tasks that the policy solves neither always nor never, for rewards between `low` and `high`."""
-    return low < fmean(_rewards(group, component)) < high
+    return low < fmean(group.member_rewards(component)) < high
 
 
 @group_filter(
@@ -96,19 +97,5 @@ def overlong(
     *,
     below: Annotated[float, Field(gt=0, le=1, description="the fraction from which on a group is refused")] = 1.0,
 ) -> bool:
-    """Where nobody came to an end, rewards say more about the length limit than about the replies."""
+    """Where most members hit the length limit, rewards measure the limit rather than the completions."""
     return fmean(member.stop_reason == StopReason.LENGTH for member in group.alive) < below
-
-
-def _rewards(group: Group, component: str) -> list[float]:
-    """What each living member got; raises DataError for a component that one of them does not have."""
-    if not component:
-        return [member.reward for member in group.alive]
-    for member in group.alive:
-        if component not in member.rewards:
-            raise DataError(
-                f"filter by the reward component {component!r}",
-                f"a trajectory of task {group.task.task_id!r} has {sorted(member.rewards)}",
-                "name one of them in the filter, or leave `component` out",
-            )
-    return [member.rewards[component] for member in group.alive]

@@ -12,12 +12,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.formulas import written
-from trivium.algorithms.inputs import PolicyInputs, bounded_log_ratio, policy_inputs
-from trivium.algorithms.registered import KlLaw, kl_estimator, options_of
+from trivium.algorithms.formulas import with_values
+from trivium.algorithms.metadata import KlMetadata, catalogue, kl_estimator, metadata_of, options_of
+from trivium.algorithms.policy_losses.base import PolicyInputs, bounded_log_ratio, policy_inputs
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError, DataError, UnknownName
-from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.registry import suggest
 
 _SCHULMAN = "Schulman 2020, http://joschu.net/blog/kl-approx.html"
 
@@ -74,7 +74,7 @@ def _capped(estimate: Tensor, cap: float | None) -> Tensor:
     formula="{bound:min(}r{bound:, bound)} (exp(-d) + d - 1); d = log_prob - ref_log_prob",
     source="the importance-weighted k3 of DeepSeek-V3.2, 2025, section 3.1",
     gradient="unbiased",
-    needs=("old_log_prob",),
+    needs={"old_log_prob"},
 )
 def corrected_k3(
     x: PolicyInputs,
@@ -92,8 +92,8 @@ def corrected_k3(
 
 def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[PolicyInputs], Tensor]:
     """The estimator's value with the gradient of `k2`."""
-    law: KlLaw = vars(estimator)["law"]
-    value = written(law.formula, {name: default for name, (_, default) in options_of(estimator).items()})
+    metadata = metadata_of(estimator, KlMetadata, estimator.__name__)
+    value = with_values(metadata.formula, {name: default for name, (_, default) in options_of(estimator).items()})
 
     def plus(x: PolicyInputs) -> Tensor:
         return k2(x) - k2(x).detach() + estimator(x).detach()
@@ -102,7 +102,9 @@ def _straight_through(estimator: Callable[[PolicyInputs], Tensor]) -> Callable[[
     name = "abs" if estimator is absolute else estimator.__name__
     plus.__doc__ = f"The value of `{name}` with the gradient of `k2`: unbiased on policy."
     formula = f"{value}; with the gradient of d^2 / 2"
-    return kl_estimator(formula=formula, source=law.source, gradient="unbiased", mean=law.mean)(plus)
+    return kl_estimator(
+        formula=formula, source=metadata.source, gradient="unbiased", mean=metadata.mean, straight_through=True
+    )(plus)
 
 
 k1_plus, absolute_plus, k2_plus, k3_plus = map(_straight_through, (k1, absolute, k2, k3))
@@ -126,12 +128,15 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """
     if kl_penalty == "full":
         return _full(logprob, ref_logprob)
-    estimator = CATALOGUE["kl_estimators"].get(kl_penalty)
-    if estimator is None or "corrected" in kl_penalty:
-        known = [*(name for name in CATALOGUE["kl_estimators"] if "corrected" not in name), "full"]
-        raise UnknownName(f"the KL estimator {kl_penalty!r}", "no such estimator", suggest(kl_penalty, known))
-    everywhere = torch.ones_like(logprob, dtype=torch.bool)
-    return resolve("kl_estimators", kl_penalty)(policy_inputs(logprob, everywhere, ref_log_prob=ref_logprob))
+    of_two_policies = {
+        name: estimator for name, estimator in catalogue("kl_estimators").items() if len(estimator.metadata.needs) == 1
+    }
+    if kl_penalty not in of_two_policies:
+        raise UnknownName(
+            f"the KL estimator {kl_penalty!r}", "no such estimator", suggest(kl_penalty, [*of_two_policies, "full"])
+        )
+    all_tokens = torch.ones_like(logprob, dtype=torch.bool)
+    return of_two_policies[kl_penalty](policy_inputs(logprob, all_tokens, ref_log_prob=ref_logprob))
 
 
 def _full(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -205,12 +210,12 @@ def get_kl_controller(kl_ctrl: object) -> KlController:
     `type` is `fixed` or `adaptive`; a fixed one reads `kl_coef` alone. Raises UnknownName for another type.
     """
 
-    def said(name: str) -> Any:
+    def read(name: str) -> Any:
         return cast(Mapping[str, Any], kl_ctrl)[name] if isinstance(kl_ctrl, Mapping) else getattr(kl_ctrl, name)
 
-    kind = said("type")
+    kind = read("type")
     if kind == "fixed":
-        return FixedKLController(said("kl_coef"))
+        return FixedKLController(read("kl_coef"))
     if kind == "adaptive":
-        return AdaptiveKLController(said("kl_coef"), said("target_kl"), said("horizon"))
+        return AdaptiveKLController(read("kl_coef"), read("target_kl"), read("horizon"))
     raise UnknownName(f"the KL controller {kind!r}", "no such type", suggest(str(kind), ("fixed", "adaptive")))

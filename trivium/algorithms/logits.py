@@ -1,13 +1,16 @@
-"""What whole logits say about tokens: for small vocabularies, for models that hand logits out, and for comparison.
+"""Statistics and losses of whole logits: for small vocabularies, for models that return logits, and for comparison.
 
-Training never holds logits whole; it asks `trivium.models.log_prob_head`.
+Training never materialises logits; it uses `trivium.models.log_prob_head`.
 
 Legend: B sequences, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from trivium.algorithms.stats import masked_sum
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -18,3 +21,25 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
     """(B, L): the sum over the vocabulary of the squared probabilities of softmax(logits), logits (B, L, V)."""
     return logits.softmax(-1).square().sum(-1)
+
+
+def gpt_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The mean cross-entropy in nats of the next token, a scalar; 0 where every label is ignored.
+
+    `logits` (B, L, V) at a position speak about the label after it, `labels` (B, L); the shift happens here.
+    """
+    kept = labels[:, 1:] != ignore_index
+    log_prob = logprobs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~kept, 0))
+    return -masked_sum(log_prob, kept) / kept.sum().clamp(min=1)
+
+
+def kd_loss(logits: Tensor, teacher_logits: Tensor, label: Tensor, ignore_index: int = -100) -> Tensor:
+    """The mean cross-entropy in nats of the student under the teacher's whole distribution (Hinton et al. 2015).
+
+    `logits` and `teacher_logits` (B, L, V), averaged where `label` (B, L) is not `ignore_index`; nothing is shifted. A
+    scalar; 0 where every label is ignored. A token that the student forbids (-inf) counts nothing.
+    """
+    kept = label != ignore_index
+    log_prob = logits.log_softmax(-1)
+    cross = (log_prob.masked_fill(log_prob == -torch.inf, 0.0) * teacher_logits.softmax(-1)).sum(-1)
+    return -masked_sum(cross, kept) / kept.sum().clamp(min=1)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.algorithms.inputs import LOG_RATIO_BOUND, inside, row_mean
+from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, row_mean, zero_outside
 from trivium.types import Metrics
 
 
@@ -30,7 +30,7 @@ class Compared(NamedTuple):
 
 def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
     """Log-probabilities of the same tokens, (B, L) each, where `mask` (B, L) is true."""
-    log_ratio = inside(trainer - engine, mask)
+    log_ratio = zero_outside(trainer - engine, mask)
     token = bounded(log_ratio)
     sequence = bounded(log_ratio.sum(-1))
     any_token = mask.any(-1)
@@ -40,19 +40,19 @@ def compared(trainer: Tensor, engine: Tensor, mask: Tensor) -> Compared:
         tokens={
             "mismatch/kl": token.expm1() - token,
             "mismatch/kl_k1": -log_ratio,
-            "mismatch/ratio": inside(token.exp(), mask),
-            "mismatch/ratio_square": inside((2 * token).exp(), mask),
+            "mismatch/ratio": zero_outside(token.exp(), mask),
+            "mismatch/ratio_square": zero_outside((2 * token).exp(), mask),
             "mismatch/chi2": (2 * token).expm1(),
         },
         sequences={
-            "mismatch/sequence_ratio": inside(sequence.exp(), any_token),
-            "mismatch/sequence_ratio_square": inside((2 * sequence).exp(), any_token),
+            "mismatch/sequence_ratio": zero_outside(sequence.exp(), any_token),
+            "mismatch/sequence_ratio_square": zero_outside((2 * sequence).exp(), any_token),
             "mismatch/sequence_chi2": (2 * sequence).expm1(),
             "mismatch/log_perplexity": surprise,
             "mismatch/log_perplexity_engine": engine_surprise,
-            "mismatch/perplexity": inside(bounded(surprise).exp(), any_token),
-            "mismatch/perplexity_engine": inside(bounded(engine_surprise).exp(), any_token),
-            "mismatch/perplexity_ratio": inside(bounded(gap).exp(), any_token),
+            "mismatch/perplexity": zero_outside(bounded(surprise).exp(), any_token),
+            "mismatch/perplexity_engine": zero_outside(bounded(engine_surprise).exp(), any_token),
+            "mismatch/perplexity_ratio": zero_outside(bounded(gap).exp(), any_token),
             "mismatch/log_perplexity_gap": gap,
             "mismatch/log_perplexity_gap_abs": gap.abs(),
         },
@@ -69,12 +69,14 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Metrics:
     tokens, sequences = int(mask.sum()), int(mask.any(-1).sum())
     if not tokens:
         return {}
-    said = compared(trainer.double(), engine.double(), mask)
-    return with_sample_sizes({
-        **{key: float(values.sum()) / tokens for key, values in said.tokens.items()},
-        **{key: float(values.sum()) / sequences for key, values in said.sequences.items()},
-        **{key: float(value) for key, value in said.maxima.items()},
-    })  # fmt: skip
+    terms = compared(trainer.double(), engine.double(), mask)
+    return with_sample_sizes(
+        {
+            **{key: float(values.sum()) / tokens for key, values in terms.tokens.items()},
+            **{key: float(values.sum()) / sequences for key, values in terms.sequences.items()},
+            **{key: float(value) for key, value in terms.maxima.items()},
+        }
+    )
 
 
 def with_sample_sizes(means: Metrics) -> Metrics:
@@ -88,17 +90,17 @@ def with_sample_sizes(means: Metrics) -> Metrics:
     return {**means, **sizes}
 
 
-def about_weights(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, high: float, by_token: bool) -> Metrics:
+def weight_metrics(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, high: float, by_token: bool) -> Metrics:
     """Of importance weights before normalisation and the ratios behind them, (B, L) each; the mask holds a token.
 
     `by_token` counts the tokens whose ratio is above `high` or below `low`, else the sequences.
     """
-    said = _spread("mismatch/weight", weights, mask, centre=1.0)
+    spread = _spread("mismatch/weight", weights, mask, centre=1.0)
     square = _mean(weights[mask].square())
     per_sequence = _row_means(ratios, mask)
     return {
-        **said,
-        "mismatch/weight/ess": said["mismatch/weight/mean"] ** 2 / square if square else 0.0,
+        **spread,
+        "mismatch/weight/ess": spread["mismatch/weight/mean"] ** 2 / square if square else 0.0,
         "mismatch/weight/outside": _mean(weights[mask] != ratios[mask]),
         **_beyond("mismatch/weight/", ratios[mask] if by_token else per_sequence, low, high),
         **_beyond("mismatch/weight/sequence_", per_sequence, low, high),
@@ -107,7 +109,9 @@ def about_weights(weights: Tensor, ratios: Tensor, mask: Tensor, low: float, hig
     }
 
 
-def about_rejection(option: str, statistic: Tensor, refused: Tensor, mask: Tensor, low: float, high: float) -> Metrics:
+def rejection_metrics(
+    option: str, statistic: Tensor, refused: Tensor, mask: Tensor, low: float, high: float
+) -> Metrics:
     """Of one option's statistic and of what it refuses, (B, L) each. `std` is that of the values cut to the bounds."""
     where = f"mismatch/rejection/{option}"
     per_sequence = _row_means(statistic, mask)
@@ -121,7 +125,7 @@ def about_rejection(option: str, statistic: Tensor, refused: Tensor, mask: Tenso
     }
 
 
-def about_rejected(kept: Tensor, mask: Tensor) -> Metrics:
+def rejected_metrics(kept: Tensor, mask: Tensor) -> Metrics:
     """Of all that is refused. A bound on a sum refuses long sequences first: their relative length shows it."""
     refused, rows = mask & ~kept, mask.any(-1)
     gone = rows & ~kept.any(-1)

@@ -1,7 +1,7 @@
-"""Losses over preferences: two replies to one prompt, of which the first was preferred.
+"""Losses over preferences: two completions to one prompt, of which the first was preferred.
 
-Legend: P pairs. The log-probability of a reply is the sum over its trained tokens. c and d are log(current / reference)
-of the preferred (chosen) and the other (rejected) reply, in nats.
+Legend: P pairs. The log-probability of a completion is the sum over its trained tokens. c and d are
+log(current / reference) of the preferred (chosen) and the other (rejected) completion, in nats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.registered import pair_loss, score_loss
+from trivium.algorithms.metadata import pair_loss, score_loss
 
 Beta = Annotated[float, Field(gt=0, description="how strongly the policy is held to the reference")]
 
@@ -24,18 +24,18 @@ class PairInputs:
     """What a loss over preferences reads; every tensor (P,)."""
 
     policy_chosen: Tensor
-    """With gradient: log-probability of the preferred reply under the current weights."""
+    """With gradient: log-probability of the preferred completion under the current weights."""
     policy_rejected: Tensor
-    """With gradient: that of the other reply."""
+    """With gradient: that of the other completion."""
     reference_chosen: Tensor
-    """Log-probability of the preferred reply under the reference."""
+    """Log-probability of the preferred completion under the reference."""
     reference_rejected: Tensor
     has_chosen: Tensor
-    """Bool: whether the preferred reply has any trained token. Without one its log-probabilities are 0."""
+    """Bool: whether the preferred completion has any trained token. Without one its log-probabilities are 0."""
     has_rejected: Tensor
-    """Bool: whether the other reply has."""
+    """Bool: whether the other completion has."""
     kl: Tensor | None = None
-    """A scalar, the `reference_point` of other replies, where the caller has them (KTO)."""
+    """A scalar, the `reference_point` of other completions, where the caller has them (KTO)."""
 
     @property
     def chosen_log_ratio(self) -> Tensor:
@@ -51,9 +51,9 @@ class PerPair:
     """A loss for each pair."""
 
     loss: Tensor
-    """(P,), to be minimised: of the pair, or the sum over its replies where the mean is over replies."""
+    """(P,), to be minimised: of the pair, or the sum over its completions where the mean is over completions."""
     chosen_rewards: Tensor
-    """(P,) without gradient: the reward that the policy implies for the preferred reply."""
+    """(P,) without gradient: the reward that the policy implies for the preferred completion."""
     rejected_rewards: Tensor
 
 
@@ -62,7 +62,7 @@ class ScoreInputs:
     """What a reward model's loss reads; every tensor (P,) with gradient."""
 
     chosen: Tensor
-    """Score of the preferred reply."""
+    """Score of the preferred completion."""
     rejected: Tensor
 
 
@@ -73,12 +73,17 @@ def pair_inputs(
     reference_rejected: Tensor,
     kl: Tensor | None = None,
 ) -> PairInputs:
-    """Inputs for a direct call, (P,) each: every pair has both of its replies."""
+    """Inputs for a direct call, (P,) each: every pair has both of its completions."""
     there = torch.ones_like(policy_chosen, dtype=torch.bool)
     return PairInputs(
-        policy_chosen, policy_rejected, reference_chosen, reference_rejected, there, there,
+        policy_chosen,
+        policy_rejected,
+        reference_chosen,
+        reference_rejected,
+        there,
+        there,
         kl,
-    )  # fmt: skip
+    )
 
 
 @pair_loss(
@@ -109,22 +114,22 @@ def ipo(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
     formula="desirable_weight (1 - sigmoid(beta (c - z0))) + undesirable_weight (1 - sigmoid(beta (z0 - d))); z0 = max(0, mean of all c and d), without gradient",  # noqa: E501
     source="KTO, Ethayarajh et al. 2024, section 4.1",
     scope="batch",
-    mean="reply",
+    mean="completion",
 )
 def kto(
     x: PairInputs,
     *,
     beta: Beta = 0.1,
-    desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred replies")] = 1.0,
+    desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred completions")] = 1.0,
     undesirable_weight: Annotated[float, Field(ge=0, description="weight of the others")] = 1.0,
 ) -> PerPair:
-    """Kahneman-Tversky optimisation: each reply is a gain or a loss against the reference point z0.
+    """Kahneman-Tversky optimisation: each completion is a gain or a loss against the reference point z0.
 
     z0 stands for KL(current, reference). The paper (section 4.1) estimates it from mismatched pairs, each prompt with
-    the reply to another one, which takes forward passes over sequences that nobody trains on. Here the replies of the
-    mini-batch stand for them, each to its own prompt. That is the KL on average only where the policy itself sampled
-    them; on a file's replies it is off by however far training has moved the policy on those. Give `x.kl` for another
-    estimate.
+    the completion of another one, which takes forward passes over sequences that are not trained on. Here the
+    completions of the mini-batch are used, each with its own prompt. That is the KL on average only where the policy
+    itself sampled them; on a file's completions it is off by however far training has moved the policy on those. Give
+    `x.kl` for another estimate.
     """
     both = torch.cat([x.chosen_log_ratio[x.has_chosen], x.rejected_log_ratio[x.has_rejected]])
     z0 = reference_point(both) if x.kl is None else x.kl
@@ -137,7 +142,7 @@ def kto(
     formula="1 - sigmoid(beta (c - max(0, mean of d))) + 1 - sigmoid(beta (max(0, mean of c) - d))",
     source="Ethayarajh et al. 2023, the technical report before KTO",
     scope="batch",
-    mean="reply",
+    mean="completion",
 )
 def kto_pair(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
     """The first form of KTO: each side's reference point is the other side's mean, and has a gradient."""
@@ -148,9 +153,9 @@ def kto_pair(x: PairInputs, *, beta: Beta = 0.1) -> PerPair:
 
 
 def reference_point(log_ratios: Tensor) -> Tensor:
-    """KTO's z0 from log(current / reference) of some replies, (N,): max(0, their mean), a scalar without gradient.
+    """KTO's z0 from log(current / reference) of some completions, (N,): max(0, their mean), a scalar without gradient.
 
-    Source: Ethayarajh et al. 2024, section 4.1. 0 for no replies.
+    Source: Ethayarajh et al. 2024, section 4.1. 0 for no completions.
     """
     return (log_ratios.detach().sum() / max(len(log_ratios), 1)).clamp(min=0)
 
@@ -177,15 +182,15 @@ def logexp(x: ScoreInputs) -> Tensor:
     source="HPS v2, Wu et al. 2023",
 )
 def hps(x: ScoreInputs, *, scale: Annotated[float, Field(gt=0, description="factor of the scores")] = 1.0) -> Tensor:
-    """Cross-entropy of choosing the preferred reply."""
+    """Cross-entropy of choosing the preferred completion."""
     return -torch.log_softmax(scale * torch.stack([x.chosen, x.rejected]), 0)[0]
 
 
 def _per_pair(loss: Tensor, x: PairInputs, beta: float) -> PerPair:
-    """With the implied rewards, beta times each reply's log-ratio (Rafailov et al. 2023, eq. 5, up to a constant)."""
+    """With the implied rewards, beta times the log-ratios (Rafailov et al. 2023, eq. 5, up to a constant)."""
     return PerPair(loss, beta * x.chosen_log_ratio.detach(), beta * x.rejected_log_ratio.detach())
 
 
 def _mean(values: Tensor, there: Tensor) -> Tensor:
-    """The mean over replies that are there; 0 where none is."""
+    """The mean over completions that are there; 0 where none is."""
     return torch.where(there, values, 0.0).sum() / there.sum().clamp(min=1)

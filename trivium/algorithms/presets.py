@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trivium.algorithms.algorithm import GroupAlgorithm
-from trivium.algorithms.config import PolicyGradientConfig, SupervisedConfig, policy_gradient, supervised
-from trivium.algorithms.distill_config import DistillConfig, distillation
-from trivium.algorithms.preference_config import PreferenceConfig, RewardModelConfig, preference, reward_model
+from trivium.algorithms.sections.distill import DistillConfig, distillation
+from trivium.algorithms.sections.policy_gradient import (
+    PolicyGradientConfig,
+    SupervisedConfig,
+    policy_gradient,
+    supervised,
+)
+from trivium.algorithms.sections.preference import PreferenceConfig, RewardModelConfig, preference, reward_model
 from trivium.config import AlgorithmConfig, merged
 
 
@@ -29,10 +34,10 @@ class Preset:
     """The paper."""
 
     def configure(self, data: Mapping[str, Any]) -> AlgorithmConfig:
-        """The section that follows from what the user said; raises pydantic's ValidationError."""
+        """The section that follows from what the config sets; raises pydantic's ValidationError."""
         return self.Config.model_validate(merged(self.says, data))
 
-    def replace(self, source: str, **says: Any) -> Preset:
+    def replace(self, source: str, **says: object) -> Preset:
         """Another preset that says something else in these sections."""
         return Preset(self.Config, self.build, merged(self.says, says), source)
 
@@ -159,14 +164,14 @@ DISTILL = Preset(
 )
 
 DISTILL_TOP_K = DISTILL.replace(
-    "Agarwal et al. 2024, over the teacher's likeliest tokens", policy_loss={"kind": "distill_top_k"}
-)  # fmt: skip
+    "Agarwal et al. 2024, over the teacher's top_k tokens", policy_loss={"kind": "distill_top_k"}
+)
 
 DPO = Preset(
     PreferenceConfig,
     preference,
     {"pair_loss": {"kind": "dpo"}},
-    source="Rafailov et al. 2023; on pairs that the policy itself played, Guo et al. 2024",
+    source="Rafailov et al. 2023; on pairs that the policy itself sampled, Guo et al. 2024",
 )
 
 IPO = DPO.replace("Azar et al. 2024", pair_loss={"kind": "ipo"})

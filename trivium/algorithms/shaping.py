@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.registered import ShapingLaw, reward_shaping
+from trivium.algorithms.metadata import ShapingMetadata, When, reward_shaping
 from trivium.algorithms.stats import distinct, group_statistics
 from trivium.errors import DataError
 
@@ -57,7 +57,7 @@ class ShapingInputs:
     group: Tensor
     """Int64: equal for the members of one group."""
     max_new_tokens: int
-    """The longest reply that sampling allows."""
+    """The longest completion that sampling allows."""
     moments: Moments | None = None
     """Of every reward that came to this shaping, this step's included; given where it is needed."""
 
@@ -67,7 +67,7 @@ class Shaping:
     """A shaping of a config."""
 
     function: Callable[[ShapingInputs], Tensor]
-    law: ShapingLaw
+    metadata: ShapingMetadata
     moments: Moments | None = None
     """What it has seen, where it needs that. The one thing here that changes."""
 
@@ -94,14 +94,16 @@ def shaped(shapings: Sequence[Shaping], x: ShapingInputs) -> Tensor:
 
 Limit = Annotated[
     int | None,
-    Field(ge=1, description="L_max: the longest reply, in tokens; unset, `engine.sampling.max_new_tokens`"),
+    Field(ge=1, description="L_max: the longest completion, in tokens; unset, `engine.sampling.max_new_tokens`"),
 ]
 
 
 def _longest(x: ShapingInputs, limit: int | None) -> int:
-    """L_max; raises DataError where nobody said it."""
+    """L_max; raises DataError where neither the option nor the engine's sampling sets it."""
     if limit is None and x.max_new_tokens < 1:
-        raise DataError("the longest reply, in tokens", "nobody said it", "give `limit`, or max_new_tokens")
+        raise DataError(
+            "the longest completion, in tokens", "neither limit nor max_new_tokens", "set `limit`, or max_new_tokens"
+        )
     return limit or x.max_new_tokens
 
 
@@ -112,23 +114,27 @@ def _longest(x: ShapingInputs, limit: int | None) -> int:
 def overlong_penalty(
     x: ShapingInputs,
     *,
-    factor: Annotated[float, Field(gt=0, description="what a reply of full length loses; none loses more")] = 1.0,
+    factor: Annotated[float, Field(gt=0, description="what a completion of full length loses; none loses more")] = 1.0,
     buffer: Annotated[
         float, Field(gt=0, le=1, description="the last part of the limit, over which the loss grows from nothing")
     ] = 0.2,
     limit: Limit = None,
 ) -> Tensor:
-    """Replies that come near the length limit lose reward: linearly within the buffer, and never more than `factor`.
+    """Completions near the length limit lose reward: linearly within the buffer, and never more than `factor`.
 
-    The paper's buffer is 4096 of 20480 tokens. The limit is that of a reply; set it where a trajectory has several.
+    The paper's buffer is 4096 of 20480 tokens. Set `limit` where a trajectory has several completions.
     """
     longest = _longest(x, limit)
-    room = max(1, round(buffer * longest))
-    return x.reward - factor * (1 - (longest - x.length.double()) / room).clamp(0, 1)
+    return x.reward - factor * overlong_fraction(x.length, longest, max(1, round(buffer * longest)))
+
+
+def overlong_fraction(length: Tensor, max_length: int, buffer: int) -> Tensor:
+    """(T,) float64: 0 for lengths (T,) up to `max_length - buffer` tokens, then linearly to 1 at `max_length`."""
+    return (1 - (max_length - length.double()) / buffer).clamp(0, 1)
 
 
 @reward_shaping(
-    formula="coef * R if coef >= 0 else coef, where a length limit cut the reply",
+    formula="coef * R if coef >= 0 else coef, where a length limit cut the completion",
     source="OpenRLHF, Hu et al. 2024, option stop_properly_penalty_coef",
 )
 def truncation_penalty(
@@ -138,7 +144,7 @@ def truncation_penalty(
         float, Field(le=1, description="what is left of the reward, as a factor; below 0, the reward itself")
     ] = 0.0,
 ) -> Tensor:
-    """Replies that a length limit cut earn less than those that came to an end."""
+    """Completions that a length limit cut earn less than those that came to an end."""
     return torch.where(x.truncated, coef * x.reward if coef >= 0 else torch.full_like(x.reward, coef), x.reward)
 
 
@@ -149,7 +155,7 @@ def truncation_penalty(
 def length_penalty(
     x: ShapingInputs,
     *,
-    coef: Annotated[float, Field(gt=0, description="what a reply of full length loses")] = 0.1,
+    coef: Annotated[float, Field(gt=0, description="what a completion of full length loses")] = 0.1,
     limit: Limit = None,
 ) -> Tensor:
     """Every token costs the same."""
@@ -168,7 +174,7 @@ def relative_length(
     ] = 0.2,
     threshold: Annotated[float, Field(description="a reward of at least this counts as right")] = 1.0,
 ) -> Tensor:
-    """Among right replies of a group short ones gain and long ones lose; wrong ones can only lose.
+    """Among right completions of a group short ones gain and long ones lose; wrong ones can only lose.
 
     Nothing changes in a group whose members are all equally long.
     """
@@ -206,6 +212,7 @@ def scale_shift(
 @reward_shaping(
     formula="(R - mean(R over the group)){norm_by_std: / (std(R over the group) + epsilon)}",
     source="GRPO, Shao et al. 2024, section 4.1.2, ahead of any other estimator",
+    effective={"epsilon": When("norm_by_std")},
 )
 def group_normalise(
     x: ShapingInputs,
@@ -222,7 +229,7 @@ def group_normalise(
 @reward_shaping(
     formula="(R{minus_mean: - mean}) / std; {minus_mean:mean and }std of every reward so far, std >= min_std or else 1",
     source="reward scaling: Engstrom et al. 2020, with the moments of Welford 1962",
-    needs=("moments",),
+    needs={"moments"},
 )
 def running_normalise(
     x: ShapingInputs,

@@ -42,16 +42,6 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return variance * (count / (count - 1)) if unbiased else variance
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values with variance 1 over the mask and mean 0, or the mean they had where `shift_mean` is false.
-
-    Entries outside the mask are transformed alike, not zeroed. Raises DataError with fewer than two tokens.
-    """
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return whitened if shift_mean else whitened + mean
-
-
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
     """What the members of a group say about each other; every field has one entry per member, (T,)."""
@@ -68,8 +58,8 @@ class GroupStatistics:
 
 def distinct(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(the values of a (T,) tensor in ascending order, the position of each entry's value among them, their counts)."""
-    found = torch.unique(ids, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    result = torch.unique(ids, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return cast(tuple[Tensor, Tensor, Tensor], result)
 
 
 def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:

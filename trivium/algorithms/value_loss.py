@@ -1,12 +1,18 @@
-"""The critic's loss."""
+"""The critic's loss and its objective. Legend: B sequences, L tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
+from trivium.algorithms.objective import aggregated, metric_sums, required
+from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.stats import masked_mean
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.protocols import CutAnywhere
 
 FORMULA = "{clip:max(}(v - G)^2{clip:, (min(max(v, V - clip), V + clip) - G)^2)} / 2"
 """For one token: v the value now, V before the step, G the return."""
@@ -26,6 +32,29 @@ def clipped_value_loss(
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     error, held_error = (values - returns) ** 2, (held - returns) ** 2
     return torch.maximum(error, held_error) / 2, held_error > error
+
+
+@dataclass(frozen=True)
+class ValueObjective(CutAnywhere):
+    """The critic's clipped squared error against the returns."""
+
+    clip: float | None = 0.5
+    aggregate: str = "token-mean"
+
+    role: str = "critic"
+    head: str = "value"
+    unit: str = "sequence"
+    needs: frozenset[str] = frozenset({"values", "returns"})
+    on_policy: str = "none: it fits values, not the policy"
+
+    def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
+        """This micro-batch's part of the step's loss, and its metrics."""
+        mask = inputs.response_mask.bool()
+        values = zero_outside(required(inputs.values, "values"), mask)
+        old, returns = zero_outside(inputs.columns["values"], mask), zero_outside(inputs.columns["returns"], mask)
+        losses, clipped = clipped_value_loss(values, old, returns, self.clip)
+        loss = aggregated(losses, mask, self.aggregate, denominators)
+        return LossOutputs(loss, metric_sums({"train/value_clip_fraction": clipped.to(values.dtype)}, mask))
 
 
 def compute_value_loss(
@@ -48,7 +77,12 @@ def compute_value_loss(
     """
     loss, clipped = clipped_value_loss(vpreds, values, returns, cliprange_value)
     total = agg_loss(
-        loss, response_mask, loss_agg_mode, dp_size=dp_size, batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size, loss_scale_factor=loss_scale_factor,
-    )  # fmt: skip
+        loss,
+        response_mask,
+        loss_agg_mode,
+        dp_size=dp_size,
+        batch_num_tokens=batch_num_tokens,
+        global_batch_size=global_batch_size,
+        loss_scale_factor=loss_scale_factor,
+    )
     return total, masked_mean(clipped.to(vpreds.dtype), response_mask)

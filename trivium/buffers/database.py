@@ -1,4 +1,4 @@
-"""A database that several processes reach: transactions that outlive a dropped connection, and the board's table.
+"""Transactions in a database that several processes use, retried where a connection drops; the board's table.
 
 SQLite (a file, one machine) and PostgreSQL (a server, many machines) through SQLAlchemy.
 """
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import socket
+import sqlite3
 import threading
 import time
 import uuid
@@ -35,11 +36,11 @@ _BUSY_S = 5
 """How long SQLite itself waits for another process's transaction."""
 _SLOWEST_POLL_S = 0.05
 _GRACE_S = 1.0
-"""A server says itself that a statement took too long; for so much longer we wait for it to say so."""
+"""How much longer than the statement timeout to wait for the server to report it."""
 _LOCK = 0x747269
-"""An advisory lock of PostgreSQL: who creates tables holds it."""
+"""An advisory lock of PostgreSQL, held while tables are created."""
 _TOO_SLOW = ("55P03", "57014", "25P03")
-"""PostgreSQL waited too long for a lock, took too long over a statement, ended a transaction that was left alone."""
+"""PostgreSQL: lock timeout, statement timeout, idle transaction timeout."""
 _READS = {
     "sqlite": {"reads": True},
     # All statements of a transaction see one moment, as those of SQLite do.
@@ -48,18 +49,18 @@ _READS = {
 
 
 class Database:
-    """Runs functions as transactions, each as a whole or not at all; those that failed in passing, again.
+    """Runs functions as transactions, and retries those that fail for a passing reason.
 
-    A function may therefore run more than once, and even after its first run was committed: the connection may drop
-    before the answer comes. Callable from any thread. Raises RoleFailed naming the database once `patience_s` are over.
+    A function may therefore run more than once, even after its first run was committed: the connection may drop before
+    the result arrives. Callable from any thread. Raises RoleFailed naming the database after `patience_s`.
 
-    On a server no statement may take longer than half of that, waiting for locks included: so there is time for
-    another try. A transaction that was left alone for as long is ended, for others may wait for its locks.
+    On a server no statement may take longer than half of that, waiting for locks included, so that there is time to
+    retry. A transaction that is idle for as long is aborted: others may wait for its locks.
     """
 
     def __init__(self, url: str, *, patience_s: float = 10.0) -> None:
         self._patience_s = patience_s
-        self._url = _understood(url)
+        self._url = _parsed(url)
         self._limit_s = patience_s / 2
         self._engine = _open(self._url, self._limit_s)
         # Connections that the garbage collector finds open are warnings.
@@ -76,15 +77,15 @@ class Database:
         self.transact(work)
 
     def transact(self, work: Work[T]) -> T:
-        """What `work` returns, its changes committed. Transactions that write exclude one another on SQLite."""
-        return self._tried(work, reads=False)
+        """The result of `work`, its changes committed. On SQLite only one transaction writes at a time."""
+        return self._retried(work, reads=False)
 
     def read(self, work: Work[T]) -> T:
-        """What `work` returns; it only reads, all of it as of one moment, and hinders nobody."""
-        return self._tried(work, reads=True)
+        """The result of `work`, which only reads, from one snapshot, without locks."""
+        return self._retried(work, reads=True)
 
     def insert(self, table: sa.Table, row: dict[str, Any], *, replace: bool = False) -> sa.Insert:
-        """Inserts the row, unless there is one under its primary key; that one gives way only to `replace`."""
+        """Inserts the row; an existing one of its primary key stays, or is replaced with `replace`."""
         dialect = postgresql if self._engine.dialect.name == "postgresql" else sqlite
         keys = [column.name for column in table.primary_key]
         rest = {name: value for name, value in row.items() if name not in keys}
@@ -93,11 +94,13 @@ class Database:
             return insert.on_conflict_do_update(index_elements=keys, set_=rest)
         return insert.on_conflict_do_nothing(index_elements=keys)
 
-    def _tried(self, work: Work[T], *, reads: bool) -> T:
+    def _retried(self, work: Work[T], *, reads: bool) -> T:
         tries = Retrying(
-            retry=retry_if_exception(_passes), stop=stop_after_delay(self._patience_s),
-            wait=wait_random_exponential(multiplier=0.02, max=1.0), reraise=True,
-        )  # fmt: skip
+            retry=retry_if_exception(_is_transient),
+            stop=stop_after_delay(self._patience_s),
+            wait=wait_random_exponential(multiplier=0.02, max=1.0),
+            reraise=True,
+        )
         try:
             return tries(self._once, work, reads)
         except SQLAlchemyError as error:
@@ -111,8 +114,8 @@ class Database:
                 return work(connection)
 
 
-def _understood(url: str) -> sa.URL:
-    """The URL with the driver we use; raises ConfigError for any other database."""
+def _parsed(url: str) -> sa.URL:
+    """The URL with the driver to use; raises ConfigError for an unsupported database."""
     try:
         parsed = sa.make_url(url)
     except SQLAlchemyError as error:
@@ -122,18 +125,18 @@ def _understood(url: str) -> sa.URL:
     drivers = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
     name = parsed.drivername.partition("+")[0]
     if name not in drivers:
-        raise ConfigError(f"the database {url!r}", f"{name} is none we know", f"use one of {sorted(set(drivers))}")
+        raise ConfigError(f"the database {url!r}", f"{name} is not supported", f"use one of {sorted(set(drivers))}")
     if name == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise ConfigError(
-            f"the database {url!r}", "it has no file, so no other process reaches it", "sqlite:///file.db"
+            f"the database {url!r}", "it has no file, so no other process can open it", "sqlite:///file.db"
         )
     return parsed.set(drivername=drivers[name])
 
 
 def located(url: str, place: Callable[[str], Path]) -> str:
-    """The URL, where it names a file with `place(file)` instead. Raises ValueError for one that cannot be used."""
+    """The URL, with `place(file)` for the file that it names. Raises ValueError for an unsupported one."""
     try:
-        parsed = _understood(url)
+        parsed = _parsed(url)
     except ConfigError as error:
         raise ValueError(f"{error.found}; {error.do}") from error
     if parsed.get_backend_name() == "sqlite":
@@ -148,16 +151,20 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
-    limits = ("statement_timeout", "idle_in_transaction_session_timeout")  # waiting for locks is part of a statement
+    limits = ("statement_timeout", "idle_in_transaction_session_timeout")  # a statement includes its waits for locks
     options = [f"-c {name}={max(1, round(limit_s * 1000))}" for name in limits]
     settings = {
         "options": " ".join([*options, str(url.query.get("options", ""))]),
-        "connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "trivium",
-        # A plan that was made for a small table must not stay when the table has grown.
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "application_name": "trivium",
+        # A plan made for a small table must not be kept when the table has grown.
         "prepare_threshold": None,
-        # A machine that has gone silent is noticed within seconds.
-        "keepalives_idle": 3, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 8000,
-    }  # fmt: skip
+        # A silent machine is noticed within seconds.
+        "keepalives_idle": 3,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 8000,
+    }
     try:
         engine = sa.create_engine(url, connect_args=settings)
     except ImportError as error:
@@ -167,25 +174,25 @@ def _open(url: sa.URL, limit_s: float) -> sa.Engine:
     return engine
 
 
-def _prepare_sqlite(connection: Any, record: Any) -> None:
+def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     del record
-    connection.isolation_level = None  # the driver would begin transactions in its own way
-    # Readers beside a writer; the operating system has what is committed, as it has the journal of one process.
+    connection.isolation_level = None  # the driver must not begin transactions
+    # Readers do not block the writer; a commit survives the death of this process, as the journal file does.
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    # Who may write says so at once: two that have read and then want to write could only fail.
+    # Writers lock at once: two that have read and then write would fail.
     reads = connection.get_execution_options().get("reads", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 class _Watch:
-    """Hangs up on a server that has not answered for `limit_s`: nothing else would end the wait for it."""
+    """Closes the connection to a server that has not answered for `limit_s`: nothing else would end the wait."""
 
     def __init__(self, line: socket.socket, limit_s: float) -> None:
-        self.asked = time.monotonic()
+        self.started_at = time.monotonic()
         self._line, self._limit_s = line, limit_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="database", daemon=True)
@@ -197,10 +204,10 @@ class _Watch:
         self._line.close()
 
     def _run(self) -> None:
-        while (left := self.asked + self._limit_s - time.monotonic()) > 0:
+        while (left := self.started_at + self._limit_s - time.monotonic()) > 0:
             if self._over.wait(left):
                 return
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):  # closed by the server already
             self._line.shutdown(socket.SHUT_RDWR)
 
 
@@ -208,9 +215,9 @@ class _Watch:
 def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name == "sqlite" or driver.closed:
-        yield  # SQLite waits for so long itself; a closed connection says so at once
+        yield  # SQLite has its own timeout; a closed connection raises at once
         return
-    # A descriptor of its own: that of the driver may be closed, and its number another file's, at any moment.
+    # A descriptor of its own: the driver's may be closed at any moment, and its number reused.
     watch = _Watch(socket.socket(fileno=os.dup(driver.fileno())), limit_s)
     connection.execution_options(watch=watch)
     try:
@@ -220,14 +227,14 @@ def _watched(connection: sa.Connection, limit_s: float) -> Generator[None]:
 
 
 def _asks(connection: sa.Connection) -> None:
-    """The server is about to be asked something."""
+    """A statement is about to be sent."""
     watch = connection.get_execution_options().get("watch")
     if watch is not None:
-        watch.asked = time.monotonic()
+        watch.started_at = time.monotonic()
 
 
-def _passes(error: BaseException) -> bool:
-    """Whether trying again may help: the connection dropped, the server restarts, or somebody was faster."""
+def _is_transient(error: BaseException) -> bool:
+    """Whether a retry may help: the connection dropped, the server restarts, or another transaction was faster."""
     if not isinstance(error, DBAPIError):
         return False
     if error.connection_invalidated:
@@ -249,7 +256,7 @@ def _cause(error: SQLAlchemyError) -> str:
 
 
 async def pause(poll: int, left_s: float) -> None:
-    """Between two looks at a table: short at first, for a change that is about to come."""
+    """Sleeps between two reads of a table, at first shortly."""
     await asyncio.sleep(max(0.0, min(0.002 * 1.5 ** min(poll, 20), _SLOWEST_POLL_S, left_s)))
 
 
@@ -257,12 +264,13 @@ async def pause(poll: int, left_s: float) -> None:
 
 _BOARDS = sa.MetaData()
 _boards = sa.Table(
-    "trivium_boards", _BOARDS,
+    "trivium_boards",
+    _BOARDS,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("revision", sa.BigInteger, nullable=False),
     sa.Column("board", sa.Text, nullable=False),
     sa.Column("writers", sa.Text, nullable=False),
-)  # fmt: skip
+)
 _TOKEN = 16
 """Characters of a writer's token."""
 
@@ -284,10 +292,10 @@ class SqlTable:
         """Stores the values as `revision + 1` if the row still has `revision`; whether it did."""
         board, token = json.dumps(values), uuid.uuid4().hex[:_TOKEN]
         mine = _boards.c.name == self._name
-        # The last writers: who is in doubt about a commit finds itself among them, even after others have written.
+        # The last writers: one that does not know whether it committed looks here, even after others have written.
         writers = sa.func.substr(token + _boards.c.writers, 1, 64 * _TOKEN)
         change = sa.update(_boards).where(mine, _boards.c.revision == revision)
-        found = sa.select(sa.func.count()).where(mine, _boards.c.writers.contains(token))
+        written = sa.select(sa.func.count()).where(mine, _boards.c.writers.contains(token))
 
         first = {"name": self._name, "revision": 1, "board": board, "writers": token}
         newer = change.values(revision=revision + 1, board=board, writers=writers)
@@ -295,7 +303,7 @@ class SqlTable:
 
         def work(connection: sa.Connection) -> bool:
             done = connection.execute(statement)
-            return done.rowcount == 1 or connection.execute(found).scalar_one() > 0
+            return done.rowcount == 1 or connection.execute(written).scalar_one() > 0
 
         return self._database.transact(work)
 

@@ -1,4 +1,4 @@
-"""A buffer over data that somebody else wrote: the rows of a taskset, as groups that nobody had to play."""
+"""A buffer over expert data: the rows of a taskset as groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trivium.buffers.reading import ReadOnlyBuffer
+from trivium.buffers.read_only import ReadOnlyBuffer
 from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
@@ -20,21 +20,21 @@ _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 
 
 class FileBuffer(ReadOnlyBuffer):
-    """Gives the trainer replies that are in the rows already, in schedule order. Nothing is leased or put.
+    """Yields the completions in the rows, in schedule order. Nothing is leased or put.
 
-    With `schedule.group_size` 1 a row holds an expert's reply. With 2 it holds a pair: the preferred reply is the
+    With `schedule.group_size` 1 a row has an expert's completion. With 2 it has a pair: the preferred completion is the
     group's member 0 (reward 1), the other one its member 1 (reward 0).
     """
 
     class Config(BufferConfig):
         kind: str = "files"
         completion: str = "completion"
-        """The column that holds the expert's reply (`schedule.group_size` 1)."""
+        """The column of the expert's completion (`schedule.group_size` 1)."""
         chosen: str = "chosen"
-        """The column that holds the preferred reply of a pair (`schedule.group_size` 2): text, or a conversation that
-        goes on from the prompt, or repeats it, and ends with the reply."""
+        """The column of the preferred completion of a pair (`schedule.group_size` 2): text, or a conversation that
+        continues the prompt, or repeats it, and ends with the completion."""
         rejected: str = "rejected"
-        """The column that holds the other one."""
+        """The column of the other one."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
@@ -43,21 +43,29 @@ class FileBuffer(ReadOnlyBuffer):
             for name in ("completion", "chosen", "rejected"):
                 if read and name not in read and getattr(self, name) != type(self).model_fields[name].default:
                     yield Problem(
-                        f"{where}.{name}", f"the column of {name}",
+                        f"{where}.{name}",
+                        f"the column of {name}",
                         f"schedule.group_size is {size}, so a row is read as {' and '.join(read)}",
                         "leave the key out, or change schedule.group_size",
-                    )  # fmt: skip
+                    )
 
     def __init__(
-        self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
+        self,
+        config: Config,
+        *,
+        schedule: Schedule,
+        rollouts: Path,
+        renderer: Renderer,
+        deadline_s: float,
         name: str = "",
-    ) -> None:  # fmt: skip
-        del rollouts, deadline_s, name  # nothing is played and nobody is waited for
+    ) -> None:
+        del rollouts, deadline_s, name  # nothing is generated, and nothing is waited for
         if schedule.group_size not in _COLUMNS:
             raise ConfigError(
-                f"groups of {schedule.group_size} from files", "a row holds one expert's reply, or a pair",
+                f"groups of {schedule.group_size} from files",
+                "a row has one expert completion, or a pair",
                 "set schedule.group_size to 1 or 2",
-            )  # fmt: skip
+            )
         self.config, self.schedule, self._renderer = config, schedule, renderer
 
     async def take(self, count: int, version: int) -> list[Group]:
@@ -72,19 +80,23 @@ class FileBuffer(ReadOnlyBuffer):
 
     def _turn(self, task: Task, option: str) -> Turn:
         column = getattr(self.config, option)
-        reply = _reply(task, task.columns.get(column))
-        if reply is None:
+        completion = _completion(task, task.columns.get(column))
+        if completion is None:
             raise DataError(
-                f"the {option} reply of task {task.task_id!r}",
+                f"the {option} completion of task {task.task_id!r}",
                 f"column {column!r} is {task.columns.get(column)!r:.80}; the columns are {sorted(task.columns)}",
-                f"name the column that holds the reply with buffer.{option}: text, or messages that go on from the "
-                "prompt and end with the assistant's",
+                f"name the column of the completion with buffer.{option}: text, or messages that continue the prompt "
+                "and end with the assistant's",
             )
-        prompt_tokens, tokens = self._renderer.expert(task.prompt, reply)
+        prompt_tokens, tokens = self._renderer.expert(task.prompt, completion)
         return Turn(
-            prompt_tokens, tokens, np.zeros(len(tokens), np.float32), np.full(len(tokens), EXPERT_VERSION, np.int32),
-            StopReason.EOS, reply,
-        )  # fmt: skip
+            prompt_tokens,
+            tokens,
+            np.zeros(len(tokens), np.float32),
+            np.full(len(tokens), EXPERT_VERSION, np.int32),
+            StopReason.EOS,
+            completion,
+        )
 
     async def state(self) -> dict[str, Any]:
         """Nothing: the rows of a step follow from its number."""
@@ -97,17 +109,17 @@ class FileBuffer(ReadOnlyBuffer):
             f"{count} refused group(s) replaced", "this buffer is filled from files", "set algorithm.refill to 0"
         )
 
-    async def past(self, slots: Sequence[int]) -> list[Group]:
+    async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return [self._group(self.schedule.at(slot)) for slot in slots]
 
 
-def _reply(task: Task, value: Any) -> str | None:
-    """The reply in a column: text, or the last message of a conversation; None for anything else."""
+def _completion(task: Task, value: object) -> str | None:
+    """The completion in a column: text, or the last message of a conversation; None for anything else."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         return value if isinstance(value, str) else None
-    said = [(entry.get("role"), entry.get("content")) for entry in value]
-    before = said[:-1]
+    messages = [(entry.get("role"), entry.get("content")) for entry in value]
+    before = messages[:-1]
     prompt = [(message.role, message.content) for message in task.prompt]
-    if not said or said[-1][0] != "assistant" or before != prompt[len(prompt) - len(before) :]:
+    if not messages or messages[-1][0] != "assistant" or before != prompt[len(prompt) - len(before) :]:
         return None
-    return said[-1][1] if isinstance(said[-1][1], str) else None
+    return messages[-1][1] if isinstance(messages[-1][1], str) else None

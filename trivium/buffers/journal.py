@@ -1,7 +1,7 @@
-"""The journal: every finished group on disk before it counts, so that a killed run loses no rollout.
+"""The journal: every finished group is on disk before it counts, so that a killed run loses no rollout.
 
-One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack; a torn tail (the process
-died while writing) is recognised, cut off and played again.
+One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack. A torn tail (the process
+died while it wrote) is detected and truncated; its slot is leased again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Journal:
     def append(self, step: int, group: Group) -> None:
         """Hands the group to the operating system: it survives the death of this process."""
         record = _record(group)
-        with open(self._path(step), "ab") as file:  # buffered: written whole or raised, never cut short in silence
+        with open(self._path(step), "ab") as file:  # buffered: written whole, or raises
             file.write(record)
 
     def read(self, after_step: int) -> Iterator[Group]:
@@ -49,14 +49,12 @@ class Journal:
             yield from self._read_file(self._path(step))
 
     def strike(self, after_step: int, lost: Callable[[Group], bool]) -> None:
-        """Removes groups of later steps for good."""
+        """Removes the groups of later steps that are `lost`."""
         for path in self._paths(after_step):
             groups = list(self._read_file(path))
             kept = [group for group in groups if not lost(group)]
             if len(kept) < len(groups):
-                aside = path.with_name(f".{path.name}.writing")
-                aside.write_bytes(b"".join(map(_record, kept)))
-                aside.replace(path)
+                _replace(path, kept)
 
     def _paths(self, after_step: int) -> list[Path]:
         paths = sorted(self.directory.glob("step-*.msgpack"))
@@ -75,18 +73,22 @@ class Journal:
 
 
 def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """A file of these groups, as a run journals them: what `buffer.kind: recorded` trains on."""
+    """Writes groups to a file as a run journals them, for `buffer.kind: recorded`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "wb") as file:
+    _replace(path, groups)
+
+
+def _replace(path: Path, groups: Iterable[Group]) -> None:
+    staging = path.with_name(f".{path.name}.writing")
+    with open(staging, "wb") as file:
         file.writelines(map(_record, groups))
-    aside.replace(path)
+    staging.replace(path)
 
 
 def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
-    """(offset, group) of each record in somebody else's file, which stays as it is; a torn tail is left out.
+    """(offset, group) of each record in another run's file, which is not changed; a torn tail is skipped.
 
-    Raises DataError for a file that is no journal, or has been damaged.
+    Raises DataError for a file that is no journal, or is damaged.
     """
     data, end = path.read_bytes(), 0
     for offset, payload in whole_records(data):
@@ -95,11 +97,11 @@ def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
     if end < len(data) and _header(data, end)[0] <= len(data) - end - _HEADER.size:
         raise _damaged(path, end, "its bytes are not the ones that were written")
     if end < len(data):
-        _log.warning("%s ends with half a record: %d bytes left out", path, len(data) - end)
+        _log.warning("%s ends with half a record: %d bytes skipped", path, len(data) - end)
 
 
 def read_record(path: Path, offset: int) -> Group:
-    """The group at an offset that `read_recorded` gave. Raises DataError where it is no longer there."""
+    """The group at an offset from `read_recorded`. Raises DataError where it is no longer there."""
     with open(path, "rb") as file:
         file.seek(offset)
         header = file.read(_HEADER.size)
@@ -123,7 +125,7 @@ def whole_records(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _header(data: bytes, offset: int) -> tuple[int, int]:
-    """(size, CRC) of the record there; a size that no file has where the header itself is torn."""
+    """(size, CRC) of the record at an offset; a size beyond the end where the header itself is torn."""
     header = data[offset : offset + _HEADER.size]
     return _HEADER.unpack(header) if len(header) == _HEADER.size else (len(data) + 1, 0)
 
@@ -135,11 +137,12 @@ def _decoded(path: Path, offset: int, payload: bytes) -> Group:
         raise _damaged(path, offset, f"it holds no group ({type(error).__name__}: {error})") from error
 
 
-def _damaged(path: Path, offset: int, found: str) -> DataError:
+def _damaged(path: Path, offset: int, problem: str) -> DataError:
     return DataError(
-        f"the recorded group at byte {offset} of {path}", found,
+        f"the recorded group at byte {offset} of {path}",
+        problem,
         "name a file (step-000001.msgpack) that a run wrote under rollouts/, or trivium.buffers.journal.write_groups",
-    )  # fmt: skip
+    )
 
 
 def _record(group: Group) -> bytes:
@@ -152,13 +155,16 @@ def encode_group(group: Group) -> bytes:
     try:
         packed = msgpack.packb(
             {
-                "slot": group.slot, "epoch": group.epoch, "attempt": group.attempt, "version": group.version,
+                "slot": group.slot,
+                "epoch": group.epoch,
+                "attempt": group.attempt,
+                "version": group.version,
                 "dropped": group.dropped,
                 "task": {**asdict(group.task), "columns": dict(group.task.columns)},
                 "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
                 "greedy": None if group.greedy is None else _pack_trajectory(group.greedy),
             }
-        )  # fmt: skip
+        )
     except (TypeError, ValueError) as error:
         raise DataError(
             f"journal the rollouts of task {group.task.task_id!r}",
@@ -212,10 +218,16 @@ def _pack_turn(turn: Turn) -> list[Any]:
 def _unpack_turn(data: list[Any]) -> Turn:
     prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state = data
     return Turn(
-        np.frombuffer(prompt_tokens, np.int32), np.frombuffer(tokens, np.int32),
-        np.frombuffer(log_prob, np.float32), np.frombuffer(policy_version, np.int32),
-        StopReason(stop_reason), text, _unpack_media(media), reward, state,
-    )  # fmt: skip
+        np.frombuffer(prompt_tokens, np.int32),
+        np.frombuffer(tokens, np.int32),
+        np.frombuffer(log_prob, np.float32),
+        np.frombuffer(policy_version, np.int32),
+        StopReason(stop_reason),
+        text,
+        _unpack_media(media),
+        reward,
+        state,
+    )
 
 
 def _unpack_message(data: dict[str, Any]) -> Message:

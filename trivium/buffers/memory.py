@@ -1,4 +1,4 @@
-"""The buffer of one process: issues slots, journals what comes back, hands it to the trainer in the agreed order."""
+"""The buffer of one process: issues slots, journals finished groups, hands them to the trainer in order."""
 
 from __future__ import annotations
 
@@ -11,103 +11,109 @@ from pathlib import Path
 from typing import Any
 
 from trivium.buffers.journal import Journal
+from trivium.buffers.slots import (
+    COUNTERS,
+    SlotsState,
+    StoredGroup,
+    admitted,
+    bound,
+    kept_on_resume,
+    next_attempt,
+    not_leased,
+    oldest_version,
+    waiting_drain,
+    waiting_explorer,
+    waiting_trainer,
+)
+from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig
-from trivium.errors import DataError, RunDirError, SyncError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
-from trivium.types import SERVED, Group, Lease
+from trivium.types import Group, Lease
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A lease that somebody holds."""
+class _ActiveLease:
+    """A slot that an explorer has leased."""
 
     lease: Lease
     owner: str
     version: int
-    """What the owner had loaded when it leased: nothing of the group is older."""
+    """The version that the owner had loaded: nothing of the group is older."""
 
 
 class MemoryBuffer:
     """Slots and groups in memory, every group in the journal first.
 
-    A slot is issued only if it lies below the schedule's admission bound for the version the explorer has loaded (plus
-    the slots that were given up, or whose groups the trainer refused and wants replaced, so that it never starves).
-    `take` evicts what became too stale meanwhile: the slot is issued again, at most `max_attempts` times.
-
-    No operation looks at all finished groups, nor at all that were ever taken.
+    The rules are those of `buffers.slots`. No operation looks at all finished groups, nor at all that were ever taken.
     """
-
-    explored = True
-    """An explorer fills this buffer."""
 
     class Config(BufferConfig):
         kind: str = "memory"
 
     def __init__(
-        self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
+        self,
+        config: Config,
+        *,
+        schedule: Schedule,
+        rollouts: Path,
+        renderer: Renderer,
+        deadline_s: float,
         name: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         del config, renderer, name  # only file buffers tokenise; only shared ones have a name
         self.schedule, self._deadline_s = schedule, deadline_s
         self._journal = Journal(rollouts)
         self._loaded: dict[str, int] = {}
-        """The version each explorer has loaded."""
-        self._leases: dict[int, _Held] = {}
-        self._off: dict[str, list[Lease]] = {}
-        """Leases that were called off and whose player does not know yet."""
+        """The version that each explorer has loaded."""
+        self._leases: dict[int, _ActiveLease] = {}
+        self._cancelled: dict[str, list[Lease]] = {}
+        """Cancelled leases that their owners have not been told of."""
         self._groups: OrderedDict[int, Group] = OrderedDict()
-        """Finished and not taken, in order of arrival."""
+        """Finished groups that were not taken, in order of arrival."""
         self._ages: list[tuple[int, int, int]] = []
-        """A heap of (oldest version, slot, attempt) of finished groups; some were taken since."""
-        self._num_ready = self._reach = 0
-        """In slot order: how many groups lie ready below the first slot that has not come back, and that slot."""
+        """A heap of (oldest version, slot, attempt) of finished groups; some have been taken since."""
+        self._num_ready = self._first_unfinished = 0
+        """In slot order: the first slot that is not finished, and how many groups below it can be taken."""
         self._floor = 0
-        """Every slot below it is consumed: taken or given up."""
+        """Every slot below it is consumed."""
         self._consumed: set[int] = set()
-        """The other consumed slots."""
+        """The consumed slots above it."""
         self._next = 0
-        """Every slot from here on was never issued."""
+        """The lowest slot that was never issued."""
         self._freed: list[int] = []
-        """A heap of the slots below it that are to be issued again."""
+        """A heap of the slots that are to be issued again."""
         self._attempts: dict[int, int] = {}
-        """Of slots that were played in vain and are not consumed: how often."""
+        """The attempt of slots whose earlier attempts were in vain."""
         self._trains = schedule.first_version
-        """The version that the groups taken next are for."""
-        self._refused = 0
-        """Groups that were taken and are to be replaced."""
-        self._evicted = self._called_off = self._given_up = self._dropped = 0
+        """The version that the next groups taken are for."""
+        self._counts = dict.fromkeys(COUNTERS, 0)
         self._changed = asyncio.Condition()
         self._closed = False
 
     # ------------------------------------------------------------------ the explorers' side
 
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
-        """The lowest slot that nobody plays and the version of `owner` admits."""
+        """The lowest free slot, if the version of `owner` admits it."""
         async with self._changed:
             if wait or self._closed:
                 await self._wait(
                     lambda: self._free_slot < self._bound(owner),
-                    lambda: f"explorer {owner!r} (version {self._loaded.get(owner)})",
-                    lambda: f"the trainer to take groups (next slot {self._free_slot})",
+                    lambda: waiting_explorer(owner, self._loaded.get(owner), self._free_slot),
                 )
             if self._free_slot >= self._bound(owner):
                 return None
             lease = self._issue()
-            self._leases[lease.slot] = _Held(lease, owner, self._loaded[owner])
+            self._leases[lease.slot] = _ActiveLease(lease, owner, self._loaded[owner])
             return lease
 
     async def put(self, owner: str, group: Group) -> None:
         async with self._changed:
-            slot, held = group.slot, self._leases.get(group.slot)
-            if held is None or (held.owner, held.lease.attempt) != (owner, group.attempt):
+            slot, active = group.slot, self._leases.get(group.slot)
+            if active is None or (active.owner, active.lease.attempt) != (owner, group.attempt):
                 if self._is_consumed(slot) or group.attempt < self._attempts.get(slot, 0):
-                    return  # called off, and finished before its player heard of it
-                raise DataError(
-                    f"put slot {slot} (attempt {group.attempt})",
-                    f"{owner!r} holds no lease of it (what is held is {held})",
-                    "lease a slot before playing it, and put it once",
-                )  # fmt: skip
+                    return  # cancelled, and finished before its owner was told
+                raise not_leased(owner, group, "" if active is None else f" (it is leased: {active})")
             self._journal.append(self.schedule.step_of(slot), group)
             del self._leases[slot]
             self._keep(group)
@@ -115,39 +121,38 @@ class MemoryBuffer:
 
     async def release(self, owner: str) -> int:
         async with self._changed:
-            slots = [slot for slot, held in self._leases.items() if held.owner == owner]
+            slots = [slot for slot, active in self._leases.items() if active.owner == owner]
             for slot in slots:
                 del self._leases[slot]
                 heapq.heappush(self._freed, slot)
-            self._off.pop(owner, None)
-            self._loaded.pop(owner, None)  # it gets nothing until it has adopted a version again
+            self._cancelled.pop(owner, None)
+            self._loaded.pop(owner, None)  # it gets no slot until it has adopted a version again
             self._changed.notify_all()
             return len(slots)
 
-    async def undo(self, method: str, answer: Any, *args: Any) -> None:
-        """Takes back an answer that came when nobody waited for it any more: the slot of a `lease`."""
+    async def undo(self, method: str, answer: Lease, *args: object) -> None:
+        """Takes back the answer of a call whose caller was cancelled: the slot of a `lease`."""
         del args
         async with self._changed:
-            held = self._leases.get(answer.slot) if method == "lease" else None
-            if held is not None and held.lease == answer:
+            active = self._leases.get(answer.slot) if method == "lease" else None
+            if active is not None and active.lease == answer:
                 del self._leases[answer.slot]
                 heapq.heappush(self._freed, answer.slot)
                 self._changed.notify_all()
 
-    async def called_off(self, owner: str) -> Sequence[Lease]:
+    async def cancelled_leases(self, owner: str) -> Sequence[Lease]:
         async with self._changed:
-            while not self._off.get(owner):
-                await self._changed.wait()  # for as long as the stage lasts: most stages call nothing off
-            return self._off.pop(owner)
+            while not self._cancelled.get(owner):
+                await self._changed.wait()  # for as long as the stage lasts: most stages cancel nothing
+            return self._cancelled.pop(owner)
 
-    async def drained(self, version: int) -> None:
-        """Waits until every slot that `version` admits has been played."""
+    async def drain(self, version: int) -> None:
+        """Waits until every slot that `version` admits is finished."""
         async with self._changed:
             await self._wait(
-                lambda: min((*self._leases, self._free_slot)) >= self._admitted(version),
-                lambda: "the next version",
-                lambda: f"the slots of version {version} ({len(self._leases)} being played)",
-            )  # fmt: skip
+                lambda: min((*self._leases, self._free_slot)) >= admitted(self.schedule, self._counts, version),
+                lambda: waiting_drain(version, len(self._leases)),
+            )
 
     async def advance(self, owner: str, version: int) -> None:
         """An explorer adopted `version`: more slots may be admitted."""
@@ -165,29 +170,24 @@ class MemoryBuffer:
 
         async with self._changed:
             self._trains = version
-            await self._wait(
-                ready,
-                lambda: f"the trainer (version {version})",
-                lambda: f"{count} groups from the explorers ({len(self._groups)} finished, {len(self._leases)} being "
-                "played)",
-            )  # fmt: skip
-            groups = self._taken(count)
+            await self._wait(ready, lambda: waiting_trainer(version, count, len(self._groups), len(self._leases)))
+            groups = self._consume_next(count)
             self._trains = version + 1
             if not self.schedule.ordered:
-                self._call_off()
+                self._cancel_stale()
             self._changed.notify_all()
             return groups
 
     async def refuse(self, count: int) -> None:
         async with self._changed:
-            self._refused += count
-            self._trains -= 1  # the step is not over: the next groups are for it as well
+            self._counts["refused"] += count
+            self._trains -= 1  # the next groups are for the same step
             self._changed.notify_all()
 
-    async def past(self, slots: Sequence[int]) -> list[Group]:
+    async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         steps = sorted({self.schedule.step_of(slot) for slot in slots})
-        found = {group.slot: group for step in steps for group in self._journal.read_step(step)}
-        return [found[slot] for slot in slots]
+        groups = {group.slot: group for step in steps for group in self._journal.read_step(step)}
+        return [groups[slot] for slot in slots]
 
     async def close(self) -> None:
         async with self._changed:
@@ -197,74 +197,45 @@ class MemoryBuffer:
     # ------------------------------------------------------------------ counts, checkpoints
 
     async def counts(self) -> Mapping[str, int]:
-        return {
-            "evicted": self._evicted, "called_off": self._called_off, "given_up": self._given_up,
-            "dropped": self._dropped,
-        }  # fmt: skip
+        return {name: count for name, count in self._counts.items() if name != "refused"}
 
     async def state(self) -> dict[str, Any]:
-        """What a checkpoint must know: which slots training has consumed, how often others were played in vain."""
-        return {
-            "consumed_below": self._floor, "consumed": sorted(self._consumed),
-            "attempts": {str(slot): attempt for slot, attempt in sorted(self._attempts.items())},
-            "refused": self._refused, **await self.counts(),
-        }  # fmt: skip
+        """What a checkpoint must know: which slots are consumed, and the attempts of the others."""
+        return SlotsState(self._floor, frozenset(self._consumed), self._attempts, self._counts).to_json()
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
         """Continues from a checkpoint of `version` with the rollouts journaled after it; None starts the stage."""
         async with self._changed:
-            if state is not None:
-                self._floor, self._consumed = state["consumed_below"], set(state["consumed"])
-                self._attempts = {int(slot): attempt for slot, attempt in state["attempts"].items()}
-                self._refused, self._evicted, self._called_off, self._given_up, self._dropped = (
-                    state[name] for name in ("refused", "evicted", "called_off", "given_up", "dropped")
-                )
-            self._trains, self._reach = version, self._floor
-            for group in self._journaled(version):
+            restored = SlotsState.of(state)
+            self._floor, self._consumed = restored.consumed_below, set(restored.consumed)
+            self._attempts, self._counts = dict(restored.attempts), dict(restored.counts)
+            self._trains, self._first_unfinished = version, self._floor
+            for group in self._journaled(restored, version):
+                if group.attempt:
+                    self._attempts[group.slot] = group.attempt
                 self._keep(group)
             issued = {*self._consumed, *self._groups, *self._attempts}
             self._next = max(issued, default=self._floor - 1) + 1
             self._freed = [slot for slot in range(self._floor, self._next) if not self._is_done(slot)]
             self._changed.notify_all()
 
-    def _journaled(self, version: int) -> list[Group]:
-        """The groups in the journal that a run at `version` has not consumed, one for each slot."""
+    def _journaled(self, state: SlotsState, version: int) -> list[Group]:
+        """The groups in the journal that a run resumed at `version` keeps, one for each slot."""
         after_step = self.schedule.step_of(self._floor) - 1
-        if not self.schedule.ordered:
-            # The future of the dead run will not come again: its rollouts are nobody's policy, now and after the next
-            # resume.
+        if not self.schedule.ordered:  # struck from the journal, or the next resume would keep them
             self._journal.strike(after_step, lambda group: group.newest_version > version)
-        found: dict[int, Group] = {}
+        kept: dict[int, Group] = {}
         for group in self._journal.read(after_step):
-            slot = group.slot
-            if self._is_consumed(slot) or group.attempt < self._attempts.get(slot, 0):
-                continue
-            if group.dropped and group.newest_version > version:
-                continue  # it would admit another slot to versions that have no right to it: it is dropped again, later
-            expected = self.schedule.at(slot).task.task_id
-            if group.task.task_id != expected and group.task.taskset != SERVED:
-                raise RunDirError(
-                    f"continue slot {slot}",
-                    f"its journaled rollouts are of task {group.task.task_id!r}, the schedule says {expected!r}",
-                    "the taskset changed: start another run.dir, or put the tasks back",
-                )
-            if group.attempt:
-                self._attempts[slot] = group.attempt
-            found.pop(slot, None)  # played in vain since the checkpoint: the last attempt counts, in its place
-            found[slot] = group
-        return list(found.values())
+            if kept_on_resume(self.schedule, state, version, StoredGroup.of(group)):
+                kept.pop(group.slot, None)  # evicted since the checkpoint: the last attempt counts, in its place
+                kept[group.slot] = group
+        return list(kept.values())
 
     # ------------------------------------------------------------------ slots
 
     def _bound(self, owner: str) -> int:
-        """The slots below it may be issued to `owner`; none if what it would play could only be too stale."""
-        version = self._loaded.get(owner)
-        if version is None or self._trains - version > self.schedule.max_staleness:
-            return 0
-        return self._admitted(version)
-
-    def _admitted(self, version: int) -> int:
-        return self.schedule.admitted(version) + self._given_up + self._dropped + self._refused
+        """The slots below it may be issued to `owner`."""
+        return bound(self.schedule, self._counts, self._trains, self._loaded.get(owner))
 
     @property
     def _free_slot(self) -> int:
@@ -293,8 +264,8 @@ class MemoryBuffer:
     # ------------------------------------------------------------------ finished groups
 
     def _keep(self, group: Group) -> None:
-        if group.dropped:  # nothing will come of this slot: another one is admitted in its place
-            self._dropped += 1
+        if group.dropped:  # another slot is admitted in its place
+            self._counts["dropped"] += 1
             self._consume(group.slot)
             return
         self._groups[group.slot] = group
@@ -302,15 +273,15 @@ class MemoryBuffer:
             heapq.heappush(self._ages, (group.oldest_version, group.slot, group.attempt))
 
     def _ready(self) -> int:
-        """How many groups training may take now."""
+        """How many groups can be taken now."""
         if not self.schedule.ordered:
             return len(self._groups)
-        while self._is_done(self._reach):
-            self._num_ready += self._reach in self._groups
-            self._reach += 1
+        while self._is_done(self._first_unfinished):
+            self._num_ready += self._first_unfinished in self._groups
+            self._first_unfinished += 1
         return self._num_ready
 
-    def _taken(self, count: int) -> list[Group]:
+    def _consume_next(self, count: int) -> list[Group]:
         """The next `count` groups: in slot order, or in order of arrival."""
         groups: list[Group] = []
         while len(groups) < count:
@@ -321,44 +292,50 @@ class MemoryBuffer:
         return groups
 
     def _evict(self, version: int) -> None:
-        """Gives up what is staler than the bound: admission alone does not hold a straggler to it."""
-        while self._ages and version - self._ages[0][0] > self.schedule.max_staleness:
+        """Removes groups that are too stale: admission alone does not bound a straggler."""
+        while self._ages and self._ages[0][0] < oldest_version(self.schedule, version):
             _, slot, attempt = heapq.heappop(self._ages)
             if slot in self._groups and self._groups[slot].attempt == attempt:
                 del self._groups[slot]
-                self._evicted += 1
-                self._again(slot)
+                self._counts["evicted"] += 1
+                self._retry(slot)
                 self._changed.notify_all()
 
-    def _call_off(self) -> None:
-        """Takes back leases whose groups could not be trained on any more."""
-        oldest = self._trains - self.schedule.max_staleness
-        for held in [held for held in self._leases.values() if held.version < oldest]:
-            del self._leases[held.lease.slot]
-            self._off.setdefault(held.owner, []).append(held.lease)
-            self._called_off += 1
-            self._again(held.lease.slot)
+    def _cancel_stale(self) -> None:
+        """Cancels leases whose groups would be too stale."""
+        oldest = oldest_version(self.schedule, self._trains)
+        for active in [active for active in self._leases.values() if active.version < oldest]:
+            del self._leases[active.lease.slot]
+            self._cancelled.setdefault(active.owner, []).append(active.lease)
+            self._counts["called_off"] += 1
+            self._retry(active.lease.slot)
 
-    def _again(self, slot: int) -> None:
-        """A slot that was played in vain is issued again, or given up after `max_attempts`."""
-        self._attempts[slot] = self._attempts.get(slot, 0) + 1
-        if self._attempts[slot] < self.schedule.max_attempts:
-            heapq.heappush(self._freed, slot)
-        else:
-            self._given_up += 1
+    def _retry(self, slot: int) -> None:
+        """Issues a slot again after an attempt in vain, or gives it up."""
+        attempt = next_attempt(self.schedule, self._attempts.get(slot, 0))
+        if attempt is None:
+            self._counts["given_up"] += 1
             self._consume(slot)
+        else:
+            self._attempts[slot] = attempt
+            heapq.heappush(self._freed, slot)
 
-    async def _wait(self, until: Callable[[], bool], who: Callable[[], str], whom: Callable[[], str]) -> None:
-        """Waits under the condition. After `deadline_s` without any change of the buffer: who waited for whom."""
-        try:
-            while not (self._closed or until()):
-                async with asyncio.timeout(self._deadline_s):
+    async def _wait(self, until: Callable[[], bool], waiting: Callable[[], Waiting]) -> None:
+        """Waits under the condition. Any change of the buffer is progress.
+
+        Raises SyncError after the deadline, StopAsyncIteration once the buffer is closed.
+        """
+
+        async def poll(deadline: ProgressDeadline) -> tuple[bool | None, object]:
+            if self._closed:
+                raise StopAsyncIteration
+            if until():
+                return True, None
+            try:
+                async with asyncio.timeout(deadline.left_s):
                     await self._changed.wait()
-        except TimeoutError as error:
-            raise SyncError(
-                f"{who()} waits for {whom()}",
-                f"nothing happened for {self._deadline_s:.0f} s",
-                "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
-            ) from error
-        if self._closed:
-            raise StopAsyncIteration
+            except TimeoutError:
+                return None, deadline.state
+            return None, object()  # whatever has changed is progress
+
+        await wait_until(poll, waiting, self._deadline_s)

@@ -1,4 +1,4 @@
-"""The operators that ship: each a small step of the experience pipeline (see `pipeline`)."""
+"""The operators that ship (see `pipeline`)."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from pydantic import Field
 
 from trivium.config import Plugin
 from trivium.errors import DataError
-from trivium.types import Failure, Group, Trajectory
+from trivium.types import Capabilities, Failure, Group, Trajectory
 
 
 class RewardFilter:
-    """Members, or whole groups, that earned too little are left out.
+    """Removes members, or whole groups, with too small a reward.
 
-    A group without a living member left is dropped. A smaller one is trained on as it is: its statistics are those of
-    the members it has, and the algorithm refuses it if they are fewer than its estimator compares.
+    A group without a live member left is dropped. A smaller one is trained on as it is: its statistics are those of its
+    members, and the algorithm refuses it if they are fewer than its estimator compares.
     """
-
-    drops = True
 
     class Config(Plugin):
         kind: str = "reward_filter"
         threshold: float = 0.0
-        """What earned less is left out."""
+        """What has a smaller reward is removed."""
         of: Literal["members", "groups"] = "members"
-        """What is measured: each member by itself, or the mean over a group."""
+        """What is compared: each member, or the mean over a group."""
         component: str = ""
-        """Which component of the reward is measured; empty for the total."""
+        """The component of the reward that is compared; empty for the total."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def __call__(self, group: Group) -> Group:
         threshold = self.config.threshold
-        rewards = {member.index: _reward(group, member, self.config.component) for member in group.alive}
+        earned = group.member_rewards(self.config.component)
+        rewards = {member.index: reward for member, reward in zip(group.alive, earned, strict=True)}
         if not rewards:
             return group
         if self.config.of == "groups":
@@ -51,25 +50,23 @@ class RewardFilter:
 
 
 class RewardStdFilter:
-    """Groups whose members earned the same, or nearly, are dropped: they have nothing to tell each other apart by.
+    """Drops groups whose members have equal rewards, or nearly: they give no advantage.
 
-    A member that is alone, because the others failed, is no evidence of that: its group is kept.
+    A group with a single live member is kept.
     """
-
-    drops = True
 
     class Config(Plugin):
         kind: str = "reward_std_filter"
         threshold: float = Field(default=0.0, ge=0)
         """The largest standard deviation (of the members, not an estimate) that is dropped."""
         component: str = ""
-        """Which component of the reward is measured; empty for the total."""
+        """The component of the reward that is compared; empty for the total."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def __call__(self, group: Group) -> Group:
-        rewards = [_reward(group, member, self.config.component) for member in group.alive]
+        rewards = group.member_rewards(self.config.component)
         std = _std(rewards)
         if len(rewards) < 2 or std > self.config.threshold:
             return group
@@ -77,27 +74,27 @@ class RewardStdFilter:
 
 
 class RewardShaping:
-    """A number that the workflow reported becomes part of the reward.
+    """Makes a number that the workflow reported part of the reward.
 
-    Adding and subtracting make a component of the reward, multiplying and dividing change every component. The greedy
-    reply is treated like the members. One whose reward would not be finite any more, by a division by 0 for example,
-    is recorded as failed.
+    `add` and `sub` add a component to the reward, `mul` and `div` change every component. The greedy completion is
+    treated like the members. One whose reward would not be finite, after a division by 0 for example, is recorded as
+    failed.
     """
 
-    drops = False
+    capabilities = Capabilities(drops=False)
 
     class Config(Plugin):
         kind: str = "reward_shaping"
         metric: str
-        """The number's name among the workflow's metrics."""
+        """The name of the number among the workflow's metrics."""
         op: Literal["add", "sub", "mul", "div"] = "add"
-        """What happens to the reward, with `weight` times the number."""
+        """How the reward changes, by `weight` times the number."""
         weight: float = 1.0
-        """Factor of the number."""
+        """The factor of the number."""
         missing: Literal["error", "skip"] = "error"
-        """What to do about a member whose workflow reported no such number: end the run, or leave it as it is."""
+        """For a member without the number: end the run, or leave the member as it is."""
         name: str = ""
-        """Name of the component that `add` and `sub` make; empty means the metric's."""
+        """The name of the component that `add` and `sub` add; empty for the metric's."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -137,24 +134,24 @@ class RewardShaping:
         name = config.name or config.metric
         if name in rewards:
             raise DataError(
-                f"a component {name!r} of the reward", "there is one of this name already", "set the operator's name"
+                f"a component {name!r} of the reward", "there is one of this name", "set the operator's name"
             )
         return {**rewards, name: number if config.op == "add" else -number}
 
 
 class Dedup:
-    """Of members that say the same, token for token, only the first counts.
+    """Of members with equal tokens only the first counts.
 
-    With `drop` the group gets smaller, and its statistics are those of the members it has; with `fail` it keeps its
-    size on record, and the others count as failed.
+    With `drop` the others leave the group, and its statistics are those of the members it has; with `fail` they stay
+    as failed.
     """
 
-    drops = False
+    capabilities = Capabilities(drops=False)
 
     class Config(Plugin):
         kind: str = "dedup"
         others: Literal["drop", "fail"] = "drop"
-        """What becomes of the others: `drop` takes them out of the group, `fail` records them as failed."""
+        """For the others: `drop` removes them from the group, `fail` records them as failed."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -162,9 +159,9 @@ class Dedup:
     def __call__(self, group: Group) -> Group:
         first: dict[Any, int] = {}
         repeated = {
-            member.index: first[said]
+            member.index: first[tokens]
             for member in group.alive
-            if first.setdefault(said := _said(member), member.index) != member.index
+            if first.setdefault(tokens := _tokens(member), member.index) != member.index
         }
         if self.config.others == "drop":
             return _without(group, repeated)
@@ -179,24 +176,27 @@ _NUMBERS: Mapping[str, Callable[[Sequence[Trajectory], float], float]] = {
     "pass_rate": lambda members, right: fmean(member.reward >= right for member in members),
     "any_right": lambda members, right: float(any(member.reward >= right for member in members)),
     "reward_std": lambda members, _: _std([member.reward for member in members]),
-    "distinct": lambda members, _: len({_said(member) for member in members}) / len(members),
+    "distinct": lambda members, _: len({_tokens(member) for member in members}) / len(members),
 }
 
 
 class GroupMetrics:
-    """Numbers about the group, logged as `workflow/<name>`: the mean over all members trained or not."""
+    """Adds numbers about the group to the metrics, logged as `workflow/<name>`: means over all live members."""
 
-    drops = False
+    capabilities = Capabilities(drops=False)
 
     class Config(Plugin):
         kind: str = "metrics"
         numbers: tuple[Literal["pass_rate", "any_right", "reward_std", "distinct"], ...] = (
-            "pass_rate", "any_right", "reward_std", "distinct",
-        )  # fmt: skip
-        """Which: the part of the members that are right, whether any is, the standard deviation of their rewards, the
-        part of their replies that differ."""
+            "pass_rate",
+            "any_right",
+            "reward_std",
+            "distinct",
+        )
+        """Which: the fraction of right members, whether any is right, the standard deviation of their rewards, the
+        fraction of distinct completions."""
         threshold: float = 1.0
-        """A total reward of at least this counts as right."""
+        """The total reward from which a member counts as right."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -206,38 +206,26 @@ class GroupMetrics:
             return group
         numbers = {name: _NUMBERS[name](group.alive, self.config.threshold) for name in self.config.numbers}
         for member in group.alive:
-            if taken := sorted(numbers.keys() & member.metrics.keys()):
+            if used := sorted(numbers.keys() & member.metrics.keys()):
                 raise DataError(
-                    f"the operator metrics with the number(s) {', '.join(taken)}",
+                    f"the operator metrics with the number(s) {', '.join(used)}",
                     f"the workflow reports metrics of these names for task {group.task.task_id!r}",
                     "leave them out of the operator's numbers, or rename the workflow's",
                 )
-        members = (
-            replace(t, metrics={**t.metrics, **numbers}) if t.failure is None else t for t in group.trajectories
-        )  # fmt: skip
+        members = (replace(t, metrics={**t.metrics, **numbers}) if t.failure is None else t for t in group.trajectories)
         return replace(group, trajectories=tuple(members))
 
 
 def _without(group: Group, indices: Iterable[int]) -> Group:
-    gone = set(indices)
-    return replace(group, trajectories=tuple(t for t in group.trajectories if t.index not in gone))
-
-
-def _reward(group: Group, member: Trajectory, component: str) -> float:
-    if component and component not in member.rewards:
-        raise DataError(
-            f"the reward component {component!r}",
-            f"a trajectory of task {group.task.task_id!r} has {sorted(member.rewards) or 'none'}",
-            "name one of them in the operator, or leave `component` out",
-        )
-    return member.rewards[component] if component else member.reward
+    removed = set(indices)
+    return replace(group, trajectories=tuple(t for t in group.trajectories if t.index not in removed))
 
 
 def _std(rewards: Sequence[float]) -> float:
-    """Of the rewards as a trainer sees them, in float32; computed exactly, so equal ones have a deviation of 0."""
+    """The standard deviation of the rewards in float32, computed exactly: 0 for equal ones."""
     return pstdev([float(np.float32(reward)) for reward in rewards]) if rewards else 0.0
 
 
-def _said(member: Trajectory) -> tuple[bytes, ...]:
-    """What was said to a member and what it said."""
+def _tokens(member: Trajectory) -> tuple[bytes, ...]:
+    """The prompt tokens and tokens of every turn."""
     return tuple(array.tobytes() for turn in member.turns for array in (turn.prompt_tokens, turn.tokens))

@@ -1,7 +1,7 @@
-"""The experience pipeline: what becomes of a finished group before the buffer stores it.
+"""The experience pipeline: operators that change or drop a finished group before the buffer stores it.
 
-Operators look at members that did not fail. Failed ones pass them by, and so does a group that has no others: the
-trainer counts it, and says when too much fails (`workflow.max_failed_fraction`). Evaluations are not refined.
+Operators apply to members that did not fail. A group without any passes unchanged: the trainer counts it, and raises
+where too many fail (`workflow.max_failed_fraction`). Evaluations do not go through the pipeline.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from trivium.types import Group, Trajectory
 
 
 class Pipeline:
-    """The operators of a config, one after the other. What comes of a group is checked after each.
+    """The operators of a config, in order. The group is checked after each.
 
-    Raises DataError where an operator raises or gives something else than the group; RolloutsFailing where nothing has
-    come through for too long.
+    Raises DataError where an operator raises or returns anything but the group; RolloutsFailing where too many groups
+    in a row were dropped.
     """
 
     def __init__(self, config: BufferConfig) -> None:
         self._operators = [(section.short_name, _operator(section)) for section in config.operators]
-        self._patience, self._in_a_row = config.max_dropped_in_a_row, 0
+        self._max_in_a_row, self._in_a_row = config.max_dropped_in_a_row, 0
 
     def __call__(self, group: Group) -> Group:
         for name, operator in self._operators:
             group = _checked(name, group, _applied(name, operator, group))
             if group.dropped:
                 self._in_a_row += 1
-                self._give_up_if_hopeless(group)
+                self._check_dropped(group)
                 return replace(group, dropped=f"{name}: {group.dropped}")
         self._in_a_row = 0
         return group
 
-    def _give_up_if_hopeless(self, group: Group) -> None:
-        if self._in_a_row >= self._patience:
+    def _check_dropped(self, group: Group) -> None:
+        if self._in_a_row >= self._max_in_a_row:
             raise RolloutsFailing(
                 "groups to train on",
                 f"the experience pipeline dropped the last {self._in_a_row}; task {group.task.task_id!r}, because "
@@ -61,32 +61,34 @@ def _applied(name: str, operator: Operator, group: Group) -> object:
     try:
         return operator(group)
     except TriviumError:
-        raise  # it says already what is wrong
+        raise  # it names the problem already
     except Exception as error:
         raise DataError(
             f"the operator {name!r} on a group of task {group.task.task_id!r}",
             f"it raised {type(error).__name__}: {error}",
-            "mend the operator; a group that it cannot use is refused with group.refused('why')",
+            "fix the operator; a group that it cannot use is refused with group.refused('why')",
         ) from error
 
 
 def _checked(name: str, before: Group, after: object) -> Group:
-    """The answer of an operator; DataError for one that is no version of the group it was given."""
-    found = ""
+    """The group that an operator returned; DataError where it is not the one that it was given."""
+    returned = ""
     if not isinstance(after, Group):
-        found = f"a {type(after).__name__}"
+        returned = f"a {type(after).__name__}"
     elif _identity(after) != _identity(before):
-        found = f"a group of slot {after.slot} and task {after.task.task_id!r}, or one that was played otherwise"
-    elif not _spoken(after.played) <= _spoken(before.played):
-        found = "members that it was not given, or whose turns were rewritten"
-    elif wrong := _not_numbers(after.played):
-        found = wrong
-    if found or not isinstance(after, Group):
+        returned = f"a group of slot {after.slot} and task {after.task.task_id!r}"
+        returned += ", or of another epoch, attempt or version"
+    elif not _members(after.rollouts) <= _members(before.rollouts):
+        returned = "members that it was not given, or whose turns were rewritten"
+    elif problem := _not_numbers(after.rollouts):
+        returned = problem
+    if returned or not isinstance(after, Group):
         raise DataError(
-            f"a group of task {before.task.task_id!r} from the operator {name!r}", found,
+            f"a group of task {before.task.task_id!r} from the operator {name!r}",
+            returned,
             "return the group that was given: fewer members, other rewards (finite numbers), metrics or failures, or "
             "group.refused('why')",
-        )  # fmt: skip
+        )
     return after
 
 
@@ -94,16 +96,16 @@ def _identity(group: Group) -> tuple[Any, ...]:
     return group.slot, group.task.taskset, group.task.task_id, group.epoch, group.attempt, group.version
 
 
-def _spoken(members: Iterable[Trajectory]) -> set[tuple[int, ...]]:
-    """Members by index and by the very arrays that were recorded: `replace` keeps them."""
+def _members(members: Iterable[Trajectory]) -> set[tuple[int, ...]]:
+    """Members by index and by the identity of their recorded arrays, which `replace` keeps."""
     return {
         (t.index, *(id(a) for turn in t.turns for a in (turn.prompt_tokens, turn.tokens, turn.log_prob)))
         for t in members
-    }  # fmt: skip
+    }
 
 
 def _not_numbers(members: Iterable[Trajectory]) -> str:
-    """What is not a finite number among rewards and metrics, in words; empty where everything is."""
+    """The first reward or metric that is not a finite number; empty where all are."""
     for member in members:
         for what, numbers in (("reward", member.rewards), ("metric", member.metrics)):
             for name, value in numbers.items():

@@ -1,4 +1,4 @@
-"""A buffer over what another run journaled: its groups once more, as they were, for whoever trains on them."""
+"""A buffer over the journal of another run: trains on its groups again, as they were."""
 
 from __future__ import annotations
 
@@ -12,54 +12,59 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from trivium.buffers.journal import read_record, read_recorded
-from trivium.buffers.reading import ReadOnlyBuffer
+from trivium.buffers.read_only import ReadOnlyBuffer
 from trivium.config import BufferConfig, ConfigPath
 from trivium.errors import DataError, RunDirError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
-from trivium.types import Group
+from trivium.types import Capabilities, Group
 
 _log = logging.getLogger("trivium")
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a group lies."""
+    """Where a group is stored."""
 
     path: Path
     offset: int
     epochs: int
-    """What is added to its epoch: how many lie before its recording."""
+    """The epochs of the recordings before its own, which are added to its epoch."""
 
 
 class RecordedBuffer(ReadOnlyBuffer):
-    """Gives the trainer recorded groups in slot order, so many per step, exactly as they were: tokens,
-    log-probabilities, versions, rewards, failures. They count as played for this run.
+    """Yields recorded groups in slot order, exactly as they were: tokens, log-probabilities, versions, rewards,
+    failures. They count as rollouts of this run.
 
-    What was dropped is left out, and of a slot that was played again the last attempt counts. Several recordings follow
-    one another: slots are counted on, and epochs where a task comes again, so that no two groups pass for one. The data
-    ends where no whole step is left.
+    Dropped groups are skipped, and the last attempt at a slot counts. Several recordings follow one another: slots are
+    numbered on, and so are epochs where a task occurs again, so that groups stay distinct. The data ends where fewer
+    groups are left than a step takes.
     """
 
-    sampled = True
-    """A policy sampled these groups, though no explorer of this run."""
+    capabilities = Capabilities(explored=False, recorded=True)
 
     class Config(BufferConfig):
         kind: str = "recorded"
-        path: Annotated[tuple[ConfigPath, ...], BeforeValidator(lambda said: [said] if isinstance(said, str) else said)]
+        path: Annotated[tuple[ConfigPath, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
         """What to train on, one after the other: journal files, directories of them (`rollouts/stage-0` of a run), or
         the `rollouts` directory of a run, whose stages follow one another."""
 
     def __init__(
-        self, config: Config, *, schedule: Schedule, rollouts: Path, renderer: Renderer, deadline_s: float,
+        self,
+        config: Config,
+        *,
+        schedule: Schedule,
+        rollouts: Path,
+        renderer: Renderer,
+        deadline_s: float,
         name: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises DataError where `config.path` leads to no journal."""
-        del rollouts, renderer, deadline_s, name  # nothing is played, nothing encoded, nobody waited for
+        del rollouts, renderer, deadline_s, name  # nothing is generated, encoded or waited for
         self.schedule = schedule
         self._recordings = [files for path in config.path for files in _recordings(Path(path))]
         self._places: list[_Place] | None = None
-        """By slot; None until somebody asks."""
+        """By slot; read at the first use."""
         self._cursor = 0
 
     async def take(self, count: int, version: int) -> list[Group]:
@@ -73,11 +78,11 @@ class RecordedBuffer(ReadOnlyBuffer):
     async def refuse(self, count: int) -> None:
         """Nothing: refused groups are replaced by the next recorded ones."""
 
-    async def past(self, slots: Sequence[int]) -> list[Group]:
+    async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return await asyncio.to_thread(self._read, await self._index(), slots)
 
     async def state(self) -> dict[str, Any]:
-        """The cursor, and what it counts."""
+        """The cursor, and the number of recorded groups."""
         return {"cursor": self._cursor, "recorded": len(await self._index())}
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
@@ -87,8 +92,9 @@ class RecordedBuffer(ReadOnlyBuffer):
         if len(places) < state["recorded"]:
             raise RunDirError(
                 f"continue at recorded group {state['cursor']}",
-                f"{len(places)} groups are recorded, there were {state['recorded']}", "put the files back",
-            )  # fmt: skip
+                f"{len(places)} groups are recorded, there were {state['recorded']}",
+                "restore the files",
+            )
         self._cursor = state["cursor"]
 
     async def _index(self) -> list[_Place]:
@@ -104,24 +110,25 @@ class RecordedBuffer(ReadOnlyBuffer):
                 raise DataError(
                     f"train on groups of {self.schedule.group_size} (schedule.group_size)",
                     f"recorded group {slot} (task {group.task.task_id!r}) has {len(group.trajectories)} members",
-                    "say the group size of the run that recorded it",
+                    "set it to the group size of the run that recorded them",
                 )
             groups.append(replace(group, slot=slot, epoch=group.epoch + places[slot].epochs))
         return groups
 
 
 def _recordings(path: Path) -> Iterator[list[Path]]:
-    """The files of each recording under a path: within one, no slot means two things."""
+    """The files of each recording under a path; slots are unique within a recording."""
     if path.is_file():
         yield [path]
         return
-    found = [sorted(folder.glob("*.msgpack")) for folder in (path, *sorted(path.glob("stage-*"), key=_stage))]
-    if not any(found):
+    recordings = [sorted(folder.glob("*.msgpack")) for folder in (path, *sorted(path.glob("stage-*"), key=_stage))]
+    if not any(recordings):
         raise DataError(
-            f"recorded rollouts in {path}", "no such file" if not path.exists() else "no .msgpack files there",
+            f"recorded rollouts in {path}",
+            "no such file" if not path.exists() else "no .msgpack files there",
             "name the rollouts directory of a run that explored, or a file in it, in buffer.path",
-        )  # fmt: skip
-    yield from filter(None, found)
+        )
+    yield from filter(None, recordings)
 
 
 def _stage(folder: Path) -> tuple[int, str]:
@@ -130,19 +137,19 @@ def _stage(folder: Path) -> tuple[int, str]:
 
 
 def _places(recordings: Sequence[Sequence[Path]]) -> list[_Place]:
-    """Where the groups of all recordings lie, in slot order within each."""
+    """The places of the groups of all recordings, in slot order within each."""
     places: list[_Place] = []
     seen: set[tuple[str, str, int]] = set()
     for files in recordings:
-        found: dict[int, tuple[Path, int]] = {}
+        by_slot: dict[int, tuple[Path, int]] = {}
         ids: set[tuple[str, str, int]] = set()
         for path in files:
             for offset, group in read_recorded(path):
-                found.pop(group.slot, None)
+                by_slot.pop(group.slot, None)
                 ids.add((group.task.taskset, group.task.task_id, group.epoch))
                 if not group.dropped:
-                    found[group.slot] = path, offset
+                    by_slot[group.slot] = path, offset
         epochs = 0 if ids.isdisjoint(seen) else 1 + max(epoch for _, _, epoch in seen)
         seen |= {(taskset, task_id, epoch + epochs) for taskset, task_id, epoch in ids}
-        places += [_Place(*found[slot], epochs) for slot in sorted(found)]
+        places += [_Place(*by_slot[slot], epochs) for slot in sorted(by_slot)]
     return places

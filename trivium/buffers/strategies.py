@@ -1,6 +1,6 @@
-"""Sample strategies: which groups a step is trained on. `replay` has a file of its own.
+"""Sample strategies: which groups a step trains on (see also `replay`).
 
-A step asks once for all its groups; if the algorithm refuses some, it asks again for as many, and those are fresh ones.
+A step samples all its groups at once. If the algorithm refuses some, it samples as many again, and those are fresh.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from typing import Any
 from pydantic import Field
 
 from trivium.buffers.files import FileBuffer
-from trivium.checks import SETTLED
 from trivium.config import RunConfig, StrategyConfig
+from trivium.config.checks import SETTLED
 from trivium.errors import Problem
 from trivium.protocols import Buffer, Renderer, TaskSource
 from trivium.registry import resolve, suggest
 from trivium.schedule import Schedule
-from trivium.types import Group, Sample
+from trivium.types import Capabilities, Group, Sample, capabilities_of
 
 
 class DefaultStrategy:
-    """The groups the buffer has ready, in its order."""
-
-    mixed = False
+    """The groups of the buffer, in its order."""
 
     class Config(StrategyConfig):
         kind: str = "default"
 
-    def __init__(self, config: StrategyConfig, *, buffer: Buffer, **beside: Any) -> None:
+    def __init__(self, config: StrategyConfig, *, buffer: Buffer, **beside: object) -> None:
         del config, beside
         self._buffer = buffer
 
@@ -50,34 +48,36 @@ class DefaultStrategy:
 class StalenessControl(DefaultStrategy):
     """Groups of at most `max_staleness`, where the schedule lets explorers run further ahead.
 
-    What is older is left out and counted, and another group is played in its place.
+    Older ones are left out and counted, and other groups are generated in their place.
     """
 
     class Config(DefaultStrategy.Config):
         kind: str = "staleness_control"
         max_staleness: int = Field(ge=0)
-        """How many versions old a group may be that is trained on: less than `schedule.max_staleness`."""
+        """How many versions old a group may be: less than `schedule.max_staleness`."""
 
         def oldest(self, max_staleness: int) -> int:
             return min(self.max_staleness, max_staleness)
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            yield from played_problems(self, run, where)
+            yield from explored_problems(self, run, where)
             yield from replacing_problems(self, run, where)
             if self.max_staleness >= run.max_staleness:
                 yield Problem(
-                    f"{where}.max_staleness", f"groups at most {self.max_staleness} version(s) old",
+                    f"{where}.max_staleness",
+                    f"groups at most {self.max_staleness} version(s) old",
                     f"the schedule admits none older than {run.max_staleness}, so nothing would be left out",
                     f"set it below {run.max_staleness}, or use kind: default",
-                )  # fmt: skip
+                )
             if self.max_staleness < run.sync.interval - 1:
                 yield Problem(
-                    f"{where}.max_staleness", f"{self.max_staleness} with sync.interval {run.sync.interval}",
-                    "before weights are published, even a group that has just been played is older",
+                    f"{where}.max_staleness",
+                    f"{self.max_staleness} with sync.interval {run.sync.interval}",
+                    "before weights are published, even a fresh group is older",
                     f"set it to at least {run.sync.interval - 1}",
-                )  # fmt: skip
+                )
 
-    def __init__(self, config: Config, *, buffer: Buffer, **beside: Any) -> None:
+    def __init__(self, config: Config, *, buffer: Buffer, **beside: object) -> None:
         super().__init__(config, buffer=buffer, **beside)
         self._bound = config.max_staleness
 
@@ -95,94 +95,113 @@ class StalenessControl(DefaultStrategy):
 
 
 class Mix(DefaultStrategy):
-    """Fresh groups beside replies of an expert, from a taskset whose rows hold them.
+    """Fresh groups, and completions of an expert from a taskset.
 
-    An expert's rows come in the schedule's manner, every epoch in an order of its own. Which ones a step gets follows
-    from its number, so there is no cursor to lose. They carry no reward; the policy loss tells them from the policy's
-    own (`mix`, `mix_chord`). Replacements for refused groups are always fresh.
+    The expert's rows are ordered like a schedule's tasks, every epoch differently; which ones a step gets follows from
+    its number. They have no reward; the policy loss treats them differently from the policy's own (`mix`,
+    `mix_chord`). Replacements for refused groups are always fresh.
     """
 
-    mixed = True
+    capabilities = Capabilities(mixed=True)
 
     class Config(DefaultStrategy.Config):
         kind: str = "mix"
         expert_data_ratio: float = Field(default=0.5, gt=0, lt=1)
-        """The part of a step's groups that an expert wrote, rounded up to whole groups; each is one reply."""
+        """The fraction of a step's groups that an expert wrote, rounded up to whole groups; each is one completion."""
         taskset: str
-        """The taskset with the expert's replies: a name under `tasks`, also that of the tasks that are played."""
+        """The taskset with the expert's completions: a name under `tasks`, possibly the one that explorers use."""
         completion: str = "completion"
-        """The column that holds the reply."""
+        """The column of the completion."""
 
-        def others(self, count: int) -> int:
+        def num_stored(self, count: int) -> int:
             return math.ceil(round(self.expert_data_ratio * count, 9))  # 0.1 * 30 is a little more than 3
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            yield from played_problems(self, run, where)
+            yield from explored_problems(self, run, where)
             if self.taskset not in run.tasks:
                 yield Problem(
-                    f"{where}.taskset", f"the taskset {self.taskset!r}", "no such taskset",
+                    f"{where}.taskset",
+                    f"the taskset {self.taskset!r}",
+                    "no such taskset",
                     suggest(self.taskset, run.tasks),
-                )  # fmt: skip
+                )
             count = run.schedule.groups_per_step
-            if self.others(count) >= count:
+            if self.num_stored(count) >= count:
                 yield Problem(
-                    f"{where}.expert_data_ratio", f"a ratio of {self.expert_data_ratio}",
+                    f"{where}.expert_data_ratio",
+                    f"a ratio of {self.expert_data_ratio}",
                     f"rounded up, all {count} group(s) of a step would be an expert's",
                     "lower it, raise schedule.groups_per_step, or use algorithm.kind sft on buffer.kind files",
-                )  # fmt: skip
+                )
 
     def __init__(
-        self, config: Config, *, buffer: Buffer, schedule: Schedule, renderer: Renderer,
-        tasks: Callable[[str], TaskSource], **beside: Any,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        *,
+        buffer: Buffer,
+        schedule: Schedule,
+        renderer: Renderer,
+        tasks: Callable[[str], TaskSource],
+        **beside: object,
+    ) -> None:
         super().__init__(config, buffer=buffer, **beside)
         self._schedule, self._taskset = schedule, config.taskset
-        # `seed` spelled otherwise: an expert's rows must not come in step with the tasks that are being played.
+        # Another seed: the expert's rows must not follow the order of the explorers' tasks.
         experts = replace(
-            schedule, tasks=tasks(config.taskset), seed=-1 - schedule.seed, groups_per_step=schedule.others, others=0,
-            group_size=1, curriculum=None,
-        )  # fmt: skip
+            schedule,
+            tasks=tasks(config.taskset),
+            seed=-1 - schedule.seed,
+            groups_per_step=schedule.stored_per_step,
+            stored_per_step=0,
+            group_size=1,
+            curriculum=None,
+        )
         self._experts = FileBuffer(
-            FileBuffer.Config(completion=config.completion), schedule=experts, rollouts=Path(), renderer=renderer,
+            FileBuffer.Config(completion=config.completion),
+            schedule=experts,
+            rollouts=Path(),
+            renderer=renderer,
             deadline_s=0,
-        )  # fmt: skip
+        )
         self._mixed_at: int | None = None
-        """The version whose step has its expert's groups already."""
+        """The version whose step already has its expert groups."""
 
     async def sample(self, count: int, version: int) -> Sample:
-        others = 0 if version == self._mixed_at else self._schedule.others
+        others = 0 if version == self._mixed_at else self._schedule.stored_per_step
         fresh = await self._buffer.take(count - others, version)
-        written = [self._apart(group) for group in await self._experts.take(others, version)]
+        written = [self._distinct(group) for group in await self._experts.take(others, version)]
         self._mixed_at = version
         slots = frozenset(group.slot for group in written)
         return Sample(interleaved(fresh, written), {"expert": len(written)}, slots)
 
-    def _apart(self, group: Group) -> Group:
-        """With a slot and an id that no played group has, even of the same task."""
+    def _distinct(self, group: Group) -> Group:
+        """With a slot and an id that no explored group has, even of the same task."""
         return replace(group, slot=-1 - group.slot, task=replace(group.task, taskset=f"expert/{group.task.taskset}"))
 
 
 def interleaved(some: Sequence[Group], others: Sequence[Group]) -> tuple[Group, ...]:
-    """Both in their order, evenly spread: consecutive parts of a step hold as much of either as they can."""
+    """Both in their order, evenly interleaved."""
     placed = [((2 * i + 1) / (2 * len(part)), group) for part in (some, others) for i, group in enumerate(part)]
     return tuple(group for _, group in sorted(placed, key=lambda item: item[0]))
 
 
-def played_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
-    """A strategy that chooses among groups that explorers play, where nobody plays."""
-    if not resolve("buffers", run.buffer.kind).explored:
+def explored_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
+    """Of a strategy for explored groups, where there are no explorers."""
+    if not capabilities_of(resolve("buffers", run.buffer.kind)).explored:
         yield Problem(
-            f"{where}.kind", f"the sample strategy {config.kind!r} on buffer.kind {run.buffer.kind!r}",
-            "nothing is played here: each step has the rows that are meant for it",
+            f"{where}.kind",
+            f"the sample strategy {config.kind!r} on buffer.kind {run.buffer.kind!r}",
+            "nothing is explored here: each step has its rows",
             "leave it out, or use buffer.kind memory",
-        )  # fmt: skip
+        )
 
 
 def replacing_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
-    """A strategy that asks for more groups than the schedule foresaw."""
+    """Of a strategy that needs more groups than the schedule has."""
     if run.slots_are_settled:
         yield Problem(
-            f"{where}.kind", f"the sample strategy {config.kind!r} {SETTLED}",
-            "it has further groups played when it needs them, so which version plays a slot would depend on when",
+            f"{where}.kind",
+            f"the sample strategy {config.kind!r} {SETTLED}",
+            "it needs further groups at times, so which version samples a slot would depend on the timing",
             "use another strategy, or set schedule.max_staleness or schedule.deterministic back",
-        )  # fmt: skip
+        )

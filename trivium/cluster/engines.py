@@ -1,41 +1,104 @@
-"""Several replicas of a rollout engine, each a process of its own, as one engine.
+"""Several rollout engines as one, and engines in processes of their own.
 
-A request goes to the least busy replica. A replica that dies is started again with the current weights, and what it was
-asked is asked again: the numbers that sample a reply belong to the request, so the repetition is the same reply.
+A request goes to the least busy replica. A replica that dies is restarted with the current weights, and its requests
+are sent again: the random numbers of a completion belong to the request, so the repetition is the same completion.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 
-from trivium.cluster.remote import Gone, build_in, start_host
+from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
 from trivium.cluster.weights import Stored, fetched, store
 from trivium.errors import RoleFailed
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine, Weights
-from trivium.types import Completion, Request
+from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 _log = logging.getLogger("trivium")
 
 
-class Replica:
-    """An engine in the process that hosts it."""
+class Replica(ABC):
+    """One engine of a pool."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+    num_requests = 0
+    """Requests in progress."""
+    is_restarting = False
+    """Whether requests have to wait for a new process."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """One completion."""
+
+
+R = TypeVar("R", bound=Replica)
+
+
+class EnginePool(ABC, Generic[R]):
+    """Several engines as one: a request goes to the least busy; while weights are loaded, later requests wait."""
+
+    max_context = 0
+    capabilities = Capabilities()
+
+    def __init__(self, replicas: Sequence[R]) -> None:
+        self.replicas = list(replicas)
+        self._version = 0
+        self._loaded: asyncio.Event | None = None
+        """Set at the end of the load in progress. Of one event loop: the pool may serve several, one after another."""
 
     @property
-    def facts(self) -> tuple[int, bool, bool]:
-        """(longest context, whether it samples exactly, whether batches change bits)."""
-        engine = self._engine
-        return engine.max_context, engine.exact_sampling, getattr(engine, "batch_invariant", False)
+    def version(self) -> int:
+        """The version that every replica has loaded."""
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        """One completion of the least busy replica. Raises EngineFailure where it has none to give."""
+        if self._loaded is not None:
+            await self._loaded.wait()
+        replica = min(self.replicas, key=lambda replica: (replica.is_restarting, replica.num_requests))
+        replica.num_requests += 1
+        try:
+            return await replica.generate(request)
+        finally:
+            replica.num_requests -= 1
+
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Has every replica adopt the weights. The version is the loaded one once all of them have it."""
+        loaded = self._loaded = asyncio.Event()
+        try:
+            await self._load(version, weights, in_flight)
+        finally:
+            loaded.set()
+            if self._loaded is loaded:
+                self._loaded = None
+        self._version = version
+
+    @abstractmethod
+    async def _load(self, version: int, weights: Weights, in_flight: str) -> None: ...
+
+
+# --------------------------------------------------------------------------- engines in processes of their own
+
+
+class HostedEngine:
+    """An engine in the process that hosts it."""
+
+    def __init__(self, make: Callable[..., RolloutEngine], args: tuple[Any, ...]) -> None:
+        self._engine = make(*args)
+
+    @property
+    def facts(self) -> tuple[int, Capabilities]:
+        """(longest context, capabilities)."""
+        return self._engine.max_context, capabilities_of(self._engine)
 
     async def generate(self, request: Request) -> Completion:
         return await self._engine.generate(request)
@@ -49,170 +112,153 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the process of a replica is made."""
+class EngineSpec:
+    """How the process of a replica is made, and how often."""
 
     make: Callable[..., RolloutEngine]
     args: tuple[Any, ...]
     run_dir: Path
     threads: int
     namespace: str
+    max_restarts: int
+    deadline_s: float
+    """How long a process may take to start and build its engine."""
     num_gpus: float = 0
 
 
-def _replica(make: Callable[..., RolloutEngine], args: tuple[Any, ...]) -> Replica:
-    return Replica(make(*args))
+class ActorReplica(Replica):
+    """An engine in a process of its own, restarted where it dies."""
 
-
-@dataclass(eq=False)
-class _Seat:
-    """The place of one replica, whichever process fills it."""
-
-    name: str
-    actor: Any = None
-    proxy: Any = None
-    version: int | None = None
-    """The version it was given; none yet where it holds the model as it was built."""
-    busy: int = 0
-    deaths: int = 0
-    filling: asyncio.Task[None] | None = None
-    """Somebody is starting a new process for it."""
-
-
-class ReplicatedEngine:
-    """One engine made of several. Build it with `start`."""
-
-    exact_sampling = True
-    batch_invariant = False
-
-    def __init__(self, recipe: Recipe, names: Sequence[str], *, max_restarts: int, deadline_s: float) -> None:
-        self._recipe, self._max_restarts, self._deadline_s = recipe, max_restarts, deadline_s
-        self._seats = [_Seat(name) for name in names]
+    def __init__(self, name: str, spec: EngineSpec) -> None:
+        self.name, self._spec = name, spec
+        self._actor: Any = None
+        self._engine: Any = None
+        """The engine of the current process; None before the first one has started."""
         self._stored: Stored | None = None
-        """The weights that a new replica starts with; none before the first load."""
-        self._version, self._max_context = 0, 0
-        self._open = asyncio.Event()
-        """Cleared while weights are loaded: later requests wait for them."""
-        self._open.set()
-        self._closed = False
-
-    @classmethod
-    async def start(
-        cls, recipe: Recipe, names: Sequence[str], *, max_restarts: int, deadline_s: float
-    ) -> ReplicatedEngine:
-        """Starts a replica per name. Raises what building an engine raises."""
-        engine = cls(recipe, names, max_restarts=max_restarts, deadline_s=deadline_s)
-        await asyncio.gather(*(engine._refilled(seat, None, None) for seat in engine._seats))
-        engine._max_context, engine.exact_sampling, engine.batch_invariant = engine._seats[0].proxy.facts
-        return engine
+        """The weights that a new process starts with; none before the first load."""
+        self._version: int | None = None
+        """The version it has loaded; none yet where it holds the model as it was built."""
+        self._num_deaths = 0
+        self._restart: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
-    def version(self) -> int:
-        """The version that every replica has loaded."""
-        return self._version
+    def is_restarting(self) -> bool:
+        return self._restart is not None
 
     @property
-    def max_context(self) -> int:
-        return self._max_context
+    def facts(self) -> tuple[int, Capabilities]:
+        return self._engine.facts
+
+    async def start(self, dead: Proxy | None = None, died: ActorDied | None = None) -> None:
+        """Returns once another process than the `dead` one is ready. Raises what building its engine raises, and
+        EngineFailure where processes died more than `max_restarts` times."""
+        if self._engine is not dead:
+            return  # another caller noticed the death before, and the restart has ended
+        if self._restart is None:
+            self._restart = asyncio.ensure_future(self._start(died))
+        await asyncio.shield(self._restart)  # the caller may be cancelled; others still need it
 
     async def generate(self, request: Request) -> Completion:
-        """One reply of the least busy replica.
-
-        Raises EngineFailure where a replica died more than `max_restarts` times.
-        """
-        await self._open.wait()
         while True:
-            seat = min(self._seats, key=lambda seat: (seat.filling is not None, seat.busy))
-            proxy = seat.proxy
-            seat.busy += 1
+            engine = self._engine
             try:
-                return await proxy.generate(request)
-            except Gone as gone:
-                await self._refilled(seat, proxy, gone)
+                return await engine.generate(request)
+            except ActorDied as died:
+                await self.start(engine, died)
             except RoleFailed as failed:
                 raise EngineFailure(
-                    f"a reply from {seat.name}", failed.cause, "look at the engine's own error in the log"
+                    f"a completion from {self.name}", failed.cause, "look at the engine's own error in the log"
                 ) from failed
-            finally:
-                seat.busy -= 1
 
-    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Has every replica adopt the weights. The version is the loaded one once all of them have it."""
-        self._open.clear()
-        try:
-            given = list(weights)
-            lies = given[0][1] if given else None
-            self._stored = lies if isinstance(lies, Stored) else await asyncio.to_thread(store, version, given)
-            await asyncio.gather(*(self._load(seat, self._stored, in_flight) for seat in self._seats))
-        finally:
-            self._open.set()
-        self._version = version
-
-    async def _load(self, seat: _Seat, stored: Stored, in_flight: str) -> None:
-        while seat.version != stored.version:
-            proxy = seat.proxy
+    async def load(self, stored: Stored, in_flight: str) -> None:
+        self._stored = stored
+        while self._version != stored.version:
+            engine = self._engine
             try:
-                await proxy.load(stored, in_flight)
-                seat.version = stored.version
-            except Gone as gone:
-                await self._refilled(seat, proxy, gone)
+                await engine.load(stored, in_flight)
+                self._version = stored.version
+            except ActorDied as died:
+                await self.start(engine, died)
 
     async def close(self) -> None:
-        """Ends the replicas, and the replies in progress."""
-        self._closed = True
-        seats = [seat for seat in self._seats if seat.proxy is not None]
-        results = await asyncio.gather(*(seat.proxy.close() for seat in seats), return_exceptions=True)
-        for seat in seats:
-            ray.kill(seat.actor)
-        errors = [result for result in results if isinstance(result, Exception) and not isinstance(result, Gone)]
-        if errors:
-            raise errors[0]
+        """Ends the process, and the completions in progress. A second call does nothing."""
+        if self._is_closed or self._engine is None:
+            self._is_closed = True
+            return
+        self._is_closed = True
+        try:
+            with suppress(ActorDied):
+                await self._engine.close()
+        finally:
+            ray.kill(self._actor)
 
-    async def _refilled(self, seat: _Seat, dead: Any, gone: Gone | None) -> None:
-        """Waits until another process than the `dead` one fills the seat."""
-        if seat.proxy is not dead:
-            return  # others noticed before, and it is done
-        if seat.filling is None:
-            seat.filling = asyncio.ensure_future(self._fill(seat, gone))
-        await asyncio.shield(seat.filling)  # one who waits may give up; the others still need it
-
-    async def _fill(self, seat: _Seat, gone: Gone | None) -> None:
+    async def _start(self, died: ActorDied | None) -> None:
         try:
             while True:
-                if gone is not None:
-                    self._mourn(seat, gone)
+                if died is not None:
+                    self._count_death(died)
                 try:
-                    seat.actor, proxy = await self._process(seat)
+                    self._actor, engine = await self._start_process()
                     if (stored := self._stored) is not None:
-                        await proxy.load(stored, "finish")
-                        seat.version = stored.version
-                    seat.proxy = proxy
+                        await engine.load(stored, "finish")
+                        self._version = stored.version
+                    self._engine = engine
                     return
-                except Gone as again:
-                    gone = again
+                except ActorDied as again:
+                    died = again
         finally:
-            seat.filling = None
+            self._restart = None
 
-    def _mourn(self, seat: _Seat, gone: Gone) -> None:
-        if self._closed:
-            raise EngineFailure("a reply from the engine", "the engine was closed", "build a new engine") from gone
-        seat.deaths += 1
-        if seat.deaths > self._max_restarts:
+    def _count_death(self, died: ActorDied) -> None:
+        if self._is_closed:
+            raise EngineFailure("a completion from the engine", "the engine was closed", "build a new engine") from died
+        self._num_deaths += 1
+        if self._num_deaths > self._spec.max_restarts:
             raise EngineFailure(
-                f"replies from {seat.name}", f"it died {seat.deaths} time(s), last: {gone.cause}",
-                "mend the cause (its log says more), or raise cluster.max_restarts; the same command continues the run",
-            ) from gone  # fmt: skip
-        _log.warning("%s died (%s); it is started again", seat.name, gone.cause)
+                f"completions from {self.name}",
+                f"it died {self._num_deaths} time(s), last: {died.cause}",
+                "fix the cause (its log says more), or raise cluster.max_restarts; the same command continues the run",
+            ) from died
+        _log.warning("%s died (%s); it is restarted", self.name, died.cause)
 
-    async def _process(self, seat: _Seat) -> tuple[Any, Any]:
-        """A new process for the seat, its engine built: (actor, proxy)."""
-        recipe, name = self._recipe, seat.name + (f"~{seat.deaths}" if seat.deaths else "")
-        actor = start_host(name, recipe.run_dir, recipe.threads, namespace=recipe.namespace, num_gpus=recipe.num_gpus)
+    async def _start_process(self) -> tuple[Any, Proxy]:
+        """(actor, its engine) of a new process."""
+        spec, name = self._spec, self.name + (f"~{self._num_deaths}" if self._num_deaths else "")
+        actor = start_host(name, spec.run_dir, spec.threads, namespace=spec.namespace, num_gpus=spec.num_gpus)
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return actor, await build_in(actor, seat.name, seat.name, _replica, recipe.make, recipe.args)
+            async with asyncio.timeout(spec.deadline_s):
+                return actor, await build_hosted(actor, self.name, self.name, HostedEngine, spec.make, spec.args)
         except TimeoutError as error:
             raise EngineFailure(
-                f"start {name}", f"it was not ready after {self._deadline_s:.0f} s",
+                f"start {name}",
+                f"it was not ready after {spec.deadline_s:.0f} s",
                 "look at its log, and at what the cluster has left (`ray status`); raise sync.deadline_s if it is slow",
-            ) from error  # fmt: skip
+            ) from error
+
+
+class ReplicatedEngine(EnginePool[ActorReplica]):
+    """Replicas of one engine. Build it with `start`."""
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, names: Sequence[str]) -> ReplicatedEngine:
+        """Starts a replica per name. Raises what building an engine raises."""
+        pool = cls([ActorReplica(name, spec) for name in names])
+        await asyncio.gather(*(replica.start() for replica in pool.replicas))
+        pool.max_context, each = pool.replicas[0].facts
+        # Not `updates_in_flight`: replicas change their weights at different tokens, which a caller cannot rely on.
+        pool.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
+        return pool
+
+    async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
+        named = list(weights)
+        first = named[0][1] if named else None
+        stored = first if isinstance(first, Stored) else await asyncio.to_thread(store, version, named)
+        await asyncio.gather(*(replica.load(stored, in_flight) for replica in self.replicas))
+
+    async def close(self) -> None:
+        """Ends the replicas, and the completions in progress."""
+        closing = (replica.close() for replica in self.replicas)
+        errors = [error for error in await asyncio.gather(*closing, return_exceptions=True) if error is not None]
+        if errors:
+            raise errors[0]

@@ -1,15 +1,15 @@
-"""Where groups of processes run: roles, and pools of places that are reserved on the machines of a cluster."""
+"""Pools of places for processes, reserved on the machines of a cluster."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from trivium.errors import ConfigError, TriviumError
 
@@ -17,33 +17,11 @@ _EXACT = 4
 """Ray counts resources in ten-thousandths."""
 
 
-class Role(Enum):
-    """What a group of processes does for a trainer. `str` is the name that the group goes by."""
-
-    Actor = 0
-    Rollout = 1
-    ActorRollout = 2
-    Critic = 3
-    RefPolicy = 4
-    RewardModel = 5
-    ActorRolloutRef = 6
-    Env = 7
-
-    def __str__(self) -> str:
-        return _ROLE_NAMES[self]
-
-
-_ROLE_NAMES = {
-    Role.Actor: "actor", Role.Rollout: "rollout", Role.ActorRollout: "actor_rollout", Role.Critic: "critic",
-    Role.RefPolicy: "ref", Role.RewardModel: "rm", Role.ActorRolloutRef: "actor_rollout_ref", Role.Env: "env",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
-class Seat:
-    """The place of one process."""
+class Placement:
+    """Where one process of a pool runs."""
 
-    group: Any
+    group: PlacementGroup
     """The placement group of its machine."""
     bundle: int
     """Which of the group's bundles."""
@@ -69,10 +47,10 @@ class ResourcePool:
     max_colocate_count: int = 1
     deadline_s: float = 120.0
     """How long others may take to leave the machines."""
-    seats: tuple[Seat, ...] = field(default=(), init=False)
+    placements: tuple[Placement, ...] = field(default=(), init=False)
     """By rank, once the pool was placed: machines in the order of their addresses, so that a rank finds itself on the
     same machine after a restart."""
-    _groups: list[Any] = field(default_factory=list[Any], init=False)
+    _groups: list[PlacementGroup] = field(default_factory=list[PlacementGroup], init=False)
     _guests: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -89,18 +67,19 @@ class ResourcePool:
         """Processes on all machines."""
         return sum(self.process_on_nodes)
 
-    def place(self) -> None:
+    def reserve(self) -> None:
         """Reserves the places, once. Raises TriviumError, naming what is missing."""
-        place_all([self])
+        reserve_all([self])
 
     def admit(self) -> tuple[float, float]:
         """One more worker group comes in: (CPUs, GPUs) that each of its processes may use."""
         if self._guests >= self.max_colocate_count:
             raise ConfigError(
-                f"one more worker group in the pool {self.name!r}", f"it has {self._guests}, as many as it takes",
+                f"one more worker group in the pool {self.name!r}",
+                f"it has {self._guests}, as many as it takes",
                 "raise max_colocate_count, or create_colocated_worker_cls to put several roles into one process",
-            )  # fmt: skip
-        self.place()
+            )
+        self.reserve()
         self._guests += 1
         return round(self.cpus / self.max_colocate_count, _EXACT), round(self.gpus / self.max_colocate_count, _EXACT)
 
@@ -112,16 +91,16 @@ class ResourcePool:
         """Gives everything back; whatever still runs there is ended by Ray."""
         for group in self._groups:
             remove_placement_group(group)
-        self._groups, self.seats, self._guests = [], (), 0
+        self._groups, self.placements, self._guests = [], (), 0
 
 
-def place_all(pools: Sequence[ResourcePool]) -> None:
+def reserve_all(pools: Sequence[ResourcePool]) -> None:
     """Reserves the places of several pools, or of none.
 
     Raises TriviumError: at once where the cluster is too small for all of them, else when what others have reserved did
     not come free before the deadline.
     """
-    pools = [pool for pool in pools if not pool.seats]
+    pools = [pool for pool in pools if not pool.placements]
     _refuse_too_small(pools)
     started = time.monotonic()
     try:
@@ -140,19 +119,19 @@ def place_all(pools: Sequence[ResourcePool]) -> None:
         raise
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for pool in pools:
-        pool.seats = _seated([(_address(group, addresses), group) for group in pool._groups])
+        pool.placements = _placements([(_address(group, addresses), group) for group in pool._groups])
 
 
-def _seated(placed: Sequence[tuple[str, Any]]) -> tuple[Seat, ...]:
+def _placements(placed: Sequence[tuple[str, PlacementGroup]]) -> tuple[Placement, ...]:
     """Ranks of (address, placement group) pairs."""
     return tuple(
-        Seat(group, bundle, group.bundle_count, address)
+        Placement(group, bundle, group.bundle_count, address)
         for address, group in sorted(placed, key=lambda pair: (pair[0], -pair[1].bundle_count))
         for bundle in range(group.bundle_count)
     )
 
 
-def _address(group: Any, addresses: Mapping[str, str]) -> str:
+def _address(group: PlacementGroup, addresses: Mapping[str, str]) -> str:
     table: Any = placement_group_table(group)
     return addresses[next(iter(table["bundles_to_node_id"].values()))]
 
@@ -165,12 +144,12 @@ def _refuse_too_small(pools: Sequence[ResourcePool]) -> None:
         taken = 0.0
         for pool in pools:
             each = pool.cpus if kind == "CPU" else pool.gpus
-            together, wanted = each * max(pool.process_on_nodes), each * pool.world_size
+            on_one, wanted = each * max(pool.process_on_nodes), each * pool.world_size
             if wanted and round(taken + wanted - have, _EXACT) > 0:
                 others = f", of which other pools take {taken:g}" if taken else ""
                 raise _missing(pool, kind, taken + wanted - have, f"the cluster has {have:g}{others}")
-            if wanted and round(together - largest, _EXACT) > 0:
-                raise _missing(pool, kind, together - largest, f"no machine has more than {largest:g}")
+            if wanted and round(on_one - largest, _EXACT) > 0:
+                raise _missing(pool, kind, on_one - largest, f"no machine has more than {largest:g}")
             taken += wanted
 
 
@@ -179,90 +158,21 @@ def _still_waiting(pool: ResourcePool) -> TriviumError:
     wanted = {"CPU": pool.cpus * pool.world_size, "GPU": pool.gpus * pool.world_size}
     kind = max(wanted, key=lambda kind: wanted[kind] - left.get(kind, 0.0))
     missing = wanted[kind] - left.get(kind, 0.0)
-    found = f"{left.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
+    reason = f"{left.get(kind, 0.0):g} are free after {pool.deadline_s:.0f} s, the rest is in use"
     if missing <= 0:
         kind, missing = ("GPU" if pool.gpus else "CPU"), 0.0
-        found = f"enough are free, but not together on one machine, after {pool.deadline_s:.0f} s"
-    return _missing(pool, kind, missing, found)
+        reason = f"enough are free, but not together on one machine, after {pool.deadline_s:.0f} s"
+    return _missing(pool, kind, missing, reason)
 
 
-def _missing(pool: ResourcePool, kind: str, number: float, found: str) -> TriviumError:
+def _missing(pool: ResourcePool, kind: str, number: float, reason: str) -> TriviumError:
     each = " and ".join(_count(amount, of) for amount, of in ((pool.gpus, "GPU"), (pool.cpus, "CPU")) if amount)
     return ConfigError(
         f"the pool {pool.name!r}: {list(pool.process_on_nodes)} processes with {each} each",
-        f"{_count(number, kind)} missing: {found}",
+        f"{_count(number, kind)} missing: {reason}",
         "ask for fewer processes, or wait for, or add, machines (`ray status` shows who uses what)",
     )
 
 
 def _count(number: float, kind: str) -> str:
     return f"{number:g} {kind}" if number == 1 else f"{number:g} {kind}s"
-
-
-class ResourcePoolManager:
-    """Pools by name, and which role runs in which."""
-
-    def __init__(
-        self,
-        resource_pool_spec: Mapping[str, Sequence[int]],
-        mapping: Mapping[Role, str],
-        *,
-        device_name: str | None = None,
-        cpus_per_process: float = 1.0,
-        max_colocate_count: int = 3,
-        deadline_s: float = 120.0,
-    ) -> None:
-        """`resource_pool_spec` gives the processes on each machine by pool. Each process has a GPU of its own, or none
-        with `device_name="cpu"`; None takes GPUs where the cluster has any. Several worker groups may share a pool.
-        """
-        unknown = {role.name: pool for role, pool in mapping.items() if pool not in resource_pool_spec}
-        if unknown:
-            raise ConfigError(
-                f"roles in pools: {unknown}", f"the pools are {', '.join(resource_pool_spec) or 'none'}",
-                "name each pool of the mapping in resource_pool_spec",
-            )  # fmt: skip
-        self.resource_pool_spec, self.mapping = dict(resource_pool_spec), dict(mapping)
-        self.resource_pool_dict: dict[str, ResourcePool] = {}
-        """The pools by name, once they were created."""
-        self._device_name, self._cpus, self._deadline_s = device_name, cpus_per_process, deadline_s
-        self._max_colocate_count = max_colocate_count
-
-    def create_resource_pool(self) -> None:
-        """Reserves all pools, or none.
-
-        Raises ConfigError that says how many CPUs or GPUs are missing and in which pool: at once where the cluster is
-        too small, after `deadline_s` where others do not free what they use.
-        """
-        on_gpus = self._device_name != "cpu" and (
-            self._device_name is not None or ray.cluster_resources().get("GPU", 0) > 0
-        )
-        pools = {
-            name: ResourcePool(
-                counts, name=name, cpus=self._cpus, gpus=float(on_gpus),
-                max_colocate_count=self._max_colocate_count, deadline_s=self._deadline_s,
-            )
-            for name, counts in self.resource_pool_spec.items()
-        }  # fmt: skip
-        place_all(list(pools.values()))
-        self.resource_pool_dict = pools
-
-    def get_resource_pool(self, role: Role) -> ResourcePool:
-        """The pool of a role. Raises ConfigError for a role without one, TriviumError before they were created."""
-        if role not in self.mapping:
-            raise ConfigError(
-                f"the pool of the role {role.name}", f"mapped are {', '.join(r.name for r in self.mapping) or 'none'}",
-                "give the role a pool in the mapping",
-            )  # fmt: skip
-        if not self.resource_pool_dict:
-            raise TriviumError(f"the pool of the role {role.name}", "no pools yet", "call create_resource_pool() first")
-        return self.resource_pool_dict[self.mapping[role]]
-
-    def get_n_gpus(self) -> int:
-        """How many processes all pools have: GPUs, where there are any."""
-        return sum(sum(counts) for counts in self.resource_pool_spec.values())
-
-    def release(self) -> None:
-        """Gives every pool back."""
-        for pool in self.resource_pool_dict.values():
-            pool.release()
-        self.resource_pool_dict = {}

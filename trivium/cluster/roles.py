@@ -6,76 +6,68 @@ The coroutines are those of `loops.py`.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import ray
 
-from trivium.assemble import (
+from trivium.cluster.engines import EngineSpec, ReplicatedEngine
+from trivium.cluster.ranks import RayRanks
+from trivium.cluster.stage_spec import SharedActors, StageSpec
+from trivium.config import RunConfig
+from trivium.loops import run
+from trivium.protocols import Buffer, RolloutEngine
+from trivium.runtime.build import (
     Stage,
     build_buffer,
     build_engine,
     build_explorer,
     build_monitor,
+    build_parts,
     build_schedule,
     build_trainer,
-    explorer_parts,
+    distributed_engine,
     open_store,
-    split_engine,
-    trainer_parts,
 )
-from trivium.cluster.engines import Recipe, ReplicatedEngine
-from trivium.cluster.orders import Ends, Order
-from trivium.cluster.ranks import RayRanks
-from trivium.config import RunConfig
-from trivium.loops import Parts, run
-from trivium.protocols import Buffer, RolloutEngine
 
 
-def make_buffer(order: Order) -> Buffer:
-    stage = order.stage()
+def make_buffer(spec: StageSpec) -> Buffer:
+    stage = spec.stage()
     return build_buffer(stage, build_schedule(stage))
 
 
-def make_engine(order: Order) -> RolloutEngine:
-    return build_engine(order.stage())
+def make_engine(spec: StageSpec) -> RolloutEngine:
+    return build_engine(spec.stage())
 
 
-def train(name: str, order: Order, ends: Ends, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
+def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
     """Trains a stage; returns the record of the run so far."""
-    stage = order.stage()
+    stage = spec.stage()
     store = open_store(stage.config, stage.run_dir)
     latest = store.latest()
     monitor = build_monitor(stage.config, stage.run_dir, latest)
     try:
-        meeting = ends.meeting(stage, name)
-        ranks = _start_ranks(stage, order, ends)
-        make_engine = None if ranks is None else partial(split_engine, ranks)
-        trainer = build_trainer(stage, meeting, store, latest if resumes else None, monitor, record, make_engine)
+        endpoints = shared.endpoints(stage, name)
+        ranks = _start_ranks(stage, spec, shared)
+        make_engine = None if ranks is None else partial(distributed_engine, ranks)
+        trainer = build_trainer(stage, endpoints, store, latest if resumes else None, monitor, record, make_engine)
         try:
             trainer.prepare()
-            asyncio.run(_train(trainer_parts(stage, meeting, trainer), ranks))
-            return {**trainer.record, "seconds": trainer.seconds}
+            parts = build_parts(stage, endpoints, trainer)
+            asyncio.run(run(parts if ranks is None else replace(parts, watch=ranks.actors.watch)))
+            return trainer.run_record
         finally:
             trainer.engine.close()
     finally:
         monitor.close()
 
 
-def _start_ranks(stage: Stage, order: Order, ends: Ends) -> Any:
+def _start_ranks(stage: Stage, spec: StageSpec, shared: SharedActors) -> RayRanks | None:
     """The processes that train together; None where this one trains alone."""
     if stage.config.cluster.ranks == 1:
         return None
-    return RayRanks(stage, order, ends, on_gpus=trains_on_gpus(stage.config))
-
-
-async def _train(parts: Parts, ranks: Any) -> None:
-    """The trainer's half, and beside it a look at the ranks: one may die while nobody asks it for anything."""
-    async with asyncio.TaskGroup() as tasks:
-        watching = None if ranks is None else tasks.create_task(ranks.group.watch(), name="watch")
-        await run(parts)
-        if watching is not None:
-            watching.cancel()
+    return RayRanks(stage, spec, shared, on_gpus=trains_on_gpus(stage.config))
 
 
 def trains_on_gpus(config: RunConfig) -> bool:
@@ -84,26 +76,30 @@ def trains_on_gpus(config: RunConfig) -> bool:
     return device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
-def explore(name: str, order: Order, ends: Ends) -> None:
+def explore(name: str, spec: StageSpec, shared: SharedActors) -> None:
     """Explores and evaluates until the trainer is done with the stage."""
-    stage = order.stage()
-    asyncio.run(_explore(name, stage, order, ends))
+    stage = spec.stage()
+    asyncio.run(_explore(name, stage, spec, shared))
 
 
-async def _explore(name: str, stage: Stage, order: Order, ends: Ends) -> None:
+async def _explore(name: str, stage: Stage, spec: StageSpec, shared: SharedActors) -> None:
     cluster, number = stage.config.cluster, name.removeprefix("explorer-")
-    recipe = Recipe(
-        make_engine, (order,), stage.run_dir, stage.threads, ends.namespace,
+    engine_spec = EngineSpec(
+        make_engine,
+        (spec,),
+        stage.run_dir,
+        stage.threads,
+        shared.namespace,
+        max_restarts=cluster.max_restarts,
+        deadline_s=stage.config.sync.deadline_s,
         num_gpus=float(getattr(stage.config.engine, "device", "cpu") == "cuda"),
-    )  # fmt: skip
-    engine = await ReplicatedEngine.start(
-        recipe, [f"engine-{number}-{replica}" for replica in range(cluster.engines)],
-        max_restarts=cluster.max_restarts, deadline_s=stage.config.sync.deadline_s,
-    )  # fmt: skip
+    )
+    names = [f"engine-{number}-{replica}" for replica in range(cluster.engines)]
+    engine = await ReplicatedEngine.start(engine_spec, names)
     try:
-        meeting = ends.meeting(stage, name)
+        endpoints = shared.endpoints(stage, name)
         explorer = build_explorer(stage, name, engine)
-        await meeting.synchronizer.meet(name)
-        await run(explorer_parts(stage, meeting, explorer))
+        await endpoints.synchronizer.wait_for_trainer(name)
+        await run(build_parts(stage, endpoints, explorer=explorer))
     finally:
         await engine.close()

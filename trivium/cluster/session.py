@@ -1,4 +1,4 @@
-"""A Ray instance for one command: started on this machine and ended with the command, or one that runs already."""
+"""A Ray instance for one command or script: started on this machine and ended with it, or one that runs already."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trivium.assemble import Stage, run_name
-from trivium.checkpoint import Checkpoint
+from trivium.checkpoint.store import Checkpoint
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, MissingPackage
+from trivium.runtime.build import Stage, TrainStage, run_name
 
 PRIVATE = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -26,18 +26,15 @@ PRIVATE = {
     "RAY_AUTH_MODE": "token",  # as Ray would decide by itself, without a warning that it did
 }
 """What a private instance is started with. Ray reads it while it is imported, and not again."""
-_LAST_WORDS_S = 0.5
-"""What roles printed last needs so long to reach the terminal."""
-_REACH_S = 10.0
+_FLUSH_S = 0.5
+"""What roles print last takes so long to reach the terminal."""
+_CONNECT_S = 10.0
 """How long a cluster's head may take to accept a connection."""
-
-PlayStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
-"""(stage, checkpoint to continue from, record of the run) -> record: plays one stage to its end."""
 
 
 @contextmanager
-def cluster_of(config: RunConfig) -> Generator[PlayStage]:
-    """Connects to Ray, or starts it, as the config says; plays stages there; leaves no process behind.
+def cluster_of(config: RunConfig) -> Generator[TrainStage]:
+    """Connects to Ray, or starts it, as the config says; runs stages there; leaves no process behind.
 
     Raises MissingPackage without Ray, ConfigError where nothing answers at `cluster.address`.
     """
@@ -48,31 +45,52 @@ def cluster_of(config: RunConfig) -> Generator[PlayStage]:
         import ray
     except ImportError as error:
         raise MissingPackage("ray", "ray", "cluster.kind: ray") from error
-    from trivium.cluster.crew import Crew
+    from trivium.cluster.supervisor import Supervisor
 
     namespace = f"{run_name(config)}-{uuid.uuid4().hex[:8]}"
 
-    def play(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
-        crew = Crew(stage, namespace)
+    def run_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
+        supervisor = Supervisor(stage, namespace)
         try:
-            return crew.work(record, resume is not None)
+            return supervisor.run(record, resume is not None)
         finally:
-            crew.dismiss()
+            supervisor.close()
 
     if address is not None:
         _refuse_unreachable(address, ray.util.get_node_ip_address)
     own: dict[str, Any] = {} if address is not None else {"include_dashboard": False}
-    with _leaving_in_order() as take_over:
+    with _graceful_sigterm() as install_handler:
         try:
             ray.init(address or "local", namespace=namespace, logging_level=logging.WARNING, **own)
         except ConnectionError as error:
             raise _no_cluster(address, error) from error
-        take_over()
+        install_handler()
         try:
-            yield play
-            time.sleep(_LAST_WORDS_S)
+            yield run_stage
+            time.sleep(_FLUSH_S)
         finally:
             ray.shutdown()
+
+
+def connect(*options: Mapping[str, Any]) -> None:
+    """Connects this process to Ray unless it is connected. `options` are mappings with arguments of `ray.init`, or with
+    a mapping of them under `ray_init`.
+
+    An instance that is started here ends with the process. Raises MissingPackage without Ray.
+    """
+    # Once Ray is imported, it has read all of them but this one.
+    names = ["RAY_USAGE_STATS_ENABLED"] if "ray" in sys.modules else [*PRIVATE]
+    os.environ |= {name: os.environ.get(name, PRIVATE[name]) for name in names}
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackage("ray", "ray", "worker groups") from error
+    if ray.is_initialized():
+        return
+    arguments: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.WARNING}
+    for option in options:
+        arguments |= option.get("ray_init") or {name: v for name, v in option.items() if name != "timeline_json_file"}
+    ray.init(**{name: value for name, value in arguments.items() if value is not None})
 
 
 def _refuse_unreachable(address: str, own_address: Callable[[], str]) -> None:
@@ -84,7 +102,7 @@ def _refuse_unreachable(address: str, own_address: Callable[[], str]) -> None:
     hosts = dict.fromkeys([host, own_address()] if host in ("127.0.0.1", "localhost") else [host])
     for number, each in enumerate(hosts, start=1):
         try:
-            socket.create_connection((each, int(port)), timeout=_REACH_S).close()
+            socket.create_connection((each, int(port)), timeout=_CONNECT_S).close()
             return
         except OSError as error:
             if number == len(hosts):
@@ -98,26 +116,27 @@ def _no_cluster(address: str | None, error: Exception) -> ConfigError:
 
 
 @contextmanager
-def _leaving_in_order() -> Generator[Callable[[], None]]:
+def _graceful_sigterm() -> Generator[Callable[[], None]]:
     """Once what it yields was called, SIGTERM ends the block as an error would, with exit code 143. Ray's own handler
-    would end Ray first, under our feet. Afterwards the signal does what it did before."""
-    here, before = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
-    asked: list[int] = []
+    would end Ray first, while the block still uses it. Afterwards the signal does what it did before."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    received: list[int] = []
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def exit_with(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         raise SystemExit(128 + number)
 
-    def take_over() -> None:
-        if here:
-            signal.signal(signal.SIGTERM, leave)
+    def install_handler() -> None:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, exit_with)
 
     try:
-        yield take_over
+        yield install_handler
     except SystemExit as error:
-        if asked:  # Ray raises an exit of its own where the signal came while it waited
-            raise SystemExit(128 + asked[0]) from error
+        if received:  # Ray raises an exit of its own where the signal came while it waited
+            raise SystemExit(128 + received[0]) from error
         raise
     finally:
-        if here:
-            signal.signal(signal.SIGTERM, before)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, previous_handler)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 
+from trivium.cluster.actors import Proxy
 from trivium.protocols import Weights
 from trivium.sync.memory import read_versions, write_version
 from trivium.sync.tensors import Named, digest, parts, raw, type_name, type_named, verify
@@ -58,34 +59,38 @@ def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], st
         ]
     hashes = [expected for _, _, _, expected, _ in packed]
     verify(
-        named, hashes, version, "its bytes are not those that were offered",
+        named,
+        hashes,
+        version,
+        "its bytes are not those that were offered",
         "do not write to tensors that came from the channel",
-    )  # fmt: skip
+    )
     return named
 
 
 class ObjectStoreChannel:
     """The method `memory` between processes of one Ray cluster."""
 
-    def __init__(self, hub: Any, *, keep: int) -> None:
-        self._hub, self._keep = hub, keep
+    def __init__(self, store: Proxy, *, keep: int) -> None:
+        """`store` is the run's weight table, where it is hosted."""
+        self._store, self._keep = store, keep
 
     def offer(self, version: int, weights: Weights) -> bool:
-        self._hub.shelve(version, store(version, weights), self._keep)
+        self._store.put_weights(version, store(version, weights), self._keep)
         return True
 
     def collect(self, version: int) -> Iterator[tuple[str, Stored]]:
-        """Each name with the place where all of them lie: replicas fetch and verify them, this process need not."""
-        stored: Stored = self._hub.fetch(version)
+        """Each name with the reference to all tensors: replicas fetch and verify them, this process need not."""
+        stored: Stored = self._store.get_weights(version)
         return ((name, stored) for name in stored.names)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return self._hub.shelved()
+        return self._store.versions()
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
         for version in versions:
-            stored: Stored = self._hub.fetch(version)
+            stored: Stored = self._store.get_weights(version)
             packed = [row for ref in stored.refs for row in ray.get(ref)]
             write_version(directory, version, _unpacked(version, packed))
 

@@ -1,1 +1,1 @@
-"""Rollout engines: what samples replies from the current policy."""
+"""Rollout engines: they sample completions of the current policy."""

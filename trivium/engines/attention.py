@@ -5,7 +5,7 @@ Legend: B rows, H query heads, K key-value heads, L queries, S keys (padded), D 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 EXACT = "trivium_exact"
 """Batched matrix products and softmax: bits do not depend on B, nor on padding S by further multiples of 64."""
 FAST = "trivium_fast"
-"""scaled_dot_product_attention where the model allows it: its bits depend on the company."""
+"""scaled_dot_product_attention where the model allows it: its bits depend on the other rows of the batch."""
 
 
 def attend(
@@ -28,15 +28,22 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    *,
+    fast: bool = False,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """[B, H, L, D] queries against [B, K, S, D] keys; the output is [B, L, H, D].
 
-    `attention_mask` is additive, [B or 1, 1, L, S]. `s_aux` are attention sinks, one logit per head.
+    `attention_mask` is additive, [B or 1, 1, L, S]. `s_aux` are attention sinks, one logit per head. `fast` takes
+    scaled_dot_product_attention, which knows neither soft-capping nor sinks: the same numbers up to rounding.
     """
     batch, heads, length, size = query.shape
-    scale = float(size**-0.5 if scaling is None else scaling)
     mask = _windowed(attention_mask, sliding_window)
+    if fast and softcap is None and s_aux is None:
+        grouped = heads != key.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous(), None
+    scale = float(size**-0.5 if scaling is None else scaling)
     if size % 16:
         # Rows that start off a vector's boundary take another path through the matrix product.
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
@@ -51,27 +58,6 @@ def attend(
         value = F.pad(value, (0, -width % 16))
     out = torch.bmm(weights.view(groups, -1, weights.shape[-1]), value.flatten(0, 1))[..., :width]
     return out.reshape(batch, heads, length, width).transpose(1, 2).contiguous(), None
-
-
-def attend_fast(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The same function of the same arguments, up to rounding."""
-    if softcap is not None or s_aux is not None:
-        return attend(module, query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
-    mask = _windowed(attention_mask, sliding_window)
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous(), None
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -92,4 +78,4 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
 
 
 AttentionInterface.register(EXACT, attend)
-AttentionInterface.register(FAST, attend_fast)
+AttentionInterface.register(FAST, partial(attend, fast=True))

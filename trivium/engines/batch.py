@@ -1,4 +1,4 @@
-"""The rows that decode together: who sits where, what each has said, and how each is sampled.
+"""The rows that decode together: the request of each, its tokens so far, and how it is sampled.
 
 Per-row state lives in numpy arrays, so a step costs the same Python for one row and for a thousand.
 """
@@ -24,7 +24,7 @@ from trivium.types import Completion, Request, StopReason
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request on its way through the engine."""
+    """A request in the engine, queued or decoding."""
 
     request: Request
     limit: int
@@ -44,7 +44,7 @@ def bucket(rows: int) -> int:
 
 
 class Batch:
-    """Up to `max_rows` replies in progress. Finished rows are holes until somebody takes them."""
+    """Up to `max_rows` completions in progress. Rows of finished ones are free until a request takes them."""
 
     def __init__(
         self, decoder: Decoder, max_rows: int, eos: frozenset[int], decode: Callable[[Sequence[int]], str]
@@ -57,7 +57,7 @@ class Batch:
         self._span = 0
         self._live = 0
         padded = bucket(max_rows)
-        self._seated = np.zeros(padded, np.bool_)
+        self._occupied = np.zeros(padded, np.bool_)
         self._scanned = np.zeros(padded, np.bool_)
         self._next = np.zeros(padded, np.int64)
         self._position = np.zeros(padded, np.int64)
@@ -74,7 +74,7 @@ class Batch:
 
     @property
     def live(self) -> int:
-        """Replies in progress."""
+        """Completions in progress."""
         return self._live
 
     @property
@@ -82,38 +82,38 @@ class Batch:
         return len(self.tickets) - self._live
 
     def admit(self, tickets: Sequence[Ticket], prefixes: Sequence[Prefix], version: int) -> list[tuple[Ticket, Any]]:
-        """Seats the tickets behind their prompts and samples their first tokens; returns who finished already."""
-        rows = np.flatnonzero(~self._seated[: len(self.tickets)])[: len(tickets)]
+        """Assigns rows to the tickets and samples their first tokens. Returns (ticket, completion) of finished ones."""
+        rows = np.flatnonzero(~self._occupied[: len(self.tickets)])[: len(tickets)]
         self._decoder.place(prefixes, rows.tolist())
         for row, ticket in zip(rows.tolist(), tickets, strict=True):
-            self._seat(row, ticket)
+            self._assign(row, ticket)
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
         return self._sample(rows, torch.stack([prefix.logits for prefix in prefixes]), version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
-        """One more token for everybody; returns (ticket, completion) of those who finished with it."""
+        """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
         self._compact()
         size = bucket(self._span)
         logits = self._decoder.step(self._next[:size], self._position[:size])
-        rows = np.flatnonzero(self._seated)
+        rows = np.flatnonzero(self._occupied)
         self._position[rows] += 1
         return self._sample(rows, logits[torch.from_numpy(rows)], version)
 
     def drop_cancelled(self) -> None:
-        """Frees the rows whose callers have gone."""
+        """Frees the rows whose calls were cancelled."""
         for row, ticket in enumerate(self.tickets):
             if ticket is not None and ticket.cancelled:
                 self._free(row)
 
     def abort(self) -> list[tuple[Ticket, Any]]:
-        """Ends every reply where it stands."""
-        return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._seated)]
+        """Ends every completion where it stands, with `abort`."""
+        return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._occupied)]
 
-    def _seat(self, row: int, ticket: Ticket) -> None:
+    def _assign(self, row: int, ticket: Ticket) -> None:
         sampling = ticket.request.sampling
         self.tickets[row] = ticket
-        self._seated[row], self._scanned[row] = True, bool(sampling.stop)
+        self._occupied[row], self._scanned[row] = True, bool(sampling.stop)
         self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
         self._count[row], self._limit[row] = 0, ticket.limit
         self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
@@ -129,9 +129,10 @@ class Batch:
         sampled, log_prob = (x.cpu().numpy() for x in sample(logits, uniforms(self._digest[rows], count), how))
         if not np.isfinite(log_prob).all():
             raise DataError(
-                f"log-probabilities of policy version {version}", "the model's logits are not numbers",
+                f"log-probabilities of policy version {version}",
+                "the model's logits are not numbers",
                 "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
-            )  # fmt: skip
+            )
         if (width := int(count.max()) + 1) > self._tokens.shape[1]:
             self._widen(max(width, 2 * self._tokens.shape[1]))
         self._tokens[rows, count], self._log_prob[rows, count] = sampled, log_prob
@@ -167,7 +168,7 @@ class Batch:
 
     def _free(self, row: int) -> None:
         self.tickets[row] = None
-        self._seated[row] = self._scanned[row] = False
+        self._occupied[row] = self._scanned[row] = False
         self._next[row] = self._position[row] = 0
         self._live -= 1
 
@@ -175,8 +176,8 @@ class Batch:
         """Moves the last rows into holes, when that makes the step smaller."""
         if bucket(self._live) >= bucket(self._span):
             return
-        holes = np.flatnonzero(~self._seated[: self._live]).tolist()
-        moved = (np.flatnonzero(self._seated[self._live : self._span]) + self._live).tolist()
+        holes = np.flatnonzero(~self._occupied[: self._live]).tolist()
+        moved = (np.flatnonzero(self._occupied[self._live : self._span]) + self._live).tolist()
         if moved:
             self._decoder.rows.move(moved, holes, int(self._position[moved].max()))
             for state in self._state():
@@ -184,15 +185,27 @@ class Batch:
             for hole, row in zip(holes, moved, strict=True):
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
         beyond = slice(self._live, self._span)
-        self._seated[beyond] = self._scanned[beyond] = False
+        self._occupied[beyond] = self._scanned[beyond] = False
         self._next[beyond] = self._position[beyond] = 0
         self._span = self._live
 
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
         return (
-            self._seated, self._scanned, self._next, self._position, self._count, self._limit, self._digest,
-            self._temperature, self._top_p, self._top_k, self._min_new, self._tokens, self._log_prob, self._version,
-        )  # fmt: skip
+            self._occupied,
+            self._scanned,
+            self._next,
+            self._position,
+            self._count,
+            self._limit,
+            self._digest,
+            self._temperature,
+            self._top_p,
+            self._top_k,
+            self._min_new,
+            self._tokens,
+            self._log_prob,
+            self._version,
+        )
 
     def _widen(self, width: int) -> None:
         more = ((0, 0), (0, width - self._tokens.shape[1]))

@@ -154,12 +154,13 @@ class Decoder:
                 if name in own and value.shape != own[name].shape
             ],
         }
-        found = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
-        if found:
+        mismatches = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
+        if mismatches:
             raise SyncError(
-                f"weights for a {type(self.model).__name__}", "; ".join(found),
+                f"weights for a {type(self.model).__name__}",
+                "; ".join(mismatches),
                 "publish every parameter and buffer under its Hugging Face name, from the same model",
-            )  # fmt: skip
+            )
         for name, value in given.items():
             own[name].data.copy_(value)
         for name, value in given.items():
@@ -167,10 +168,10 @@ class Decoder:
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
-        with torch.inference_mode(False):  # whoever gets them may do with them what they like
+        with torch.inference_mode(False):  # ordinary tensors, for any use
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
         out = self.model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
@@ -181,7 +182,7 @@ class Decoder:
         hidden = torch.arange(width, device=self.device) > last_seen
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
 
-    def _only_last(self, _: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _only_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Lets one position per prompt through to the output layer: [B, L, hidden] to [B, 1, hidden]."""
         if self._last is None:
             return None
@@ -194,10 +195,11 @@ def _check_base(base: Mapping[str, Tensor], adapter: Mapping[str, LowRank]) -> N
     wrong = [name for name, added in adapter.items() if fingerprint(base[name]) != added.base]
     if wrong:
         raise SyncError(
-            f"add an adapter to {wrong[0]}", "the weight here is not the one that it was trained beside",
+            f"add an adapter to {wrong[0]}",
+            "the weight here is not the one that it was trained beside",
             "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
             "commands of their own know the first stage's model only)",
-        )  # fmt: skip
+        )
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -223,9 +225,10 @@ def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if odd:
         raise ConfigError(
-            f"generate with {name}", f"layers of type {', '.join(sorted(odd))}",
+            f"generate with {name}",
+            f"layers of type {', '.join(sorted(odd))}",
             "use a model of full or sliding attention, or another engine",
-        )  # fmt: skip
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if exact and kinds & {"dynamic", "longrope"}:

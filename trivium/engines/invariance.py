@@ -20,9 +20,17 @@ _GRAIN = 32768
 _VECTOR = 32
 """Elements of one unrolled step of the widest vector loop (two AVX-512 registers of float32)."""
 _ACTIVATIONS = (
-    nn.SiLU, nn.GELU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardswish, nn.Tanh, nn.ELU, nn.LogSigmoid,
+    nn.SiLU,
+    nn.GELU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Mish,
+    nn.Hardswish,
+    nn.Tanh,
+    nn.ELU,
+    nn.LogSigmoid,
     *(kind[0] if isinstance(kind, tuple) else kind for kind in activations.ACT2CLS.values() if kind is not None),
-)  # fmt: skip
+)
 
 
 def available() -> bool:
@@ -50,7 +58,7 @@ def _conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias through oneDNN, for x [..., in] and weight [out, in]; a lone row gets a companion."""
+    """x @ weight.T + bias through oneDNN, for x [..., in] and weight [out, in]; a single row is computed as two."""
     if x.numel() == x.shape[-1]:
         pair = x.reshape(1, -1).expand(2, -1).contiguous()
         return product(pair, weight, bias)[0].view(*x.shape[:-1], -1)

@@ -6,7 +6,6 @@ Legend: B prompts of one padded length, R rows, K key-value heads, S positions, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class PromptCache:
         self.start = 0
         """Position of the first token of the chunk being read."""
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keeps the chunk's keys and values [B, K, chunk, D]; everything up to the chunk's end, padded to pages."""
         if layer == len(self.layers):
             self.layers.append((self._empty(keys), self._empty(values)))
@@ -95,7 +94,7 @@ class RowCache:
         self._row, self._position = torch.arange(len(positions), device=positions.device), positions
         self._index.clear()
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, width, D]."""
         kept = self.layers[layer]
         for slots, new in zip(self._slots[layer], (keys, values), strict=True):

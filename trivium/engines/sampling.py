@@ -33,7 +33,7 @@ def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) 
     """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
 
     The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
-    renormalised. Temperature 0 takes the likeliest token with log-probability 0. A row whose logits are not numbers
+    renormalised. Temperature 0 takes the most probable token with log-probability 0. A row whose logits are not numbers
     gets a NaN, which the caller must refuse.
     """
     device = logits.device
@@ -62,7 +62,7 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def truncated(logits: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:
-    """The logits with -inf outside the k likeliest tokens, then outside the nucleus of mass `top_p` of what is left.
+    """The logits with -inf outside the k most probable tokens, then outside the nucleus of mass `top_p` of the rest.
 
     Tokens as likely as the k-th are kept; the token that crosses `top_p` belongs to the nucleus (Holtzman et al. 2020).
     """

@@ -18,7 +18,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 def check_decoder(decoder: Decoder, max_context: int) -> None:
     """Raises ConfigError when prompt reading or decoding differs from transformers' own forward pass.
 
-    With a batch-invariant decoder, also when a companion changes a bit.
+    With a batch-invariant decoder, also when other rows of a batch change a bit.
     """
     length = min(20, max_context - 1)
     tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
@@ -29,7 +29,7 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
     if decoder.exact and not torch.equal(alone[0], together[0]):
         raise ConfigError(
             f"batch-invariant generation with {name}",
-            "companions in the batch change the bits of its log-probabilities",
+            "other rows of the batch change the bits of its log-probabilities",
             "set engine.batch_invariant to false",
         )
     difference = float((_plain(decoder, probes, half) - together).abs().max())

@@ -1,4 +1,4 @@
-"""Finds stop strings in a reply that grows token by token."""
+"""Finds stop strings in a completion that grows token by token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 class StopScan:
-    """Watches one reply. Decodes a window of its newest tokens, long enough to hold every stop string whole."""
+    """Scans one completion. Decodes a window of its newest tokens, long enough to hold every stop string whole."""
 
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stop, self._decode = tuple(stop), decode
@@ -15,7 +15,7 @@ class StopScan:
         self._start = 0
 
     def hit(self, tokens: Sequence[int]) -> bool:
-        """Whether the reply so far contains a stop string; call it once per token, with all tokens."""
+        """Whether the completion so far contains a stop string; call it once per token, with all tokens."""
         window = tokens[self._start :]
         if any(stop in self._decode(window) for stop in self._stop):
             return True

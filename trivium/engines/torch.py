@@ -1,6 +1,6 @@
 """The engine that ships: any Hugging Face causal language model, continuous batching, exact counter-based sampling.
 
-One worker thread owns the model. The event loop hands requests over and gets futures resolved in bundles.
+One worker thread owns the model. It takes requests from an inbox and resolves the futures of finished ones together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from trivium.engines.selfcheck import check_decoder
 from trivium.errors import ConfigError, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
-from trivium.types import Completion, Request, StopReason
+from trivium.types import Capabilities, Completion, Request, StopReason
 
 _CLOSE_S = 60.0
 """Longest wait for the worker to end its current step when the engine is closed."""
@@ -40,19 +40,19 @@ class _Load:
     weights: list[tuple[str, Any]]
     future: Any
     at_once: bool = False
-    """Between two tokens of the replies in flight, instead of after them."""
+    """Between two tokens of the completions in flight, instead of after them."""
     cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Look:
-    """Somebody wants to see the weights."""
+class _ReadWeights:
+    """A request for copies of the weights."""
 
     future: Any
     cancelled: bool = False
 
 
-_Item = Ticket | _Load | _Look
+_Item = Ticket | _Load | _ReadWeights
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Waiting:
 
 
 class TorchEngine:
-    """Samples replies with torch and transformers, on the CPU or one GPU."""
+    """Samples completions with torch and transformers, on the CPU or one GPU."""
 
     class Config(EngineConfig):
         kind: str = "torch"
@@ -73,17 +73,15 @@ class TorchEngine:
         dtype: Literal["float32", "bfloat16"] = "float32"
         """Type of weights and keys and values; logits and log-probabilities are float32 always."""
         batch_invariant: bool | None = None
-        """Whether a reply's bits are independent of what shares its batch; unset: yes for float32 on the CPU."""
+        """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
         max_context: int | None = Field(default=None, ge=2)
-        """Longest prompt and reply together, in tokens; unset: what the model was built for."""
+        """Longest prompt and completion together, in tokens; unset: what the model was built for."""
         max_rows: int = free(512, ge=1)
-        """Replies that decode at once; each holds keys and values for its whole context."""
+        """Completions that decode at once; each holds keys and values for its whole context."""
         prefill_tokens: int = free(16384, ge=16)
         """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
 
-    exact_sampling = True
-    updates_in_flight = True
-    adopts_adapters = True
+    capabilities = Capabilities(exact_sampling=True, updates_in_flight=True, adopts_adapters=True)
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class TorchEngine:
         Raises ConfigError for a model or device that this engine cannot run.
         """
         self.config = config
-        self.batch_invariant = _resolve_invariance(config)
+        self.capabilities = replace(self.capabilities, batch_invariant=_resolve_invariance(config))
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._version = 0
         self._failure: BaseException | None = None
@@ -109,7 +107,7 @@ class TorchEngine:
         self._any_cancelled = False
         self._backlog: deque[_Item] = deque()
         self._waiting: dict[bytes, _Waiting] = {}
-        self._seating: list[Ticket] = []
+        self._admitting: list[Ticket] = []
         self._done: list[tuple[_Item, Any]] = []
         self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
         """What the worker has done so far; for measurements."""
@@ -126,11 +124,11 @@ class TorchEngine:
 
     @property
     def max_context(self) -> int:
-        """Longest prompt and reply together, in tokens."""
+        """Longest prompt and completion together, in tokens."""
         return self._max_context
 
     async def generate(self, request: Request) -> Completion:
-        """One reply. Raises RolloutError for a request that cannot be served, EngineFailure once the worker is dead."""
+        """One completion. Raises RolloutError for an invalid request, EngineFailure once the worker has died."""
         loop = asyncio.get_running_loop()
         ticket = self._ticket(request, loop.create_future())
         self._submit(ticket, loop)
@@ -144,31 +142,32 @@ class TorchEngine:
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Adopts weights once everything submitted so far has finished; with `update` before the next token of it.
 
-        An update keeps the keys and values of replies that have begun; prompts whose reply has not are read again.
+        An update keeps the keys and values of completions that have begun; other prompts are read again.
         Raises SyncError (and keeps the old weights) when names or shapes do not fit.
         """
         loop = asyncio.get_running_loop()
-        order = _Load(version, list(weights), loop.create_future(), at_once=in_flight == "update")
-        self._submit(order, loop)
-        await order.future
+        load = _Load(version, list(weights), loop.create_future(), at_once=in_flight == "update")
+        self._submit(load, loop)
+        await load.future
 
     async def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Copies of every parameter and persistent buffer as the model holds them now, after the loads asked for."""
         loop = asyncio.get_running_loop()
-        look = _Look(loop.create_future())
-        self._submit(look, loop)
-        return await look.future
+        read = _ReadWeights(loop.create_future())
+        self._submit(read, loop)
+        return await read.future
 
     async def close(self) -> None:
-        """Ends the worker; replies in progress return what they have, with `abort`."""
+        """Ends the worker; completions in progress return what they have, with `abort`."""
         self._closing = True
         self._notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
         if self._thread.is_alive():
             raise EngineFailure(
-                "close the engine", f"its worker is still in one step after {_CLOSE_S:.0f} s",
+                "close the engine",
+                f"its worker is still in one step after {_CLOSE_S:.0f} s",
                 "lower engine.max_rows or engine.prefill_tokens; the process can be ended safely",
-            )  # fmt: skip
+            )
 
     # ------------------------------------------------------------------ the caller's side
 
@@ -195,11 +194,11 @@ class TorchEngine:
     def _failed(self) -> EngineFailure:
         """A fresh error per caller, so that tracebacks do not pile up on one object."""
         if self._failure is None:
-            return EngineFailure("a reply from the engine", "the engine was closed", "build a new engine")
+            return EngineFailure("a completion of the engine", "the engine was closed", "build a new engine")
         error = EngineFailure(
-            "a reply from the engine",
+            "a completion of the engine",
             f"its worker died of {type(self._failure).__name__}: {self._failure}",
-            "mend the cause; a dead engine stays dead",
+            "fix the cause and build a new engine",
         )
         error.__cause__ = self._failure
         return error
@@ -210,7 +209,9 @@ class TorchEngine:
         try:
             torch.set_num_threads(self._threads)
             dtype = getattr(torch, self.config.dtype)
-            self._decoder = Decoder(model_dir, dtype=dtype, device=self.config.device, exact=self.batch_invariant)
+            self._decoder = Decoder(
+                model_dir, dtype=dtype, device=self.config.device, exact=self.capabilities.batch_invariant
+            )
             max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)
@@ -245,7 +246,7 @@ class TorchEngine:
         self._deliver()
 
     def _receive(self) -> bool:
-        """Takes what has been submitted, waiting for it when there is nothing else to do; False at the end."""
+        """Takes the submitted items; waits for one while the engine is idle. False once it is closing."""
         with self._awake:
             idle = not (self._batch.live or self._waiting or self._backlog)
             while idle and not self._inbox and not self._closing:
@@ -260,7 +261,7 @@ class TorchEngine:
             item = self._backlog[0]
             if isinstance(item, Ticket):
                 self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
-            elif isinstance(item, _Look):
+            elif isinstance(item, _ReadWeights):
                 self._done.append((item, self._decoder.weights()))
             elif (self._batch.live or self._waiting) and not item.at_once:
                 return
@@ -268,19 +269,19 @@ class TorchEngine:
                 self._adopt(item)
             self._backlog.popleft()
 
-    def _adopt(self, order: _Load) -> None:
+    def _adopt(self, load: _Load) -> None:
         try:
-            self._decoder.load(order.weights)
+            self._decoder.load(load.weights)
         except SyncError as error:  # the trainer's mistake, not the engine's: the old weights still serve
-            self._done.append((order, error))
+            self._done.append((load, error))
             return
-        self._version = order.version
+        self._version = load.version
         for entry in self._waiting.values():
             entry.prefix = None  # read under the old weights; nothing of it has been used yet
-        self._done.append((order, None))
+        self._done.append((load, None))
 
     def _admit(self) -> None:
-        """Seats waiting requests in free rows, oldest prompt first; a prompt is read once for all its requests."""
+        """Assigns waiting requests to free rows, oldest prompt first; a prompt is read once for all its requests."""
         chosen: list[tuple[_Waiting, int]] = []
         free = self._batch.free
         unread: dict[int, list[_Waiting]] = {}
@@ -301,9 +302,9 @@ class TorchEngine:
         tickets = [entry.tickets.popleft() for entry, count in chosen for _ in range(count)]
         prefixes = [entry.prefix for entry, count in chosen for _ in range(count) if entry.prefix is not None]
         self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
-        self._seating = tickets  # neither waiting nor in a row while memory for their rows is found
+        self._admitting = tickets  # neither waiting nor in a row while their rows are allocated
         self._finish(self._batch.admit(tickets, prefixes, self._version))
-        self._seating = []
+        self._admitting = []
 
     def _read(self, entries: Sequence[_Waiting]) -> None:
         prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
@@ -334,7 +335,7 @@ class TorchEngine:
             try:
                 loop.call_soon_threadsafe(_resolve, results)
             except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left to tell
+                if not loop.is_closed():  # nothing waits in a closed loop
                     raise
 
     def _fail(self, error: BaseException) -> None:
@@ -342,11 +343,11 @@ class TorchEngine:
             self._failure = error
             self._backlog += self._inbox
             self._inbox.clear()
-        told = {item for item, _ in self._done}
+        resolved = {item for item, _ in self._done}
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
-        seated = [ticket for ticket in self._batch.tickets if ticket is not None]
-        lost = dict.fromkeys((*seated, *self._seating, *waiting, *self._backlog))
-        self._done += [(item, self._failed()) for item in lost if item not in told]
+        decoding = [ticket for ticket in self._batch.tickets if ticket is not None]
+        lost = dict.fromkeys((*decoding, *self._admitting, *waiting, *self._backlog))
+        self._done += [(item, self._failed()) for item in lost if item not in resolved]
         self._deliver()
 
 
@@ -368,9 +369,9 @@ def _problem(request: Request, max_context: int, vocab_size: int) -> tuple[str, 
         return "a prompt of token ids below the vocabulary's size", found, "use the model's own tokenizer"
     if len(prompt) >= max_context:
         found = f"{len(prompt)} tokens, and the context holds {max_context}"
-        return "a prompt that leaves room for a reply", found, "shorten the prompt, or raise engine.max_context"
+        return "a prompt that leaves context for a completion", found, "shorten the prompt, or raise engine.max_context"
     if request.media:
-        return "a reply to images or sound", "this engine reads text only", "use an engine that reads media"
+        return "a completion for images or sound", "this engine reads text only", "use an engine that reads media"
     if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         do = "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0"
         return "sampling that yields tokens", str(sampling), do
@@ -381,22 +382,24 @@ def _resolve_invariance(config: TorchEngine.Config) -> bool:
     possible = config.device == "cpu" and config.dtype == "float32" and invariance.available()
     if config.batch_invariant and not possible:
         raise ConfigError(
-            "engine.batch_invariant: true", f"{config.dtype} on {config.device}"
-            + ("" if invariance.available() else ", torch without oneDNN"),
+            "engine.batch_invariant: true",
+            f"{config.dtype} on {config.device}" + ("" if invariance.available() else ", torch without oneDNN"),
             "it holds for float32 on the CPU; leave it unset, or set it to false",
-        )  # fmt: skip
+        )
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda", "torch sees no GPU here", "set engine.device to cpu")
     return possible if config.batch_invariant is None else config.batch_invariant
 
 
-def _resolve_context(asked: int | None, built_for: int | None) -> int:
-    if asked is None and built_for is None:
+def _resolve_context(configured: int | None, built_for: int | None) -> int:
+    if configured is None and built_for is None:
         raise ConfigError(
             "the longest context", "the model's config does not say (max_position_embeddings)", "set engine.max_context"
         )
-    if asked is not None and built_for is not None and asked > built_for:
+    if configured is not None and built_for is not None and configured > built_for:
         raise ConfigError(
-            f"engine.max_context: {asked}", f"the model was built for {built_for} positions", f"set at most {built_for}"
+            f"engine.max_context: {configured}",
+            f"the model was built for {built_for} positions",
+            f"set at most {built_for}",
         )
-    return asked or built_for or 0
+    return configured or built_for or 0

@@ -1,8 +1,8 @@
-"""A backbone with a head: what a policy says about tokens (log-probability, entropy, ...), what a critic says (value),
-what a reward model says (score).
+"""A backbone with a head: a policy (log-probability, entropy, ... of tokens), a critic (values) or a reward model
+(scores).
 
-Policy and critic speak about token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere
-else. A reward model judges what is there, token t included.
+Policy and critic compute token t from the hidden state of token t - 1; that shift happens in `_before` and nowhere
+else. A reward model computes its score from the hidden state of token t itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
-from trivium.models.log_prob_head import likeliest, log_prob_and_entropy, mean_discriminant, sum_pi_squared
+from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.lora import LoraConfig, attach
 from trivium.models.packed import Backbone, Pack, probe_pack
-from trivium.models.sequence import Asked, SequenceGroup
+from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.randomness import stream
 
 VALUE_HEAD = "value_head"
@@ -90,29 +90,29 @@ class LanguageModel(nn.Module):
         `log_prob`: (log_prob, entropy), each (N,), with gradient. With `candidates`, (N, K) further token ids for each,
         `log_prob` is (N, 1 + K). Without gradient, the other number being the same one again: `sum_pi_squared`, the sum
         over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
-        token is drawn from. `top`: (ids, log_prob), each (N, top_k), what the model would rather have said.
+        token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place.
         """
         output = cast(nn.Linear, self.module.get_output_embeddings())
         head: dict[str, Any] = {"weight": output.weight, "bias": output.bias, "temperature": self.temperature}
-        asked = self._asked(batch, rows)
+        states = self._states(batch, rows)
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
                 if candidates is not None:
                     targets = torch.cat([targets[:, None], candidates], 1)
-                targets = targets[asked.mine]
-                first, second = log_prob_and_entropy(asked.states, targets=targets, entropy_grad=entropy_grad, **head)
+                targets = targets[states.mine]
+                first, second = log_prob_and_entropy(states.values, targets=targets, entropy_grad=entropy_grad, **head)
             case "top":
-                first, second = likeliest(asked.states, k=top_k, **head)
+                first, second = top_k_log_probs(states.values, k=top_k, **head)
             case "sum_pi_squared":
-                first = second = sum_pi_squared(asked.states, **head)
+                first = second = sum_pi_squared(states.values, **head)
             case "mean_discriminant":
-                first = second = mean_discriminant(asked.states, **head)
+                first = second = mean_discriminant(states.values, **head)
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
-        return asked.whole(first), asked.whole(second)
+        return states.gather(first), states.gather(second)
 
-    def _asked(self, batch: Pack, rows: torch.Tensor) -> Asked:
+    def _states(self, batch: Pack, rows: torch.Tensor) -> LocalStates:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             return self.backbone.states(batch, _before(rows))
 
@@ -127,10 +127,10 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _check_head(self, expected: torch.Tensor) -> None:
-        """Models differ in what they do between hidden state and logits; one that does more is refused, not guessed."""
+        """Raises TriviumError where the logits are more than one linear layer of the hidden states."""
         batch = probe_pack(self.module)
-        found, _ = self(batch, batch.positions.nonzero().squeeze(1))
-        difference = float((found - expected).abs().max())
+        log_prob, _ = self(batch, batch.positions.nonzero().squeeze(1))
+        difference = float((log_prob - expected).abs().max())
         if difference > 1e-3:
             raise _refusal(self.module, f"its own log-probabilities differ by {difference:.3g} from the chunked head's")
 
@@ -208,19 +208,19 @@ class ValueModel(nn.Module):
     def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         """(N,) values of the states before the tokens at `rows` of the pack."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            asked = self.backbone.states(batch, self._judged(rows))
-        values = self.value_head(asked.states.to(self.dtype)).squeeze(1)
-        return asked.whole(values.clone())  # what FSDP hangs its hooks on must not be a view
+            states = self.backbone.states(batch, self._sources(rows))
+        values = self.value_head(states.values.to(self.dtype)).squeeze(1)
+        return states.gather(values.clone())  # what FSDP hangs its hooks on must not be a view
 
-    def _judged(self, rows: torch.Tensor) -> torch.Tensor:
+    def _sources(self, rows: torch.Tensor) -> torch.Tensor:
         return _before(rows)
 
 
 class ScoreModel(ValueModel):
-    """A backbone with one number per token for all that was said up to and including it: a reward model.
+    """A backbone with one number per token, the score of the sequence up to and including it: a reward model.
 
     Saved as a value model is, so that a critic can start from it.
     """
 
-    def _judged(self, rows: torch.Tensor) -> torch.Tensor:
+    def _sources(self, rows: torch.Tensor) -> torch.Tensor:
         return rows

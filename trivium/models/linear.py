@@ -7,7 +7,7 @@ two thirds of the time. `_applies` is the one place that decides.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -46,16 +46,27 @@ def _onednn(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
+class AutogradContext(Protocol):
+    """What `torch.autograd.Function` passes to its methods; `FunctionCtx` of torch declares only a part of it."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return _onednn(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
-        ctx: Any, *grad_outputs: torch.Tensor
+        ctx: AutogradContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = grad_outputs[0].flatten(0, -2)

@@ -34,5 +34,5 @@ def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device 
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """The longest sequence the model was built for, in tokens; None where its config names no limit."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if found is None else int(found)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)

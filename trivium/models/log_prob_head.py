@@ -9,12 +9,12 @@ Legend: N tokens, H width, V vocabulary, M targets of one token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from trivium.models.linear import matmul_transposed
+from trivium.models.linear import AutogradContext, matmul_transposed
 
 _CHUNK_BYTES = 64 * 2**20
 """Most memory for the logits of one chunk."""
@@ -76,10 +76,10 @@ def mean_discriminant(
 
 
 @torch.no_grad()
-def likeliest(
+def top_k_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, k: int, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids int64, log_prob), each (N, k), without gradient: the k likeliest tokens, the likeliest first."""
+    """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
     hidden = hidden.to(weight.dtype)
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
     for rows in _chunks(len(hidden), weight):
@@ -102,10 +102,15 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+class _HeadContext(AutogradContext, Protocol):
+    temperature: float
+    entropy_grad: bool
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _HeadContext,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -131,7 +136,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
-        ctx: Any, *grad_outputs: torch.Tensor
+        ctx: _HeadContext, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         grad_log_prob, grad_entropy = grad_outputs
         hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors

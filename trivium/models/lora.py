@@ -38,9 +38,16 @@ _WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names by which peft understands stacked experts, whatever else is called so."""
 _PLAIN: dict[str, Any] = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_dropout": 0.0, "modules_to_save": None,
-    "trainable_token_indices": None, "target_parameters": None, "layer_replication": None, "lora_bias": False,
-}  # fmt: skip
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+    "layer_replication": None,
+    "lora_bias": False,
+}
 """What an adapter says of itself that is no more than A, B and a scale for each layer."""
 
 
@@ -64,12 +71,14 @@ class LoraConfig(Config):
         """What is wrong with the section by itself."""
         if self.path is None:
             return
-        said = sorted({"rank", "alpha", "targets"} & self.model_fields_set)
-        if said:
+        changed = sorted({"rank", "alpha", "targets"} & self.model_fields_set)
+        if changed:
             yield Problem(
-                f"{where}.{said[0]}", f"{', '.join(said)} beside an adapter to start from",
-                f"{self.path} has its own", "leave one of the two out",
-            )  # fmt: skip
+                f"{where}.{changed[0]}",
+                f"{', '.join(changed)} beside an adapter to start from",
+                f"{self.path} has its own",
+                "leave one of the two out",
+            )
         if trouble := _unusable(Path(self.path)):
             yield Problem(f"{where}.path", *trouble)
 
@@ -189,8 +198,8 @@ def save_adapter(module: nn.Module, directory: Path) -> None:
 def describe_adapter(module: nn.Module, directory: Path) -> None:
     """Writes what peft wants to know beside the tensors."""
     config: Any = getattr(module, "peft_config")[_NAME]  # noqa: B009  (peft puts it there; torch knows no such name)
-    said = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # its sets in one order
-    (directory / _CONFIG).write_text(said + "\n", encoding="utf-8")
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)  # its sets in one order
+    (directory / _CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 # --------------------------------------------------------------------------- on its way to an engine
@@ -242,25 +251,26 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
     if not weights or not all(name.startswith(_PREFIX) for name in weights):
         return None
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in weights})
-    modules, found = dict(base.named_modules()), dict[str, LowRank]()
+    modules, adapter = dict(base.named_modules()), dict[str, LowRank]()
     for layer in layers:
         parts = [weights.get(f"{_PREFIX}{layer}{part}") for part in (_DOWN, _UP, _SCALE, _BASE)]
         if layer not in modules or any(part is None for part in parts):
             raise SyncError(
                 f"an adapter of {type(base).__name__}",
                 f"the model has no layer {layer!r}" if layer not in modules else f"that of {layer!r} is not whole",
-                "train and play with the same base model",
-            )  # fmt: skip
+                "train and sample with the same base model",
+            )
         down, up, scale, its_base = cast(list[torch.Tensor], parts)
         transposed = isinstance(modules[layer], Conv1D)
         shape, fits = (up.shape[0], down.shape[1]), tuple(cast(torch.Tensor, modules[layer].weight).shape)
         if up.shape[1] != down.shape[0] or (shape[::-1] if transposed else shape) != fits:
             raise SyncError(
-                f"an adapter of {type(base).__name__}", f"that of {layer!r} is for {shape}, the layer is {fits}",
-                "train and play with the same base model",
-            )  # fmt: skip
-        found[f"{layer}.weight"] = LowRank(down, up, float(scale), transposed, int(its_base))
-    return found
+                f"an adapter of {type(base).__name__}",
+                f"that of {layer!r} is for {shape}, the layer is {fits}",
+                "train and sample with the same base model",
+            )
+        adapter[f"{layer}.weight"] = LowRank(down, up, float(scale), transposed, int(its_base))
+    return adapter
 
 
 # --------------------------------------------------------------------------- inside
@@ -301,10 +311,10 @@ def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
     """Refuses what merging, here and in engines, would get wrong."""
     strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in (nn.Linear, Conv1D)]
     if strange or module.get_output_embeddings() is not output:
-        found = f"{strange[0]} is no linear layer" if strange else "the output layer is among its targets"
+        problem = f"{strange[0]} is no linear layer" if strange else "the output layer is among its targets"
         raise TriviumError(
-            f"an adapter for {type(module).__name__}", found, "name other layers in train.lora.targets"
-        )  # fmt: skip
+            f"an adapter for {type(module).__name__}", problem, "name other layers in train.lora.targets"
+        )
 
 
 @torch.no_grad()
@@ -327,7 +337,7 @@ def _fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pat
             f"start from the adapter {directory}",
             f"{wrong[0]} is missing, too much, or of another shape ({len(wrong)} tensors)",
             "use an adapter of this model",
-        )  # fmt: skip
+        )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
 
@@ -338,6 +348,6 @@ def _unusable(directory: Path) -> tuple[str, str, str] | None:
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
     if missing:
         return asked, f"no {missing[0]} there", do
-    said = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    odd = [name for name, plain in _PLAIN.items() if said.get(name) not in (plain, None, [])]
-    return (asked, f"its {odd[0]} is {said[odd[0]]!r}", do) if odd else None
+    config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
+    odd = [name for name, plain in _PLAIN.items() if config.get(name) not in (plain, None, [])]
+    return (asked, f"its {odd[0]} is {config[odd[0]]!r}", do) if odd else None

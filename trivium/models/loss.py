@@ -1,8 +1,8 @@
 """What a learner hands to an objective, and what comes back: the seam between training and algorithms.
 
 Legend: B sequences of one micro-batch, L tokens of the longest one. Sequences start at column 0 and are padded on the
-right; index t of every array speaks about `tokens[t]`; column 0 is never trained; padding is outside the mask and
-holds zeros. An objective has `loss(inputs, totals) -> LossOutputs` beside what `protocols.Objective` asks for.
+right; index t of every array belongs to `tokens[t]`; column 0 is never trained; padding is outside the mask and
+holds zeros. An objective has `loss(inputs, denominators) -> LossOutputs` beside what `protocols.Objective` asks for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LossInputs:
     """(B, L): entropy in nats of the distribution that token t was drawn from; None for a value head.
     Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
     values: torch.Tensor | None = None
-    """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of what was said up to and
+    """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of the sequence up to and
     including it (score head); None for a language-model head."""
     candidate_log_prob: torch.Tensor | None = None
     """(B, L, K) with gradient: log-probabilities of the tokens that the column `teacher_top` names; None where the
@@ -41,22 +41,23 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts of the whole optimizer step, over all micro-batches and ranks, known before the first of them."""
+class LossDenominators:
+    """What a loss is divided by: counts of the whole optimizer step, over all micro-batches and ranks, known before the
+    first of them."""
 
     tokens: int
     """Trained tokens."""
     sequences: int
     """Sequences with at least one trained token."""
     max_response_length: int
-    """The limit of one reply, in tokens: a constant of the run, whatever this step's replies came to."""
+    """The limit of one completion, in tokens: a constant of the run, independent of this step's completions."""
     expert_tokens: int = 0
     """Those of `tokens` that no policy of this run sampled."""
     expert_sequences: int = 0
     """Those of `sequences` with at least one such token."""
-    open_tokens: int | None = None
-    """Those of `tokens` that the policy loss is divided by, where a selection left fewer (the column `open`)."""
-    open_sequences: int | None = None
+    counted_tokens: int | None = None
+    """Those of `tokens` that the policy loss is divided by, where a selection left fewer (the column `counted`)."""
+    counted_sequences: int | None = None
     """Sequences with at least one of those."""
     pairs: int = 0
     """Pairs of consecutive rows (0 and 1, 2 and 3, ...) that both have a trained token."""
@@ -64,19 +65,19 @@ class Totals:
     """Data-parallel ranks whose gradients are averaged."""
 
     @property
-    def open(self) -> Totals:
+    def counted(self) -> LossDenominators:
         """The counts of what the policy loss is about."""
-        if self.open_tokens is None or self.open_sequences is None:
+        if self.counted_tokens is None or self.counted_sequences is None:
             return self
-        return replace(self, tokens=self.open_tokens, sequences=self.open_sequences)
+        return replace(self, tokens=self.counted_tokens, sequences=self.counted_sequences)
 
     @property
-    def expert(self) -> Totals:
+    def expert(self) -> LossDenominators:
         """The counts of what no policy of this run sampled."""
         return replace(self, tokens=self.expert_tokens, sequences=self.expert_sequences)
 
     @property
-    def sampled(self) -> Totals:
+    def sampled(self) -> LossDenominators:
         """The counts of the rest."""
         return replace(self, tokens=self.tokens - self.expert_tokens, sequences=self.sequences - self.expert_sequences)
 
@@ -86,9 +87,9 @@ class LossOutputs:
     """One micro-batch's part of the step's loss."""
 
     loss: torch.Tensor
-    """Scalar, already divided by the totals: the micro-batches' losses add up to the step's loss."""
+    """Scalar, already divided by the denominators: the micro-batches' losses add up to the step's loss."""
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Metric key -> sum over this micro-batch's trained tokens; the learner adds them up and divides by
-    `totals.tokens`. No gradient."""
+    `denominators.tokens`. No gradient."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Metric key -> largest value in this micro-batch; the learner keeps the largest."""

@@ -5,7 +5,7 @@ lengths, padded on the right: under causal attention no token sees what comes af
 cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
 through the same seam as one padded grid.
 
-Ranks that share a sequence (trivium.models.sequence) each run a slice of the row through the layers.
+Ranks that share a sequence (trivium.models.sequence_parallel) each run a slice of the row through the layers.
 
 Legend: T tokens of all sequences, B sequences, L tokens of the longest, H heads, D head width, S cells of the grids.
 """
@@ -27,7 +27,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
-from trivium.models.sequence import Asked, SequenceGroup, Slices, ask, check_heads, heads_apart, heads_together
+from trivium.models.sequence_parallel import (
+    LocalStates,
+    SequenceGroup,
+    Slices,
+    check_heads,
+    heads_apart,
+    heads_together,
+    local_states,
+)
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -46,7 +54,7 @@ class CannotPack(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences end to end, and where each token sits in dense grids."""
+    """Sequences end to end, and the place of each token in dense grids."""
 
     tokens: torch.Tensor
     """(T,) int64."""
@@ -122,11 +130,11 @@ def packed_attention(
     sliding_window: int | None = None,
     trivium_pack: Pack | None = None,
     trivium_sequence: SequenceGroup | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack: (1, H, T, D) -> (1, T, H, D).
 
-    With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the pack speaks of all slices.
+    With `trivium_sequence`, the T rows are this rank's slice of the tokens, and the pack describes all slices.
 
     Never applies dropout: the ratio of two policies is only meaningful without it.
     """
@@ -186,23 +194,23 @@ class Backbone:
         """(T, width): the last hidden state of every token, by this process alone."""
         return self._packed(batch) if self.packs else self._padded(batch)
 
-    def states(self, batch: Pack, rows: torch.Tensor) -> Asked:
+    def states(self, batch: Pack, rows: torch.Tensor) -> LocalStates:
         """The last hidden states of the tokens `rows` (N,) of the pack, as far as they lie on this rank.
 
         Every rank of the sequence group calls it with the same pack and rows. What is computed of the states is put
-        together by `Asked.whole`.
+        together by `LocalStates.gather`.
         """
         if self.sequence is None:
-            return Asked(self(batch).index_select(0, rows), slice(None))
+            return LocalStates(self(batch).index_select(0, rows), slice(None))
         slices = Slices(len(batch.tokens), self.sequence.rank, self.sequence.size, ROWS)
         cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
         places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
         spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
         hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence)
-        return ask(hidden, rows, slices, self.sequence)
+        return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
-        fill = (0, -len(batch.tokens) % ROWS)  # rows that nobody reads: see ROWS
+        fill = (0, -len(batch.tokens) % ROWS)  # rows that are never read: see ROWS
         filled = replace(batch, collect=pad(batch.collect, fill))
         return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
 
@@ -210,9 +218,12 @@ class Backbone:
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: Pack, sequence: SequenceGroup | None = None
     ) -> torch.Tensor:
         output = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-            trivium_pack=batch, trivium_sequence=sequence,
-        )  # fmt: skip
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            trivium_pack=batch,
+            trivium_sequence=sequence,
+        )
         return output.last_hidden_state[0]
 
     def _padded(self, batch: Pack) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One monitor that feeds several, and refuses a metric that nobody declared."""
+"""One monitor that feeds several, and refuses undeclared metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FanOut:
         self.monitors = tuple(monitors)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of metrics; raises DataError for an undeclared key before anybody has seen the row."""
+        """One row of metrics; raises DataError for an undeclared key before any monitor gets the row."""
         row = checked(metrics)
         for monitor in self.monitors:
             monitor.log(step, row)

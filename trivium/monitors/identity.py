@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trivium.sealing import write_aside
+from trivium.checkpoint.atomic import atomic_write
 
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)$")
 _PASSWORD = re.compile(r"(://[^:/@]*):[^@/]*@")
@@ -23,7 +23,7 @@ def remembered(path: Path, resume_step: int, make: Callable[[], str]) -> str:
         return path.read_text(encoding="utf-8").strip()
     identity = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, identity + "\n")
+    atomic_write(path, identity + "\n")
     return identity
 
 
@@ -47,7 +47,7 @@ def failing() -> bool:
     return sys.exception() is not None
 
 
-def _flat(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+def _flat(value: object, where: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping | list):
         parts = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, part in parts:

@@ -22,7 +22,7 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 6000
 def mlflow_name(key: str) -> str:
     """A metric key as MLflow takes it: `@` becomes `_at_` (`pass@4` is `pass_at_4`), any other character that it
     refuses its code point (`+` is `_x2b_`)."""
-    return _REFUSED.sub(lambda found: f"_x{ord(found[0]):x}_", key.replace("@", "_at_"))
+    return _REFUSED.sub(lambda match: f"_x{ord(match[0]):x}_", key.replace("@", "_at_"))
 
 
 class MlflowMonitor:
@@ -58,8 +58,10 @@ class MlflowMonitor:
         self._client.update_run(self._run_id, status="RUNNING")  # a resumed one had ended
 
     def _begin(self, config: Config, run_dir: Path, artifacts: str | None) -> str:
-        found = self._client.get_experiment_by_name(config.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(config.experiment, artifacts)
+        existing = self._client.get_experiment_by_name(config.experiment)
+        experiment = (
+            existing.experiment_id if existing else self._client.create_experiment(config.experiment, artifacts)
+        )
         run = self._client.create_run(experiment, run_name=config.name or run_dir.name, tags=dict(config.tags))
         params = [
             self._param(mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in settings_of(run_dir).items()

@@ -41,15 +41,27 @@ def learning_curve(metrics_jsonl: Path, png: Path) -> None:
     for number, (key, points) in enumerate(accuracies.items()):
         steps, values = zip(*points, strict=True)
         axes.plot(
-            steps, values, color=ACCURACY, marker="o", markersize=4, linewidth=1.5, alpha=0.6**number,
+            steps,
+            values,
+            color=ACCURACY,
+            marker="o",
+            markersize=4,
+            linewidth=1.5,
+            alpha=0.6**number,
             label=f"accuracy ({key.split('/')[1]})",
-        )  # fmt: skip
+        )
     for step, name in _boundaries(metrics_jsonl.parent / "plan.yaml"):
         axes.axvline(step, color=QUIET, linestyle=(0, (4, 4)), linewidth=1)
         axes.annotate(
-            name, (step, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            color=QUIET, fontsize=8,
-        )  # fmt: skip
+            name,
+            (step, 1),
+            (4, -4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            color=QUIET,
+            fontsize=8,
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("reward, accuracy")
     axes.spines[["top", "right"]].set_visible(False)

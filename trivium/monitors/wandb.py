@@ -34,7 +34,7 @@ class WandbMonitor:
         entity: str | None = None
         """User or team that owns the run; unset means the default of the account."""
         base_url: str | None = None
-        """A W&B server of your own; unset means what `wandb login` was told."""
+        """A W&B server of your own; unset means the one of `wandb login`."""
         tags: tuple[str, ...] = ()
         """Tags of the run."""
         mode: Literal["online", "offline"] = "online"
@@ -46,17 +46,25 @@ class WandbMonitor:
         except ImportError as error:
             raise MissingPackage("wandb", "wandb", "log to Weights & Biases") from error
         self._wandb = wandb
-        # The console is ours, and log.txt holds what was said.
+        # The console belongs to Trivium, and log.txt holds the log.
         settings = wandb.Settings(console="off", silent=True)
         if config.base_url is not None:
             settings.base_url = config.base_url
         try:
             self._run = wandb.init(
-                project=config.project, entity=config.entity, name=config.name or run_dir.resolve().name,
-                group=config.group, tags=list(config.tags), mode=config.mode, dir=run_dir, config=settings_of(run_dir),
-                id=remembered(run_dir / "wandb" / "run-id", resume_step, new_id), resume="allow", reinit="create_new",
+                project=config.project,
+                entity=config.entity,
+                name=config.name or run_dir.resolve().name,
+                group=config.group,
+                tags=list(config.tags),
+                mode=config.mode,
+                dir=run_dir,
+                config=settings_of(run_dir),
+                id=remembered(run_dir / "wandb" / "run-id", resume_step, new_id),
+                resume="allow",
+                reinit="create_new",
                 settings=settings,
-            )  # fmt: skip
+            )
         except wandb.Error as error:
             raise ConfigError(
                 "log to Weights & Biases", str(error), "run `wandb login`, or set mode: offline"
@@ -86,6 +94,7 @@ class WandbMonitor:
         self._run.finish(exit_code=int(failing()))
 
 
-def _cell(value: Any) -> Any:
-    plain = value is None or isinstance(value, str | int | float | bool)
-    return value if plain else json.dumps(value, ensure_ascii=False)
+def _cell(value: object) -> str | int | float | bool | None:
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return json.dumps(value, ensure_ascii=False)

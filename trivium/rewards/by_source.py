@@ -26,8 +26,8 @@ _CPU_S = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What the graders that run something may use."""
+class GraderLimits:
+    """Resource limits of the graders that run something."""
 
     cpu_s: int = _CPU_S
     memory_mb: int = 1024
@@ -38,33 +38,33 @@ class Means:
 
 
 @functools.lru_cache(maxsize=8)
-def _sandbox(means: Means) -> Sandbox:
-    return Sandbox(Limits(means.cpu_s, 3.0 * means.cpu_s, means.memory_mb << 20), means.without)
+def _sandbox(limits: GraderLimits) -> Sandbox:
+    return Sandbox(Limits(limits.cpu_s, 3.0 * limits.cpu_s, limits.memory_mb << 20), limits.without)
 
 
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     extra_info: Mapping[str, Any] | None = None,
     *,
     memory_limit_mb: int | None = None,
-    means: Means | None = None,
+    limits: GraderLimits | None = None,
 ) -> Score:
     """What the completion of a task is worth, by the grader of its `data_source` (docs/extend-rewards.md lists them).
 
     A number or `{"score": number, ...}`. Raises DataError for a data source that has no grader, and for a ground truth
     that its grader cannot read; MissingPackage where it needs math-verify; RewardError where grading took too long.
-    `memory_limit_mb` and `means` limit what runs a program.
+    `memory_limit_mb` and `limits` limit what runs a program.
     """
     del extra_info
-    means = means or Means()
+    limits = limits or GraderLimits()
     if memory_limit_mb is not None:
-        means = Means(means.cpu_s, memory_limit_mb, means.without)
-    return grader_of(data_source)(solution_str, ground_truth, means)
+        limits = GraderLimits(limits.cpu_s, memory_limit_mb, limits.without)
+    return grader_of(data_source)(solution_str, ground_truth, limits)
 
 
-def grader_of(data_source: str) -> Callable[[str, Any, Means], Score]:
+def grader_of(data_source: str) -> Callable[[str, object, GraderLimits], Score]:
     """The grader of a data source; raises DataError, listing those there are."""
     for name, grader in GRADERS.items():
         if data_source == name or (name.endswith("*") and data_source.startswith(name[:-1])):
@@ -79,41 +79,41 @@ def grader_of(data_source: str) -> Callable[[str, Any, Means], Score]:
 # --------------------------------------------------------------------------- graders
 
 
-def _gsm8k(text: str, truth: Any, means: Means) -> float:
+def _gsm8k(text: str, truth: object, limits: GraderLimits) -> float:
     return gsm8k_score(text, str(truth))
 
 
-def _math(text: str, truth: Any, means: Means) -> float:
+def _math(text: str, truth: object, limits: GraderLimits) -> float:
     return float(math_boxed(text, str(truth)))
 
 
-def _math_dapo(text: str, truth: Any, means: Means) -> Score:
+def _math_dapo(text: str, truth: object, limits: GraderLimits) -> Score:
     return math_dapo(text, str(truth))
 
 
-def _boxed_or_verified(text: str, truth: Any, means: Means) -> float:
+def _boxed_or_verified(text: str, truth: object, limits: GraderLimits) -> float:
     """Right as it is written, or else by computing."""
-    return 1.0 if math_boxed(text, str(truth)) else _math_verify(text, truth, means)
+    return 1.0 if math_boxed(text, str(truth)) else _math_verify(text, truth, limits)
 
 
-def _math_verify(text: str, truth: Any, means: Means) -> float:
+def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:
     require("math_verify", "math-verify", "math", "score mathematics that is written in another way")
-    return _verifier(means.cpu_s)(completion=text, answer=str(truth))
+    return _verifier(limits.cpu_s)(completion=text, answer=str(truth))
 
 
 @functools.cache
 def _verifier(cpu_s: int) -> Isolated:
-    return Isolated("trivium.rewards.scorers:math_verify", cpu_s)
+    return Isolated("trivium.rewards.graders:math_verify", cpu_s)
 
 
 _ACCURACY, _FORMAT = 0.9, 0.1
 
 
-def _geometry(text: str, truth: Any, means: Means) -> float:
+def _geometry(text: str, truth: object, limits: GraderLimits) -> float:
     """0.9 for the boxed answer, 0.1 for thinking in its tags before it."""
     boxed = last_boxed(text)
     right = boxed is not None and (
-        same_math(boxed, str(truth)) or _math_verify(f"\\boxed{{{boxed}}}", truth, means) == 1
+        same_math(boxed, str(truth)) or _math_verify(f"\\boxed{{{boxed}}}", truth, limits) == 1
     )
     return _ACCURACY * right + _FORMAT * _thought(text)
 
@@ -125,19 +125,20 @@ def _thought(text: str) -> bool:
     return text.startswith("<think>") and bool(closing and box) and "}" in rest
 
 
-def _program(text: str, truth: Any, means: Means) -> float:
-    return program_score(text, truth, means.sandbox())
+def _program(text: str, truth: object, limits: GraderLimits) -> float:
+    return program_score(text, truth, limits.sandbox())
 
 
-def _exact_answer(text: str, truth: Any, means: Means) -> float:
+def _exact_answer(text: str, truth: object, limits: GraderLimits) -> float:
     """What stands in the last `<answer>`, against every accepted answer."""
     accepted = truth.get("target") if isinstance(truth, Mapping) else truth
-    accepted = accepted.tolist() if hasattr(accepted, "tolist") else accepted  # pyright: ignore[reportOptionalMemberAccess]
+    tolist = getattr(accepted, "tolist", None)
+    accepted = accepted if tolist is None else tolist()
     accepted = [accepted] if isinstance(accepted, str) else accepted
     if not isinstance(accepted, list | tuple) or not accepted:
         raise DataError("a ground truth with accepted answers", repr(truth)[:80], "give {target: [text, ...]}")
-    found = last_tag(text, "answer")
-    return float(found is not None and _words(found) in [_words(str(answer)) for answer in accepted])
+    answered = last_tag(text, "answer")
+    return float(answered is not None and _words(answered) in [_words(str(answer)) for answer in accepted])
 
 
 def _words(text: str) -> list[str]:
@@ -146,7 +147,7 @@ def _words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
-GRADERS: Mapping[str, Callable[[str, Any, Means], Score]] = {
+GRADERS: Mapping[str, Callable[[str, object, GraderLimits], Score]] = {
     "openai/gsm8k": _gsm8k,
     "lighteval/MATH": _math,
     "DigitalLearningGmbH/MATH-lighteval": _math,
@@ -181,18 +182,19 @@ class BySource:
         `processes`. Nothing runs without one that is not named here."""
 
     def __init__(self, config: Config) -> None:
-        self._means = Means(config.cpu_limit_s, config.memory_limit_mb, config.sandbox_without)
+        self._limits = GraderLimits(config.cpu_limit_s, config.memory_limit_mb, config.sandbox_without)
         if config.sandbox_without:
-            self._means.sandbox()  # a name that no limit has is an error now
+            self._limits.sandbox()  # a name that no limit has is an error now
 
     def __call__(
-        self, prompt: str, completion: str, data_source: str, reward_model: Any = None, answer: Any = None
+        self, prompt: str, completion: str, data_source: str, reward_model: object = None, answer: object = None
     ) -> float:
         truth = reward_model["ground_truth"] if isinstance(reward_model, Mapping) else answer
         if truth is None:
             raise DataError(
-                f"a ground truth of a task from {data_source!r}", "neither `reward_model.ground_truth` nor `answer`",
+                f"a ground truth of a task from {data_source!r}",
+                "neither `reward_model.ground_truth` nor `answer`",
                 "name the column so in the task source",
-            )  # fmt: skip
-        score = default_compute_score(data_source, completion, truth, means=self._means)
+            )
+        score = default_compute_score(data_source, completion, truth, limits=self._limits)
         return score["score"] if isinstance(score, dict) else score

@@ -1,86 +1,107 @@
-"""The child processes of rewards. What they compute is asked for and answered in lines of JSON.
-
-python -m trivium.rewards.child function module:function cpu_seconds     one of our graders, with limits
-python -m trivium.rewards.child reward config_as_json seconds            a reward of a config
-"""
+"""Child processes: one way to start one, to exchange lines of JSON with it, to wait for it and to kill it."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import inspect
 import json
-import os
-import resource
-import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
-_MEMORY = 4 << 30
-"""Bytes of address space of a grader; an allocation beyond it is a MemoryError instead of a machine without memory."""
 
+class Child:
+    """A Python process that is sent requests and sends answers, one JSON value a line, over a socket of its own.
 
-def serve(function: Callable[..., Any], limited: Callable[[bool], None], requests: IO[str], answers: IO[str]) -> None:
-    """Answers JSON lines until there are no more. `limited` sets a limit before each call and takes it off after."""
-    for line in requests:
-        limited(True)
+    It runs in its own session, inherits no descriptor but the ones named, and ends with this object or this process.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        *arguments: str,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
+        stdout: IO[bytes] | int = 2,
+        stderr: IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        """Runs `python PROGRAM... DESCRIPTOR ARGUMENTS...`, where DESCRIPTOR is the number of its end of the socket.
+
+        By default its output goes to this process's standard error. `timeout_s` bounds each `send` and
+        `receive`; None: until `kill` is called.
+        """
+        with ExitStack() as unless_started:
+            ours, theirs = socket.socketpair()
+            unless_started.enter_context(ours)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, *program, str(theirs.fileno()), *arguments],
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=cwd,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(), *pass_fds),
+                )
+            unless_started.pop_all()
+        ours.settimeout(timeout_s)
+        self._socket, self._answers = ours, ours.makefile("rb")
+        weakref.finalize(self, _end, self._process, self._socket, self._answers)
+
+    def send(self, request: str) -> None:
+        """Sends one line of JSON. That the process has ended or does not read is seen by `receive` and `wait`."""
         try:
-            result = function(**json.loads(line))
-            result = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-            answer = json.dumps({"result": result}, default=_plain)
-        except Exception as error:
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})  # the parent raises it
-        limited(False)
-        answers.write(answer + "\n")
-        answers.flush()
+            self._socket.sendall(request.encode() + b"\n")
+        except (ConnectionError, TimeoutError):
+            return
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next answer; None where the process ended without one, or gave none in time."""
+        try:
+            line = self._answers.readline()
+        except (ConnectionError, TimeoutError):
+            line = b""
+        return json.loads(line) if line else None
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code (negative: the signal that killed it); None where it still runs after so many seconds."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """Ends it whatever it does. May be called from any thread; `receive` then gives None."""
+        self._process.kill()
+        with suppress(OSError):  # not connected any more; a process that it started may hold the other end
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> int:
+        """Ends it and frees what it holds here; returns its exit code."""
+        return _end(self._process, self._socket, self._answers)
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _end(process: subprocess.Popen[bytes], *channel: socket.socket | IO[bytes]) -> int:
+    process.kill()  # nothing happens to one that has been waited for
+    code = process.wait()
+    for each in channel:
+        each.close()
+    return code
 
 
-def grader(name: str, cpu_limit_s: int) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """A function of ours, and what holds each call of it to its CPU seconds."""
-    module, _, function = name.partition(":")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere address space is not limited reliably
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-    def limited(on: bool) -> None:
-        if on:
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            used = int(usage.ru_utime + usage.ru_stime) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_limit_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-    return getattr(importlib.import_module(module), function), limited
+def to_json(value: object) -> str:
+    """One line of JSON; arrays and numbers of numpy and torch become Python's own. Raises TypeError for others."""
+    return json.dumps(value, default=_plain)
 
 
-def reward(config: str, limit_s: float) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """A reward of a config, and the kernel's alarm: it ends the process even where the parent could not any more."""
-    from trivium.config import RewardConfig, build, plugin  # here: graders start sooner without
-
-    function = build("rewards", plugin("rewards", RewardConfig)(json.loads(config)))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    def limited(on: bool) -> None:
-        signal.setitimer(signal.ITIMER_REAL, limit_s if on else 0.0)
-
-    return function, limited
-
-
-def _plain(number: Any) -> Any:
-    """A number or an array of numpy's as Python's, for JSON."""
-    return number.tolist()
-
-
-def main() -> None:
-    kind, what, limit = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a grader prints must not pass for an answer
-    function, limited = grader(what, int(limit)) if kind == "function" else reward(what, float(limit))
-    serve(function, limited, sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
+def _plain(value: object) -> object:
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

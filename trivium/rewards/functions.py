@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -25,7 +25,7 @@ class Exact:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
         return float(self._normal(completion) == self._normal(str(answer)))
 
     def _normal(self, text: str) -> str:
@@ -91,18 +91,18 @@ def gsm8k_answer(text: str, method: Literal["strict", "flexible"] = "strict") ->
 
     `strict` wants it after the last `#### ` that has one; `flexible` takes the last number.
     """
-    found = re.findall(rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text[-_GSM8K_TAIL:])
-    return _plain_number(found[-1]) if found else None
+    numbers = re.findall(rf"#### ({_NUMBER})" if method == "strict" else _NUMBER, text[-_GSM8K_TAIL:])
+    return _plain_number(numbers[-1]) if numbers else None
 
 
 def gsm8k_score(
     text: str, answer: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
 ) -> float:
     """1 for the answer's final number (`####` before it or not), `format_score` for another one, 0 for none."""
-    found = gsm8k_answer(text, method)
-    if found is None:
+    number = gsm8k_answer(text, method)
+    if number is None:
         return 0.0
-    return 1.0 if found == _plain_number(answer.rpartition("####")[2].strip()) else format_score
+    return 1.0 if number == _plain_number(answer.rpartition("####")[2].strip()) else format_score
 
 
 class Gsm8k:
@@ -118,7 +118,7 @@ class Gsm8k:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
         return gsm8k_score(completion, str(answer), self.config.method, self.config.format_score)
 
 
@@ -136,9 +136,9 @@ class MathVerify:
 
     def __init__(self, config: Config) -> None:
         require("math_verify", "math-verify", "math", "score with kind: math_verify")
-        self._score = Isolated("trivium.rewards.scorers:math_verify", config.cpu_limit_s)
+        self._score = Isolated("trivium.rewards.graders:math_verify", config.cpu_limit_s)
 
-    def __call__(self, prompt: str, completion: str, answer: Any) -> float:
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
         return self._score(completion=completion, answer=str(answer))
 
 
@@ -156,9 +156,9 @@ class ReasoningGym:
     def __init__(self, config: Config) -> None:
         require("reasoning_gym", "reasoning-gym", "envs", "score with kind: reasoning_gym")
         self._tagged = config.extract == "tag"
-        self._score = Isolated("trivium.rewards.scorers:reasoning_gym", config.cpu_limit_s)
+        self._score = Isolated("trivium.rewards.graders:reasoning_gym", config.cpu_limit_s)
 
-    def __call__(self, prompt: str, completion: str, reasoning_gym: Any) -> float:
+    def __call__(self, prompt: str, completion: str, reasoning_gym: object) -> float:
         answer = last_tag(completion, "answer") if self._tagged else completion.strip()
         if not isinstance(reasoning_gym, dict) or not {"dataset", "config", "entry"} <= reasoning_gym.keys():
             raise DataError(
@@ -175,7 +175,7 @@ class ReasoningGym:
 
 
 def last_tag(text: str, name: str) -> str | None:
-    """What stands in the last `<name>...</name>`; None where there is none."""
+    """The text in the last `<name>...</name>`; None where there is none."""
     before, closing, _ = text.rpartition(f"</{name}>")
     _, opening, inside = before.rpartition(f"<{name}>")
     return inside.strip() if closing and opening else None

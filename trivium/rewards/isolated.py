@@ -1,61 +1,35 @@
-"""Scoring in a process of its own, because some graders compute with what the policy wrote.
+"""Functions in child processes, because some graders compute with what the policy wrote.
 
 `\\boxed{2^{10000000000}}` holds the interpreter inside one big multiplication: no thread, signal or deadline of ours
-would run until it is done, if ever. A child process has a CPU limit that the kernel enforces, and a memory limit
-(Linux). Requests and answers are lines of JSON.
+would run until it is done, if ever. A child process has limits that the kernel enforces, and can be killed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
-import subprocess
+import queue
+import signal
 import sys
 import threading
-import weakref
+from collections.abc import Mapping
 from typing import Any
 
+from trivium.concurrency import Threads
+from trivium.config import RewardConfig
 from trivium.errors import MissingPackage, RewardError
+from trivium.rewards.child import Child, to_json
+
+_MEMORY = 4 << 30
+"""Bytes of address space of a grader; an allocation beyond it is a MemoryError instead of a machine without memory."""
 
 
 def require(module: str, package: str, extra: str, purpose: str) -> None:
     """Raises MissingPackage unless the module can be imported; the child imports it when it starts."""
     if importlib.util.find_spec(module) is None:
         raise MissingPackage(package, extra, purpose)
-
-
-class Child:
-    """A child process that answers one call at a time. It ends with this object, or with this process."""
-
-    def __init__(self, *command: str) -> None:
-        """`command`: see `trivium.rewards.child`. It imports from where this process does."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "trivium.rewards.child", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, encoding="utf-8", start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
-        weakref.finalize(self, _end, self._process)
-
-    def ask(self, arguments: str) -> dict[str, Any] | None:
-        """`{"result": ...}` or `{"error": text}` for keyword arguments as JSON; None where it ended instead."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(arguments + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        return json.loads(line) if line else None
-
-    def kill(self) -> None:
-        """Ends it whatever it does; whoever waits for its answer gets None."""
-        self._process.kill()
-
-    def end(self) -> int:
-        """Ends it and frees its pipes; returns its exit code (negative: the signal that killed it)."""
-        return _end(self._process)
 
 
 class Isolated:
@@ -66,34 +40,98 @@ class Isolated:
     """
 
     def __init__(self, function: str, cpu_limit_s: int) -> None:
-        self._function, self._cpu_limit_s = function, cpu_limit_s
+        self._lock = threading.Lock()
+        self._children = _Children(function, {"function": function, "cpu_s": cpu_limit_s, "memory": _MEMORY})
+
+    def __call__(self, /, **arguments: object) -> Any:
+        with self._lock:
+            return _Call(self._children, arguments).run()
+
+
+class IsolatedReward:
+    """A reward of the config in up to `config.workers` child processes, each of which serves one call at a time.
+
+    Cancelling a call kills the process it is in; another takes its place. Arguments and result are JSON values. The
+    kernel ends a call after `deadline_s`, also where this process is gone.
+    """
+
+    def __init__(self, config: RewardConfig, deadline_s: float) -> None:
+        reward = config.model_dump(mode="json") | {"workers": 0}
+        self._threads = Threads(config.workers, f"reward {config.label!r}")
+        self._children = _Children(f"reward {config.label!r}", {"reward": reward, "wall_s": deadline_s})
+
+    async def __call__(self, /, **arguments: object) -> object:
+        call = _Call(self._children, arguments)
+        try:
+            return await self._threads.run(call.run)
+        except asyncio.CancelledError:
+            call.kill()
+            raise
+
+
+class _Children:
+    """Child processes of one function: those that wait for a call, and how another one is started."""
+
+    def __init__(self, label: str, spec: Mapping[str, Any]) -> None:
+        self.label, self._spec = label, spec
+        self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
+
+    def take(self) -> Child:
+        """An idle child, or a new one, which imports from where this process does."""
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            program = ("-m", "trivium.rewards.isolated_main")
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            child = Child(program, json.dumps(self._spec), env=environment)
+        return child
+
+    def give_back(self, child: Child) -> None:
+        self._idle.put(child)
+
+    def ended(self, code: int, arguments: str) -> RewardError:
+        """The error of a call whose process ended by itself."""
+        asked = f"an answer of {self.label}"
+        if code == -signal.SIGALRM:
+            found, do = f"no answer within {self._spec['wall_s']:g} s", "give it more time, or let it give up sooner"
+        else:
+            asked += f" within {self._spec['cpu_s']} CPU seconds" if "cpu_s" in self._spec else ""
+            found = f"its process ended with code {code} on {arguments[:80]}"
+            do = "look at what it printed: it crashed, left by itself, or used too much memory"
+            if "cpu_s" in self._spec:
+                do += " or CPU time; raise cpu_limit_s if it is right to take so long"
+        return RewardError(asked, found, do)
+
+
+class _Call:
+    """One call on its way through a child; `kill` may be called from another thread at any moment."""
+
+    def __init__(self, children: _Children, arguments: Mapping[str, Any]) -> None:
+        self._children, self._arguments = children, to_json(arguments)
         self._lock = threading.Lock()
         self._child: Child | None = None
+        self._killed = False
 
-    def __call__(self, **arguments: Any) -> Any:
+    def run(self) -> object:
+        """The function's result. Raises RewardError with what it raised, or where its process ended instead."""
+        child = self._children.take()
         with self._lock:
-            child = self._child or Child("function", self._function, str(self._cpu_limit_s))
-            self._child = None  # a call that is interrupted leaves no child
-            answer = child.ask(json.dumps(arguments))
-            if answer is None:
-                raise RewardError(
-                    f"an answer of {self._function} within {self._cpu_limit_s} CPU seconds",
-                    f"its process ended with code {child.end()} on {str(arguments)[:80]}",
-                    "raise cpu_limit_s if the answer is a fair one",
-                )
             self._child = child
-        return result_of(answer, self._function)
+            if self._killed:
+                child.kill()
+        child.send(self._arguments)
+        answer = child.receive()
+        with self._lock:
+            self._child, killed = None, self._killed
+        if answer is None or killed:
+            raise self._children.ended(child.end(), self._arguments)
+        self._children.give_back(child)
+        if "error" in answer:
+            raise RewardError(f"an answer of {self._children.label}", answer["error"], "look at the task's columns")
+        return answer["result"]
 
-
-def result_of(answer: dict[str, Any], who: str) -> Any:
-    """What a child's function returned; raises RewardError with what it raised."""
-    if "error" in answer:
-        raise RewardError(f"an answer of {who}", answer["error"], "look at the task's columns")
-    return answer["result"]
-
-
-def _end(process: subprocess.Popen[str]) -> int:
-    if process.poll() is None:
-        process.kill()
-    process.communicate()
-    return process.returncode
+    def kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            if self._child is not None:
+                self._child.kill()

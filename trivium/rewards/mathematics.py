@@ -12,7 +12,7 @@ from typing import Any
 _ANSWER_TAIL, _BOX_TAIL = 300, 100
 """Characters at the end of a completion in which DAPO's graders look for the answer, and for the box alone."""
 NO_ANSWER = "[INVALID]"
-"""What DAPO's grader says was answered where nothing was."""
+"""The prediction of DAPO's grader where there is no answer."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -34,8 +34,8 @@ def last_boxed(text: str) -> str | None:
 
 def math_boxed(text: str, answer: str) -> bool:
     """Whether the last box holds the answer, written this way or another (MATH)."""
-    found = last_boxed(text)
-    return found is not None and same_math(found, answer)
+    boxed = last_boxed(text)
+    return boxed is not None and same_math(boxed, answer)
 
 
 def same_math(a: str, b: str) -> bool:
@@ -44,7 +44,7 @@ def same_math(a: str, b: str) -> bool:
 
 
 def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, Any]:
-    """`score` 1 or -1, `acc` whether it is right, `pred` what was read: the last `Answer:` line, or else the last box.
+    """`score` 1 or -1, `acc` whether it is right, `pred` the prediction: the last `Answer:` line, or else the last box.
 
     `strict_box` reads the last box alone, and compares it to the letter; without one `pred` is None.
     """
@@ -54,25 +54,25 @@ def math_dapo(text: str, answer: str, *, strict_box: bool = False) -> dict[str, 
 
 
 def _answer_line(text: str) -> str:
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text)
-    if found:
-        return found[-1]
+    lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text)
+    if lines:
+        return lines[-1]
     boxed = last_boxed(text)
     return NO_ANSWER if boxed is None else boxed
 
 
 # --------------------------------------------------------------------------- MATH
 
-_LOOKS = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
-"""What says nothing about the value; of the first kind ahead of everything else."""
+_MARKUP = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
+"""Markup without a value; the first tuple is removed ahead of everything else."""
 
 
 def _math(text: str) -> str:
     """The answer without what does not matter, by the rules of MATH in their order."""
-    for removed in _LOOKS[0]:
+    for removed in _MARKUP[0]:
         text = text.replace(removed, "")
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for removed in _LOOKS[1]:
+    for removed in _MARKUP[1]:
         text = text.replace(removed, "")
     text = text.split("\\text{ ")[0].replace("\\%", "")  # units
     text = text.replace(" .", " 0.").replace("{.", "{0.")
@@ -96,15 +96,60 @@ def _braced(short: re.Match[str]) -> str:
 # --------------------------------------------------------------------------- Minerva
 
 _REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
-)  # fmt: skip
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
 _REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
-    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
-    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
-    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
-)  # fmt: skip
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    "\\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    "\\text{s}",
+    "\\text{.}",
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
+    '"',
+    "\\dots",
+)
 
 
 def _minerva(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Whether a program does what its tests say: the share of at most ten tests that it passes, run in the sandbox.
+"""Scores programs: the share of at most ten tests that a program passes, run in the sandbox.
 
-What a program gives is compared here, outside, where it cannot know what is expected of it. Only an `assert` that is
-not of the form `call == literal` is judged beside the program, and trusts it.
+A program's output is compared here, outside the sandbox, where it cannot know what is expected of it. Only an `assert`
+that is not of the form `call == literal` is evaluated beside the program, and trusts it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trivium.errors import DataError
@@ -23,23 +23,23 @@ _LARGEST = 1e300
 """Whole numbers beyond it are no floats."""
 
 _WALLS = 4
-"""All tests of a program together may take so many times what one may: 120 s by default, so that no program takes its
-scorer's deadline."""
+"""All tests of a program together may take so many times the limit of one: 120 s by default, less than the deadline of
+a reward."""
 
 
 class Test(NamedTuple):
-    """What a program is given, and whether it passed."""
+    """The input of a program, and whether it passed."""
 
     stdin: str
     check: Check | None
     passed: Callable[[Ran], bool]
 
 
-def program_score(completion: str, tests: Any, sandbox: Sandbox) -> float:
+def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     """The share of the first ten tests that the completion's program passes.
 
-    What it writes and does is its own: where that cannot be run, read or compared, a test is not passed. Tests that are
-    left when its time is up are not passed either.
+    A test whose result cannot be run, read or compared is not passed. Tests that are left when its time is up are not
+    passed either.
 
     `tests`, or JSON text of it: `{inputs, outputs}` of a script; with `fn_name` the arguments and results of a function
     (or of a method of `Solution`); a list of `assert` statements, or `{assert_case: that list}`. Raises DataError for
@@ -71,65 +71,71 @@ def program_of(completion: str) -> str:
     return (python or [code for _, code in blocks] or [completion])[-1]
 
 
-def read_tests(tests: Any) -> list[Test]:
+def read_tests(tests: object) -> list[Test]:
     """The tests that a ground truth describes; see `program_score`."""
-    said = _parsed(tests)
-    if isinstance(said, Mapping) and said.get("assert_case") is not None:
-        said = said["assert_case"]
-    if isinstance(said, Mapping) and {"inputs", "outputs"} <= said.keys():
-        inputs, outputs, name = list(said["inputs"]), list(said["outputs"]), said.get("fn_name")
+    parsed = _parsed(tests)
+    if isinstance(parsed, Mapping) and parsed.get("assert_case") is not None:
+        parsed = parsed["assert_case"]
+    if isinstance(parsed, Mapping) and {"inputs", "outputs"} <= parsed.keys():
+        inputs, outputs, name = list(parsed["inputs"]), list(parsed["outputs"]), parsed.get("fn_name")
         if inputs and len(inputs) == len(outputs):
             pairs = zip(inputs, outputs, strict=True)
-            return [_called(str(name), i, o) if name else _script(i, o) for i, o in pairs]
-    elif isinstance(said, Sequence) and not isinstance(said, str) and said and all(isinstance(s, str) for s in said):
-        return [_asserted(statement) for statement in said]
+            return [_function_test(str(name), i, o) if name else _script_test(i, o) for i, o in pairs]
+    elif (
+        isinstance(parsed, Sequence)
+        and not isinstance(parsed, str)
+        and parsed
+        and all(isinstance(s, str) for s in parsed)
+    ):
+        return [_assert_test(statement) for statement in parsed]
     raise DataError(
-        "tests of a program", f"{str(tests)[:200]!r}",
+        "tests of a program",
+        f"{str(tests)[:200]!r}",
         "give {inputs, outputs} of equal length, with `fn_name` for a function, or a list of assert statements",
-    )  # fmt: skip
+    )
 
 
-def _parsed(tests: Any) -> Any:
+def _parsed(tests: object) -> object:
     if not isinstance(tests, str):
         return tests
     try:
         return json.loads(tests)
     except json.JSONDecodeError as error:
-        raise DataError("tests of a program as JSON", f"{error} in {tests[:80]!r}", "mend the ground truth") from error
+        raise DataError("tests of a program as JSON", f"{error} in {tests[:80]!r}", "fix the ground truth") from error
 
 
 # --------------------------------------------------------------------------- kinds of tests
 
 
-def _script(given: Any, wanted: Any) -> Test:
+def _script_test(given: str | Iterable[object], wanted: str | Iterable[object]) -> Test:
     """A script that reads its standard input and prints."""
 
     text = _lines(wanted)
     return Test(_lines(given), None, lambda ran: _same_text(ran.stdout, text))
 
 
-def _called(name: str, given: Any, wanted: Any) -> Test:
+def _function_test(name: str, given: str | Iterable[object], wanted: object) -> Test:
     """A function, or a method of `Solution`. Lines of JSON, or the values themselves."""
     if not name.isidentifier():
-        raise DataError("`fn_name`, the name of a function", repr(name), "mend the ground truth")
+        raise DataError("`fn_name`, the name of a function", repr(name), "fix the ground truth")
     arguments = [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else _plain(list(given))
     wanted = _plain(json.loads(wanted) if isinstance(wanted, str) else wanted)
     call = f"(Solution().{name} if 'Solution' in globals() else {name})(*_arguments)"
 
     def passed(ran: Ran) -> bool:
-        found = _value(ran, wanted)
-        alone = isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0])
-        return alone or _same(found, wanted)
+        value = _value(ran, wanted)
+        alone = isinstance(wanted, list) and len(wanted) == 1 and _same(value, wanted[0])
+        return alone or _same(value, wanted)
 
     return Test("", Check(call, names={"_arguments": arguments}), passed)
 
 
-def _asserted(statement: str) -> Test:
-    """An `assert`. What is `== literal` is compared here; of all others the program itself says whether they hold."""
+def _assert_test(statement: str) -> Test:
+    """An `assert`. `call == literal` is compared here; of all others the program itself reports whether they hold."""
     try:
         tree = ast.parse(statement)
     except SyntaxError as error:
-        raise DataError("an assert statement", repr(statement[:200]), "mend the ground truth") from error
+        raise DataError("an assert statement", repr(statement[:200]), "fix the ground truth") from error
     *before, last = tree.body or [ast.Pass()]
     match last:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
@@ -147,15 +153,15 @@ class _Nothing:
     """Equal to no value of a test."""
 
 
-def _value(ran: Ran, wanted: Any) -> Any:
-    """What the program gave; `_Nothing` where it gave nothing, or nothing that is written like what is wanted."""
+def _value(ran: Ran, wanted: object) -> object:
+    """The program's result; `_Nothing` where there is none, or none that is written like what is wanted."""
     if ran.given is None:
         return _Nothing
     written = repr(wanted)
     if ran.given == written:
         return wanted
     if len(ran.given) > 4 * len(written) + 1000:
-        return _Nothing  # too long to be right: nobody reads it
+        return _Nothing  # too long to be right: it is not parsed
     literal = _literal(ran.given)
     return _Nothing if literal is None else literal[0]
 
@@ -167,16 +173,16 @@ def _literal(text: str) -> tuple[Any] | None:
         return None
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(value: object, wanted: object) -> bool:
     """Whether two results are equal as JSON: tuples are lists, keys are text, fractions are close."""
-    if isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        ours, theirs = ({str(k): v for k, v in each.items()} for each in (found, wanted))
+    if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
+        return len(value) == len(wanted) and all(map(_same, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        ours, theirs = ({str(k): v for k, v in each.items()} for each in (value, wanted))
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
-    if isinstance(found, int | float) and isinstance(wanted, int | float) and float in (type(found), type(wanted)):
-        return _close(found, wanted)
-    return found == wanted
+    if isinstance(value, int | float) and isinstance(wanted, int | float) and float in (type(value), type(wanted)):
+        return _close(value, wanted)
+    return value == wanted
 
 
 def _close(a: float, b: float) -> bool:
@@ -185,29 +191,30 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_CLOSE, abs_tol=_CLOSE * 1e-3)
 
 
-def _same_text(found: str, wanted: str) -> bool:
+def _same_text(output: str, wanted: str) -> bool:
     """Whether two outputs are equal, word by word; white space does not count, fractions may be close."""
-    ours, theirs = found.split(), wanted.split()
+    ours, theirs = output.split(), wanted.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
-def _same_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _same_word(output: str, wanted: str) -> bool:
+    if output == wanted:
         return True
-    if not any(mark in word for word in (found, wanted) for mark in ".eE"):
+    if not any(mark in word for word in (output, wanted) for mark in ".eE"):
         return False  # whole numbers and words are equal or not
     try:
-        return _close(float(found), float(wanted))
+        return _close(float(output), float(wanted))
     except ValueError:
         return False
 
 
-def _lines(text: Any) -> str:
+def _lines(text: str | Iterable[object]) -> str:
     return text if isinstance(text, str) else "\n".join(map(str, text))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Arrays of numpy's, in which tables keep lists, as lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        value = tolist()
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

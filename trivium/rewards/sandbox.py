@@ -1,8 +1,8 @@
-"""Runs Python code that nobody trusts: a process of its own that has no network, no other processes, and no files.
+"""Runs untrusted Python code in a process of its own that has no network, no other processes, and no files.
 
-The kernel holds it to its limits (`jail.py` says how: resource limits, Landlock, a seccomp filter, another user); this
-side keeps the time and looks at the disk. On a machine where one of these does not work nothing is run at all, unless
-`without` says that it may be done without.
+The kernel enforces the limits (`sandbox_main.py` says how: resource limits, Landlock, a seccomp filter, another user);
+this side enforces the deadline and the disk quota. On a machine that cannot enforce one of them nothing runs at all,
+unless `without` names it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -26,19 +25,20 @@ from pathlib import Path
 from typing import IO, Any
 
 from trivium.errors import ConfigError, RewardError
+from trivium.rewards.child import Child
 from trivium.rewards.seccomp import confinement, known
 
 _LOOK_S = 0.02
-"""How often the time and the disk are looked at."""
+"""How often the deadline and the disk are checked."""
 _SHOWN = 1 << 20
 """Bytes of its errors and of its answer that are read."""
 _ENTRIES = 1000
 """Files and folders that it may make."""
 _MOST_IDS = 1 << 31
-_PLACES = threading.BoundedSemaphore(os.cpu_count() or 1)
-"""As many at a time as there are processors: waiting for a place takes nobody's time."""
+_RUNNING = threading.BoundedSemaphore(os.cpu_count() or 1)
+"""As many runs at a time as there are processors; waiting for one to end does not count as time of a run."""
 _numbers = count()
-_JAIL = str(Path(__file__).with_name("jail.py"))
+_PROGRAM = ("-s", "-P", "-S", "-B", str(Path(__file__).with_name("sandbox_main.py")))
 LIMITS = ("memory", "files", "network", "processes")
 """What a machine may be unable to enforce."""
 
@@ -61,22 +61,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of a run."""
+    """The outcome of a run."""
 
     end: str
     """`done`, or why not: `error` (it raised, or left with another code than 0), `cpu`, `wall`, `disk`, `killed`."""
     stdout: str
     stderr: str
     given: str | None
-    """What it answered to the check: the value's `repr`, if the program is honest; None where it did not get
-    that far."""
+    """Its answer to the check: the value's `repr`, if the program is honest; None where it did not get that far."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that it took; waiting for a place is not among them."""
+    """Seconds that it took, without those that it waited for other runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is asked of the code once it has run: statements, then the value of an expression over its names."""
+    """What is evaluated once the code has run: statements, then an expression over its names."""
 
     expression: str = "None"
     statements: str = ""
@@ -85,7 +84,7 @@ class Check:
 
 
 class Sandbox:
-    """Runs code under limits. Any number of threads may ask at the same time; each run is a process that starts fresh.
+    """Runs code under limits. Any number of threads may call it at the same time; each run is a process of its own.
 
     Raises ConfigError where this machine cannot enforce a limit that is not among `without`.
     """
@@ -101,62 +100,70 @@ class Sandbox:
             raise ConfigError("a sandbox that runs code", f"{ran.end}: {ran.stderr[-500:]}", "raise its limits")
 
     def run(self, code: str, stdin: str = "", check: Check | None = None) -> Ran:
-        """Runs the code as a script, and asks it afterwards what `check` says.
+        """Runs the code as a script, then evaluates `check` in it.
 
         Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
         """
-        with _PLACES, _folder() as folder, ExitStack() as files:
-            order, report, given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(6))
-            asked = tuple(file.fileno() for file in (order, report, given))
-            order.write(json.dumps(self._order(code, check, folder)).encode())
+        with _RUNNING, _folder() as folder, ExitStack() as files:
+            given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             source.write(stdin.encode("utf-8", "surrogatepass"))
-            for file in (order, source):
-                file.seek(0)
+            source.seek(0)
             began = time.monotonic()
-            process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-S", "-B", _JAIL, *map(str, asked)],
-                stdin=source, stdout=out, stderr=err, cwd="/", start_new_session=True,
-                pass_fds=asked, env=_environment(folder),
-            )  # fmt: skip
-            end = self._watched(process, folder)
-            took = time.monotonic() - began
-            said, value = _text(report, _SHOWN), _text(given, _SHOWN)
+            child = Child(
+                _PROGRAM,
+                str(given.fileno()),
+                env=_environment(folder),
+                cwd="/",
+                stdin=source,
+                stdout=out,
+                stderr=err,
+                pass_fds=(given.fileno(),),
+                timeout_s=self.limits.wall_s,
+            )
+            try:
+                child.send(json.dumps(self._order(code, check, folder)))
+                end = self._watched(child, folder, began + self.limits.wall_s)
+                took = time.monotonic() - began
+                report = child.receive()
+            finally:
+                child.end()
+            value = _text(given, _SHOWN)
             ran = Ran(end, _text(out, self.limits.file_size), _text(err, _SHOWN), value or None, took)
-        self._confined(said, ran)
+        self._confined(report, ran)
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
         limits = self.limits
         return {
-            "parent": os.getpid(), "folder": folder, "uid": _unused_uid(), "without": self._without,
-            "readable": self._folders, "packages": _packages(), "filters": self._filters, "code": code,
+            "parent": os.getpid(),
+            "folder": folder,
+            "uid": _unused_uid(),
+            "without": self._without,
+            "readable": self._folders,
+            "packages": _packages(),
+            "filters": self._filters,
+            "code": code,
             "expression": None if check is None else check.expression,
             "statements": "" if check is None else check.statements,
             "names": dict(check.names or {}) if check else {},
             "limits": {
-                "CORE": (0, 0), "CPU": (limits.cpu_s, limits.cpu_s + 1), "AS": (limits.memory, limits.memory),
-                "FSIZE": (limits.file_size, limits.file_size), "NOFILE": (limits.open_files, limits.open_files),
-                "NPROC": (limits.threads, limits.threads), "MEMLOCK": (0, 0),
+                "CORE": (0, 0),
+                "CPU": (limits.cpu_s, limits.cpu_s + 1),
+                "AS": (limits.memory, limits.memory),
+                "FSIZE": (limits.file_size, limits.file_size),
+                "NOFILE": (limits.open_files, limits.open_files),
+                "NPROC": (limits.threads, limits.threads),
+                "MEMLOCK": (0, 0),
             },
-        }  # fmt: skip
+        }
 
-    def _watched(self, process: subprocess.Popen[bytes], folder: str) -> str:
-        """Waits for the end, or makes one; says how it ended."""
-        deadline = time.monotonic() + self.limits.wall_s
-        stopped = ""
-        try:
-            while not stopped:
-                try:
-                    process.wait(_LOOK_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    late = time.monotonic() > deadline
-                    stopped = "wall" if late else "disk" if self._full(folder) else ""
-        finally:
-            process.kill()
-            code = process.wait()
-        if stopped:
-            return stopped
+    def _watched(self, child: Child, folder: str, deadline: float) -> str:
+        """Waits for the end of a run, or kills it at a limit; returns how it ended (`Ran.end`)."""
+        while (code := child.wait(_LOOK_S)) is None:
+            stopped = "wall" if time.monotonic() > deadline else "disk" if self._full(folder) else ""
+            if stopped:
+                child.kill()
+                return stopped
         return {0: "done", -signal.SIGXCPU: "cpu", -signal.SIGKILL: "killed"}.get(code, "error")
 
     def _full(self, folder: str) -> bool:
@@ -171,17 +178,18 @@ class Sandbox:
             return True
         return False
 
-    def _confined(self, said: str, ran: Ran) -> None:
+    def _confined(self, report: Mapping[str, Any] | None, ran: Ran) -> None:
         """Raises unless the process reported that the limits hold."""
-        if not said:
+        if report is None:
             raise RewardError(
-                "a process that confines itself", f"it ended before ({ran.end}): {ran.stderr[-500:]}",
-                "look whether the machine has memory and processes to spare",
-            )  # fmt: skip
-        missing = {name: why for name, why in json.loads(said)["missing"].items() if name not in self._without}
+                "a process that confines itself",
+                f"it ended before ({ran.end}): {ran.stderr[-500:]}",
+                "check that the machine has memory and processes to spare",
+            )
+        missing = {name: why for name, why in report["missing"].items() if name not in self._without}
         if missing:
             raise ConfigError(
-                "a sandbox for code that nobody trusts",
+                "a sandbox for untrusted code",
                 "this machine does not limit " + "; ".join(f"{name}: {why}" for name, why in missing.items()),
                 "run on Linux 5.13 or later, where Landlock and seccomp work; or, at your own risk, name what to do "
                 f"without: {sorted(missing)}",
@@ -189,14 +197,21 @@ class Sandbox:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours but where the interpreter's libraries are found when it starts: no keys. One thread for
+    """Nothing of this process but where the interpreter's libraries are found when it starts: no keys. One thread for
     arithmetic, and hashes that do not differ between runs."""
     path = os.environ.get("LD_LIBRARY_PATH")
     libraries = {"LD_LIBRARY_PATH": ":".join(map(os.path.abspath, path.split(":")))} if path else {}
     return libraries | {
-        "PATH": "/nonexistent", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
-    }  # fmt: skip
+        "PATH": "/nonexistent",
+        "HOME": folder,
+        "TMPDIR": folder,
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }
 
 
 def _packages() -> list[str]:
@@ -211,7 +226,7 @@ def _readable() -> list[str]:
 
 
 def _unused_uid() -> int:
-    """A user id that nobody else has: not on this machine, and no run beside this one."""
+    """A user id that is in use by no account of this machine and no other run."""
     number = next(_numbers) % 64
     try:
         ids = sum(int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
@@ -238,8 +253,8 @@ def _remove(folder: str) -> None:
     folders = [folder]
     for each in folders:  # which grows meanwhile
         os.chmod(each, 0o700)
-        with os.scandir(each) as found:
-            entries = list(found)
+        with os.scandir(each) as iterator:
+            entries = list(iterator)
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 folders.append(os.path.join(folder, uuid.uuid4().hex))
@@ -256,8 +271,8 @@ def _entries(folder: str) -> Iterator[int]:
     folders = [folder]
     while folders:
         try:
-            with os.scandir(folders.pop()) as found:
-                for entry in found:
+            with os.scandir(folders.pop()) as iterator:
+                for entry in iterator:
                     with suppress(FileNotFoundError):  # it was there a moment ago
                         yield entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):

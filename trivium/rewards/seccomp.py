@@ -1,4 +1,4 @@
-"""A seccomp filter: which system calls code that nobody trusts may make. Everything that is not listed is refused.
+"""A seccomp filter: which system calls untrusted code may make. Everything that is not listed is refused.
 
 What is missing from the list is what counts: no network, no other process, no signal to one, no change of limits,
 identities, modes or mounts, no kernel objects that outlive the process or escape its memory limit.
@@ -112,9 +112,13 @@ def program(
     A rule whose conditions all fail answers EPERM. Calls of another architecture kill the process.
     """
     body = [
-        _instruction(_LOAD, _ARCHITECTURE), _instruction(_EQUAL, architecture, 1, 0), _instruction(_RETURN, _KILL),
-        _instruction(_LOAD, _NUMBER), _instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL),
-    ]  # fmt: skip
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_EQUAL, architecture, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
+        _instruction(_AT_LEAST, _X32, 0, 1),
+        _instruction(_RETURN, _KILL),
+    ]
     for number, error in errors.items():
         body += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _error(error))]
     for number, conditions in rules.items():
@@ -124,19 +128,20 @@ def program(
 
 
 def _alternatives(conditions: Sequence[Condition]) -> list[bytes]:
-    found: list[bytes] = []
+    instructions: list[bytes] = []
     for condition in conditions:
         checks = 3 * len(condition)
         for place, argument in enumerate(condition):
             offset = _ARGUMENTS + 8 * argument.number + 4 * argument.half
-            found += [
-                _instruction(_LOAD, offset), _instruction(_AND, argument.mask),
+            instructions += [
+                _instruction(_LOAD, offset),
+                _instruction(_AND, argument.mask),
                 _instruction(_EQUAL, argument.value, 0, checks - 3 * place - 2),
-            ]  # fmt: skip
-        found.append(_instruction(_RETURN, _ALLOW))
+            ]
+        instructions.append(_instruction(_RETURN, _ALLOW))
         if not condition:
-            return found
-    return [*found, _instruction(_RETURN, _error(errno.EPERM))]
+            return instructions
+    return [*instructions, _instruction(_RETURN, _error(errno.EPERM))]
 
 
 def _error(number: int) -> int:

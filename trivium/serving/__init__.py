@@ -1,1 +1,1 @@
-"""The current policy as an OpenAI-compatible endpoint that records what agents play, token by token."""
+"""The current policy behind an OpenAI-compatible endpoint that records what agents roll out, token by token."""

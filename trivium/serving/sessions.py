@@ -1,7 +1,9 @@
-"""Conversations as clients send them: the whole history every time. Each reply is found again by the text it ended.
+"""Sessions of agents and the completions in them.
 
-A session is one trajectory. Its replies form trees: a call whose messages begin with what the policy was told and said
-goes on from those very tokens; anything else starts a new tree. Two calls may go on from one reply.
+A session is one rollout of one task. Clients send the whole conversation with every call, so a completion is found
+again by the conversation that it ended. The completions of a session form trees: a call whose messages begin with a
+known conversation continues from exactly its tokens; any other call starts a new tree. Two calls may continue from one
+completion.
 """
 
 from __future__ import annotations
@@ -9,19 +11,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trivium.types import Failure, Message, Trajectory, Turn
-
-if TYPE_CHECKING:
-    from trivium.policy import Policy
-    from trivium.serving.groups import OpenGroup
-    from trivium.types import Sampling
+from trivium.policy import Policy
+from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
 Conversation = tuple[Message, ...]
+Label = tuple[bool, str, str]
+"""(evaluation, task id, session), as the client names them."""
 
 
 def digest(messages: Sequence[Message]) -> str:
@@ -30,137 +30,229 @@ def digest(messages: Sequence[Message]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A lease and the version that was loaded when it was granted."""
+
+    lease: Lease
+    version: int
+
+
 @dataclass(eq=False)
-class Reply:
-    """One reply of the policy and what it was made of."""
+class OpenGroup:
+    """The sessions of one task that become a Group once enough of them have had their feedback."""
+
+    task_id: str
+    slot: asyncio.Future[Slot]
+    """Set once the buffer admits the group."""
+    touched: float
+    """When it last changed, by the monotonic clock."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Columns of the task that agents sent, for reward functions."""
+    active: list[Session] = field(default_factory=list["Session"])
+    """Sessions in progress."""
+    done: list[Session] = field(default_factory=list["Session"])
+    """Sessions that ended with feedback or a failure."""
+    num_sessions: int = 0
+    """Sessions that ever joined: numbers them."""
+
+    @property
+    def size(self) -> int:
+        return len(self.active) + len(self.done)
+
+
+@dataclass(eq=False)
+class CompletionNode:
+    """One completion of the policy in the tree of its session."""
 
     id: str
     session: Session
     policy: Policy
-    """The policy as it was right after this reply: what goes on from here branches off it."""
+    """The policy right after this completion: continuations branch off it."""
     turn: Turn
-    said: Conversation
-    """The conversation as the client knows it, this reply last."""
+    conversation: Conversation
+    """The conversation as the client knows it, this completion last."""
     order: int
-    """Counts the replies of a session."""
-    later: list[Reply] = field(default_factory=list["Reply"])
-    """Replies that go on from this one."""
-    continued: Counter[str] = field(default_factory=Counter[str])
-    """How often a call went on from here, by the digest of what it added."""
+    """Position among the completions of the session."""
+    children: list[CompletionNode] = field(default_factory=list["CompletionNode"])
+    """Completions that continue from this one."""
+    calls: Counter[str] = field(default_factory=Counter[str])
+    """How often a call continued from here, by the digest of the messages it added."""
 
     @property
-    def last(self) -> int:
-        """The order of the newest reply from here on."""
-        return max((reply.last for reply in self.later), default=self.order)
+    def newest(self) -> int:
+        """The order of the newest completion in this subtree."""
+        return max((child.newest for child in self.children), default=self.order)
 
     def turns(self) -> Iterator[Turn]:
-        """This turn and all that go on from it, depth first, where the newest reply is the last."""
+        """The turns of this subtree, depth first, the branch with the newest completion last."""
         yield self.turn
-        for reply in sorted(self.later, key=lambda reply: reply.last):
-            yield from reply.turns()
+        for child in sorted(self.children, key=lambda child: child.newest):
+            yield from child.turns()
 
 
-class Index:
-    """Finds the reply that messages go on from."""
+class ConversationIndex:
+    """Finds the completion that messages continue from."""
 
     def __init__(self) -> None:
-        self._found: dict[Conversation, list[Reply]] = {}
+        self._nodes: dict[Conversation, list[CompletionNode]] = {}
 
-    def add(self, reply: Reply) -> None:
-        self._found.setdefault(reply.said, []).append(reply)
+    def add(self, node: CompletionNode) -> None:
+        self._nodes.setdefault(node.conversation, []).append(node)
 
-    def remove(self, reply: Reply) -> None:
-        found = self._found[reply.said]
-        found.remove(reply)
-        if not found:
-            del self._found[reply.said]
+    def remove(self, node: CompletionNode) -> None:
+        nodes = self._nodes[node.conversation]
+        nodes.remove(node)
+        if not nodes:
+            del self._nodes[node.conversation]
 
-    def find(self, messages: Conversation, fits: Callable[[Reply], bool]) -> Reply | None:
-        """The reply at the end of the longest known beginning of `messages`.
+    def find(self, messages: Conversation, matches: Callable[[CompletionNode], bool]) -> CompletionNode | None:
+        """The completion at the end of the longest known beginning of `messages`.
 
-        Of several with the same text, the newest that nobody went on from yet, else the newest.
+        Of several with the same text, the newest that no call continued from yet, else the newest.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1].role != "assistant":
                 continue
-            found = [reply for reply in self._found.get(messages[:length], ()) if fits(reply)]
-            if found:
-                return next((reply for reply in reversed(found) if not reply.continued), found[-1])
+            nodes = [node for node in self._nodes.get(messages[:length], ()) if matches(node)]
+            if nodes:
+                return next((node for node in reversed(nodes) if not node.calls), nodes[-1])
         return None
 
 
 @dataclass(eq=False)
 class Session:
-    """One playing of one task by an agent."""
+    """One rollout of one task by an agent."""
 
-    label: tuple[bool, str, str] | None
-    """(evaluation, task id, session) as the client says them; None for one that is known by its texts."""
+    label: Label | None
+    """None for a session that is known by its conversation alone."""
     task_id: str
-    index: Index
+    index: ConversationIndex
     group: OpenGroup | None
     """None for an evaluation."""
     touched: float
-    """When it was last heard of, by the monotonic clock."""
+    """When the last call began or ended, by the monotonic clock."""
     name: str = ""
-    """Part of the address of its randomness; for a session without a label made from slot and seat."""
+    """Part of the address of its randomness; without a label it is made from the slot and the place in the group."""
     policy: Policy | None = None
-    """The policy before anything was said; there once the group has its slot."""
-    first: Conversation = ()
-    """What the policy was told first."""
+    """The policy at the start of the session; set once the group has its slot."""
+    prompt: Conversation = ()
+    """The messages of the first call."""
     started: float | None = None
-    """When its first call got through."""
-    trees: list[Reply] = field(default_factory=list[Reply])
-    replies: list[Reply] = field(default_factory=list[Reply])
-    begun: Counter[str] = field(default_factory=Counter[str])
+    """When the first call was admitted, by the monotonic clock."""
+    trees: list[CompletionNode] = field(default_factory=list[CompletionNode])
+    completions: list[CompletionNode] = field(default_factory=list[CompletionNode])
+    starts: Counter[str] = field(default_factory=Counter[str])
     """How often a conversation began, by the digest of its messages."""
     calls: int = 0
-    """Calls that have not been answered yet."""
-    speaking: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
-    over: tuple[int, str] | None = None
-    """(HTTP status, why) for whoever still asks, once the trajectory is over."""
+    """Calls in progress."""
+    generating: set[asyncio.Task[Turn]] = field(default_factory=set[asyncio.Task[Turn]])
+    ended: tuple[int, str] | None = None
+    """(HTTP status, reason) for later calls, once the session has ended."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     failure: Failure | None = None
 
-    def speaker(self, parent: Reply | None, new: Conversation, sampling: Sampling) -> Policy:
-        """A policy for one reply. Its randomness is addressed by what is said, not by the order of arrival: equal
-        calls are told apart by their number."""
-        counter = self.begun if parent is None else parent.continued
+    def branch(self, parent: CompletionNode | None, new: Conversation, sampling: Sampling) -> Policy:
+        """A policy for one completion. Its randomness is addressed by the messages, not by the order of arrival; equal
+        calls are numbered."""
+        counter = self.starts if parent is None else parent.calls
         name = digest(new)
         number, counter[name] = counter[name], counter[name] + 1
         start = self.policy if parent is None else parent.policy
         assert start is not None
         return start.branch(f"{name}.{number}", sampling)
 
-    def record(self, reply: Reply, parent: Reply | None) -> None:
-        self.replies.append(reply)
-        (self.trees if parent is None else parent.later).append(reply)
-        self.index.add(reply)
+    def record(self, node: CompletionNode, parent: CompletionNode | None) -> None:
+        self.completions.append(node)
+        (self.trees if parent is None else parent.children).append(node)
+        self.index.add(node)
 
-    def end(self, status: int, why: str) -> None:
-        """The trajectory is over; replies in progress are called off, later calls are told why."""
-        self.over = (status, why)
-        for reply in self.replies:
-            self.index.remove(reply)
-        for speaking in self.speaking:
-            speaking.cancel()
+    def end(self, status: int, reason: str) -> None:
+        """Ends the session: completions in progress are cancelled, later calls get `status` and `reason`."""
+        self.ended = (status, reason)
+        for node in self.completions:
+            self.index.remove(node)
+        for task in self.generating:
+            task.cancel()
 
     def trajectory(self, index: int) -> Trajectory:
-        """The record, every conversation in one piece, the one that spoke last at the end."""
-        trees = sorted(self.trees, key=lambda tree: tree.last)
+        """The record: each conversation in one piece, the one with the newest completion last."""
+        trees = sorted(self.trees, key=lambda tree: tree.newest)
         turns = tuple(turn for tree in trees for turn in tree.turns())
         return Trajectory(index, turns, self.rewards, self.failure)
 
-    def forget(self) -> None:
-        """Frees what was said, once it is recorded or has no use."""
-        self.trees, self.replies, self.policy, self.group = [], [], None, None
+    def clear(self) -> None:
+        """Frees the completions, once they are recorded or dropped."""
+        self.trees, self.completions, self.policy, self.group = [], [], None, None
 
 
-def shown(turn: Turn, stop: Sequence[str]) -> str:
-    """What the client reads of a turn: its text up to the stop string that ended it."""
+class SessionStore:
+    """The sessions of a gateway, by label, by conversation and by the ids of their completions."""
+
+    def __init__(self) -> None:
+        self.active: dict[Session, None] = {}
+        self._labelled: dict[Label, Session] = {}
+        """Includes ended sessions for a while: later calls are told why they ended."""
+        self._by_conversation = {False: ConversationIndex(), True: ConversationIndex()}
+        """Sessions without a label, of training and of evaluation."""
+        self._by_completion: dict[str, Session] = {}
+        self._ended: deque[tuple[float, Session, tuple[str, ...]]] = deque()
+        """(when it ended, session, ids of its completions), oldest first."""
+
+    def index(self, label: Label | None, evaluation: bool) -> ConversationIndex:
+        """The index for a new session: one of its own where it has a label, else the common one."""
+        return self._by_conversation[evaluation] if label is None else ConversationIndex()
+
+    def add(self, session: Session) -> None:
+        if session.label is not None:
+            self._labelled[session.label] = session
+        self.active[session] = None
+
+    def record(self, node: CompletionNode, parent: CompletionNode | None) -> None:
+        node.session.record(node, parent)
+        self._by_completion[node.id] = node.session
+
+    def labelled(self, label: Label) -> Session | None:
+        return self._labelled.get(label)
+
+    def of_completion(self, completion_id: str) -> Session | None:
+        return self._by_completion.get(completion_id)
+
+    def find(self, messages: Conversation, evaluation: bool, task_id: str) -> CompletionNode | None:
+        """The completion of a session without a label that `messages` continue from; `task_id` may be empty."""
+        return self._by_conversation[evaluation].find(
+            messages, lambda node: not task_id or node.session.task_id == task_id
+        )
+
+    def remove(self, session: Session) -> None:
+        """Removes a session without completions, as if it had never been."""
+        del self.active[session]
+        if session.label is not None:
+            del self._labelled[session.label]
+
+    def end(self, session: Session, status: int, reason: str, now: float) -> None:
+        """Ends an active session; it stays known until it expires."""
+        ids = tuple(node.id for node in session.completions)
+        session.end(status, reason)
+        del self.active[session]
+        self._ended.append((now, session, ids))
+
+    def expire(self, before: float) -> None:
+        """Forgets the sessions that ended before that time."""
+        while self._ended and self._ended[0][0] < before:
+            _, session, ids = self._ended.popleft()
+            for completion_id in ids:
+                del self._by_completion[completion_id]
+            if session.label is not None:
+                del self._labelled[session.label]
+
+
+def visible_text(turn: Turn, stop: Sequence[str]) -> str:
+    """The text of a turn up to the stop string that ended it: what the client reads."""
     ends = [at for text in stop if (at := turn.text.find(text)) >= 0]
-    return turn.text[: min(ends)] if ends and turn.stop_reason.value == "stop" else turn.text
+    return turn.text[: min(ends)] if ends and turn.stop_reason is StopReason.STOP else turn.text
 
 
-def agreed(known: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def conflicting_column(known: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first column on which the two disagree."""
     return next((name for name, value in new.items() if name in known and known[name] != value), None)

@@ -1,1 +1,1 @@
-"""Channels that carry weights from the trainer to the explorers; one is chosen in assemble.py."""
+"""Channels that carry weights from the trainer to the explorers; `runtime.build` chooses one."""

@@ -1,4 +1,4 @@
-"""The channel of one process: copies, by version."""
+"""The channel within one process: copies by version."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
 from trivium.protocols import Weights
 from trivium.sync.tensors import Named, digests, unique, verify
-from trivium.synchronizer import TRAINER, Synchronizer
+from trivium.synchronizer import Synchronizer
+from trivium.types import TRAINER, Capabilities
 
 
 class MemoryChannel:
     """Keeps copies of the newest `keep` published versions in memory.
 
-    Copies, because the trainer goes on changing its tensors while an explorer still reads. Each copy carries the hash
-    of every tensor, checked when it is collected: a tensor that somebody wrote to in between is an error.
+    The trainer changes its tensors while an explorer reads. Each copy has the hashes of its tensors, verified when it
+    is collected: a tensor that was written to in between is an error.
     """
 
-    local = True
-    """Both ends are one process."""
-    in_directory = False
+    capabilities = Capabilities(local=True, uses_directory=False)
 
     def __init__(
-        self, *, keep: int = 1, directory: Path | None = None, synchronizer: Synchronizer | None = None,
+        self,
+        *,
+        keep: int = 1,
+        directory: Path | None = None,
+        synchronizer: Synchronizer | None = None,
         role: str = TRAINER,
-    ) -> None:  # fmt: skip
+    ) -> None:
         del directory, synchronizer, role  # both sides are this process
         self._keep = keep
         self._versions: dict[int, tuple[list[Named], list[str]]] = {}
@@ -47,15 +49,15 @@ class MemoryChannel:
                 del self._versions[old]
         return True
 
-    def collect(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        # Looked up now and read later: an explorer may first have to finish its replies in flight.
+    def collect(self, version: int) -> Iterator[Named]:
+        # Looked up now and read later: an explorer may first have to finish its completions in flight.
         with self._lock:
-            held = self._versions.get(version)
-        if held is None:
+            copies = self._versions.get(version)
+        if copies is None:
             raise VersionGone(
                 f"collect version {version}", f"the channel holds {self.versions}", "publish before adopting"
             )
-        return _verified(version, *held)
+        return _verified(version, *copies)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ class MemoryChannel:
             write_version(directory, version, self._versions[version][0])
 
     def restore(self, directory: Path) -> None:
-        """Takes back what `save` wrote; nothing where nothing was needed."""
+        """Restores what `save` wrote."""
         for version, weights in read_versions(directory):
             self.offer(version, weights)
 
@@ -77,7 +79,7 @@ class MemoryChannel:
 def write_version(directory: Path, version: int, named: Sequence[Named]) -> None:
     """Writes the weights of a version into one safetensors file."""
     directory.mkdir(parents=True, exist_ok=True)
-    # The format has an order of its own; the order of the tensors is part of what was offered.
+    # The format has its own order; that of the tensors is part of the offer.
     order = {"order": json.dumps([name for name, _ in named])}
     save_file(dict(named), directory / f"{version:06d}.safetensors", order)
 
@@ -91,7 +93,10 @@ def read_versions(directory: Path) -> Iterator[tuple[int, Weights]]:
 
 def _verified(version: int, copies: Sequence[Named], hashes: Sequence[str]) -> Iterator[Named]:
     verify(
-        copies, hashes, version, "its bytes changed after it was offered",
+        copies,
+        hashes,
+        version,
+        "its bytes changed after it was offered",
         "do not write to tensors that came from the channel",
-    )  # fmt: skip
+    )
     yield from copies

@@ -1,15 +1,14 @@
-"""What every channel does with a tensor: its hash, its bytes, parts of a model that are carried together."""
+"""What every channel does with tensors: their bytes, their hashes, parts of a model that travel together."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from trivium.config import usable_cores
+from trivium.concurrency import usable_cores
 from trivium.errors import SyncError
 from trivium.protocols import Weights
 
@@ -23,53 +22,53 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """128 bits of blake2b over dtype, shape and bytes: equal where, and only where, two tensors are the same."""
-    said = f"{type_name(tensor)} {list(tensor.shape)}\n".encode()
-    summed = hashlib.blake2b(said, digest_size=16)
-    summed.update(raw(tensor).cpu().numpy().data)
-    return summed.hexdigest()
+    """128 bits of blake2b over dtype, shape and bytes."""
+    header = f"{type_name(tensor)} {list(tensor.shape)}\n".encode()
+    hasher = hashlib.blake2b(header, digest_size=16)
+    hasher.update(raw(tensor).cpu().numpy().data)
+    return hasher.hexdigest()
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The digest of each, on every core: hashing is the slowest part of carrying weights, and lets others run."""
+    """The digest of each, on every core: hashing is the slowest part of the transfer, and releases the GIL."""
     with ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(digest, tensors))
 
 
 def verify(named: Sequence[Named], expected: Sequence[str], version: int, found: str, do: str) -> None:
-    """Raises SyncError, with this cause and advice, that names the first tensor whose digest is not what it was."""
-    for (name, _), was, now in zip(named, expected, digests([tensor for _, tensor in named]), strict=True):
-        if was != now:
+    """Raises SyncError, with this cause and advice, for the first tensor whose digest is not the expected one."""
+    for (name, _), before, now in zip(named, expected, digests([tensor for _, tensor in named]), strict=True):
+        if before != now:
             raise SyncError(f"collect {name!r} of version {version}", found, do)
 
 
 def type_name(tensor: torch.Tensor) -> str:
-    """`float32`, `bfloat16`, ...: what `torch` calls it, without the module."""
+    """The name of the dtype without the module: `float32`, `bfloat16`, ..."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def type_named(name: str) -> torch.dtype:
     """The inverse of `type_name`."""
-    found: Any = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise SyncError(f"a tensor of type {name!r}", "torch knows no such type", "use one version of torch everywhere")
-    return found
+    return dtype
 
 
 def unique(weights: Weights) -> Iterator[Named]:
-    """The weights as they come. Raises SyncError for a name that comes twice."""
+    """The weights in order. Raises SyncError for a name that occurs twice."""
     seen = set[str]()
     for name, tensor in weights:
         if name in seen:
             raise SyncError(
-                f"offer {name!r}", "it comes twice", "export every parameter and buffer once, under its own name"
+                f"offer {name!r}", "it occurs twice", "export every parameter and buffer once, under its own name"
             )
         seen.add(name)
         yield name, tensor
 
 
 def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
-    """The weights in order, cut into lists of at most `limit` bytes, or of one larger tensor."""
+    """The weights in order, in lists of at most `limit` bytes, or of one larger tensor."""
     part, size = list[Named](), 0
     for name, tensor in unique(weights):
         if part and size + tensor.nbytes > limit:

@@ -57,7 +57,7 @@ def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
                 yield where, _parsed(where, line)
 
 
-def _parsed(where: str, line: bytes) -> Any:
+def _parsed(where: str, line: bytes) -> object:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except ValueError as error:

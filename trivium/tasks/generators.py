@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -27,7 +27,7 @@ _MOST_PROBLEMS = 10_000_000
 
 
 class ArithmeticTasks:
-    """Problems such as `12+34=` with `answer` (and expert reply `completion`) `46`; no problem occurs twice.
+    """Problems such as `12+34=` with `answer` (and the expert's `completion`) `46`; no problem occurs twice.
 
     Whether a pair of operands is held out depends on the two numbers alone: not on their order, the operation, the
     seed or the range. So a `holdout` taskset shares no pair with any `train` taskset of the same `holdout_fraction`.
@@ -196,7 +196,15 @@ def _interleaved(weights: Mapping[str, float], size: int) -> list[tuple[str, int
     return order
 
 
-def _created(create: Callable[..., Any], name: str, settings: Mapping[str, Any], size: int, seed: int) -> Any:
+class _ReasoningGymDataset(Protocol):
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any], /) -> float: ...
+
+
+def _created(
+    create: Callable[..., _ReasoningGymDataset], name: str, settings: Mapping[str, Any], size: int, seed: int
+) -> _ReasoningGymDataset:
     """A Reasoning Gym dataset whose recorded problems can be scored."""
     try:
         dataset = create(name, size=size, seed=seed, **settings)
@@ -217,7 +225,7 @@ def _created(create: Callable[..., Any], name: str, settings: Mapping[str, Any],
     return dataset
 
 
-def _as_json(entry: Any) -> dict[str, Any]:
+def _as_json(entry: object) -> dict[str, Any]:
     """The entry as it looks after it was recorded: tuples are lists, keys are text."""
     return json.loads(json.dumps(entry, allow_nan=False))
 
@@ -252,7 +260,7 @@ class PythonTasks(RowTasks):
         for number, row in enumerate(made):
             yield f"{self.origin}, row {number}", row
 
-    def task_of(self, where: str, row: Any) -> Task:
+    def task_of(self, where: str, row: object) -> Task:
         if isinstance(row, Task):
             return replace(row, taskset=self.name, columns=json_value(row.columns, where))
         return super().task_of(where, row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class DatasetsTasks(RowTasks):
         for number, row in enumerate(self._split(self._load())):
             yield f"{self.config.path}, row {number}", row
 
-    def _load(self) -> Any:
+    def _load(self) -> Iterable[Any]:
         folder = Path(self.config.path)
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
             return self._datasets.load_from_disk(self.config.path)
@@ -61,22 +61,22 @@ class DatasetsTasks(RowTasks):
                 "give a folder written by save_to_disk, or one that holds data files (Parquet, JSON, CSV)",
             ) from error
 
-    def _split(self, data: Any) -> Any:
+    def _split(self, data: Iterable[Any]) -> Iterable[Any]:
         """The rows of the split that is wanted; `data` is a dataset or a mapping from split to dataset."""
-        asked, path = self.config.split, self.config.path
+        wanted, path = self.config.split, self.config.path
         if not isinstance(data, dict):
-            if asked is not None:
-                raise DataError(f"split {asked!r} of {path}", "a dataset without splits", "leave `split` out")
+            if wanted is not None:
+                raise DataError(f"split {wanted!r} of {path}", "a dataset without splits", "leave `split` out")
             return data
-        if asked is None and len(data) == 1:
+        if wanted is None and len(data) == 1:
             return next(iter(data.values()))
-        if asked not in data:
+        if wanted not in data:
             raise DataError(
-                f"split {asked!r} of {path}" if asked else f"one split of {path}",
+                f"split {wanted!r} of {path}" if wanted else f"one split of {path}",
                 f"{len(data)} splits",
-                suggest(asked or "", data),
+                suggest(wanted or "", data),
             )
-        return data[asked]
+        return data[wanted]
 
 
 def _no_folder(path: str, where: str) -> Problem:

@@ -67,7 +67,7 @@ class RowTasks(ABC):
         answer_regex: Annotated[str, AfterValidator(_checked_regex)] | None = None
         """Python regular expression found in the answer column; its first group (or all of it) becomes `answer`."""
         completion: str | None = None
-        """Column with an expert's reply (text, or messages of which the last is the reply), offered as `completion`.
+        """Column with an expert's completion (text, or messages that end with it), offered as `completion`.
         Unset: the column `completion`, if any. Naming the prompt's own column splits its last message off."""
         id: str | None = None
         """Column with the task's id; unset, an id is computed from the row's content."""
@@ -115,7 +115,7 @@ class RowTasks(ABC):
     def rows(self) -> Iterator[tuple[str, Any]]:
         """(where it stands, row), in order."""
 
-    def task_of(self, where: str, row: Any) -> Task:
+    def task_of(self, where: str, row: object) -> Task:
         """The task that a row describes; its id need not be unique yet."""
         return task_of_row(where, row, self.config, self.name)
 
@@ -133,7 +133,7 @@ class RowTasks(ABC):
             yield replace(task, task_id=task_id)
 
 
-def task_of_row(where: str, row: Any, config: RowTasks.Config, taskset: str) -> Task:
+def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) -> Task:
     """One row as a task."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
@@ -154,7 +154,7 @@ def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[
         yield Problem(where, error.asked, error.found, error.do)
 
 
-def json_value(value: Any, where: str) -> Any:
+def json_value(value: object, where: str) -> Any:
     """The value as JSON values: tuples become lists, dates become ISO text; what has no JSON form is an error."""
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -173,7 +173,7 @@ def json_value(value: Any, where: str) -> Any:
     )
 
 
-def messages_of(value: Any, where: str) -> tuple[Message, ...]:
+def messages_of(value: object, where: str) -> tuple[Message, ...]:
     """A prompt column as messages: text is one user message, a list has {role, content} entries."""
     if isinstance(value, str):
         return (Message("user", value),)
@@ -182,19 +182,19 @@ def messages_of(value: Any, where: str) -> tuple[Message, ...]:
     return tuple(_message(entry, f"{where}, message {index}") for index, entry in enumerate(value))
 
 
-def _message(entry: Any, where: str) -> Message:
-    said = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
-    known = set(said) == {"role", "content"} and said["role"] in _ROLES and isinstance(said["content"], str)
+def _message(entry: object, where: str) -> Message:
+    message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
+    known = set(message) == {"role", "content"} and message["role"] in _ROLES and isinstance(message["content"], str)
     if not known:
         raise DataError(
             f"a message at {where}",
             f"{entry!r:.80}",
             f"give exactly {{role, content}}, the role one of {', '.join(_ROLES)}, the content text",
         )
-    return Message(said["role"], said["content"])
+    return Message(message["role"], message["content"])
 
 
-def _column(where: str, row: Row, name: str, purpose: str) -> Any:
+def _column(where: str, row: Row, name: str, purpose: str) -> object:
     if name not in row:
         raise DataError(f"column {name!r} at {where}, for {purpose}", "no such column", suggest(name, row))
     return row[name]
@@ -221,9 +221,9 @@ def _prompt(where: str, row: Row, config: RowTasks.Config) -> tuple[Message, ...
             messages = messages[:-1]
     if not messages or messages[-1].role == "assistant":
         raise DataError(
-            f"a prompt that ends where the assistant is to speak, at {where}",
-            f"it ends with {messages[-1].role!r}" if messages else "nothing before the reply",
-            f"drop the last message, or set completion: {column} to make it the expert's reply",
+            f"a prompt that ends before the assistant's turn, at {where}",
+            f"it ends with {messages[-1].role!r}" if messages else "nothing before the completion",
+            f"drop the last message, or set completion: {column} to make it the expert's completion",
         )
     if config.system is not None and messages[0].role != "system":
         messages = (Message("system", config.system), *messages)
@@ -242,53 +242,53 @@ def _filled(where: str, template: str, row: Row) -> str:
 
 
 def _answer(where: str, row: Row, config: RowTasks.Config) -> Row:
-    """{"answer": ...}, or nothing where the row has none and none was asked for."""
-    asked_for = config.answer is not None or config.answer_regex is not None
+    """{"answer": ...}, or nothing where the row has none and the config names no column."""
+    required = config.answer is not None or config.answer_regex is not None
     column = config.answer or "answer"
-    judged = row.get("reward_model")
+    reward_model = row.get("reward_model")
     if column in row:
         value = row[column]
-    elif config.answer is None and isinstance(judged, dict) and "ground_truth" in judged:
-        value = judged["ground_truth"]
-    elif asked_for:
+    elif config.answer is None and isinstance(reward_model, dict) and "ground_truth" in reward_model:
+        value = reward_model["ground_truth"]
+    elif required:
         value = _column(where, row, column, "the answer")
     else:
         return {}
     if config.answer_regex is None:
         return {"answer": value}
-    found = re.search(config.answer_regex, value) if isinstance(value, str) else None
-    if found is None:
+    match = re.search(config.answer_regex, value) if isinstance(value, str) else None
+    if match is None:
         raise DataError(
             f"the answer at {where} by answer_regex {config.answer_regex!r}",
             f"no match in {value!r:.200}",
-            "correct the row or the expression",
+            "fix the row or the expression",
         )
-    return {"answer": found.group(1) if found.re.groups else found.group()}
+    return {"answer": match.group(1) if match.re.groups else match.group()}
 
 
 def _completion(where: str, row: Row, config: RowTasks.Config) -> Row:
-    """{"completion": text}, or nothing where the row has none and none was asked for."""
+    """{"completion": text}, or nothing where the row has none and the config names no column."""
     column = config.completion or "completion"
     if config.completion is None and column not in row:
         return {}
-    value = _column(where, row, column, "the expert's reply")
+    value = _column(where, row, column, "the expert's completion")
     if isinstance(value, str):
         return {"completion": value}
     last = messages_of(value, f"{where}, {column!r}")[-1]
     if last.role != "assistant":
         raise DataError(
-            f"an expert's reply in column {column!r} at {where}",
+            f"an expert's completion in column {column!r} at {where}",
             f"the last message is from {last.role!r}",
             "give text, or messages that end with the assistant's",
         )
     return {"completion": last.content}
 
 
-def _offer(where: str, columns: Row, name: str, value: Any) -> None:
+def _offer(where: str, columns: Row, name: str, value: object) -> None:
     """Sets a column; another value under that name is kept as `<name>_column`, never lost."""
     if name in columns and columns[name] != value:
         kept = f"{name}_column"
         if kept in columns:
-            raise DataError(f"room for the column {name!r} at {where}", f"{kept!r} is taken too", f"rename {kept!r}")
+            raise DataError(f"a place for the column {name!r} at {where}", f"{kept!r} is taken too", f"rename {kept!r}")
         columns[kept] = columns[name]
     columns[name] = value

@@ -1,4 +1,4 @@
-"""The taskset of a run whose tasks come with the agents that play them."""
+"""The taskset of a run whose tasks come from agents."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from trivium.types import SERVED, Task
 
 
 class ServedTasks:
-    """Stands where a taskset is asked for and there is none: agents bring their tasks (`run.mode: serve`).
+    """A taskset without tasks, where agents bring theirs (`run.mode: serve`).
 
-    Its one task is a placeholder that nobody plays.
+    Its one task is a placeholder that is never rolled out.
     """
 
     class Config(Plugin):
-        """Nothing to say."""
+        """It has no options."""
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
         del config, name, seed  # whatever the agents bring

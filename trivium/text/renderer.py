@@ -1,12 +1,12 @@
 """Conversations to tokens and back. What the policy sampled is never encoded again.
 
-A second turn is a *bridge*: the template renders the conversation with a marker in place of the reply, and only the
-text after the marker is encoded and appended to the tokens as they were sampled. So
+A second turn is a *bridge*: the template renders the conversation with a marker in place of the completion, and only
+the text after the marker is encoded and appended to the tokens as they were sampled. So
 
-- a reply whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) is kept;
+- a completion whose text does not encode back to its tokens (broken UTF-8, unusual merges, special tokens) is kept;
 - a template that drops earlier reasoning from the history has no effect: the policy goes on seeing what it sampled;
-- a template that rewrites what *others* said when the conversation grows (moves the system prompt, for example) is an
-  error that shows where the two texts part.
+- a template that rewrites other roles' messages when the conversation grows (moves the system prompt, for example) is
+  an error that shows where the two texts differ.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""The chat template of a base model: the texts one after another, no roles, replies end with end of sequence."""
+"""The chat template of a base model: the texts one after another, no roles, completions end with end of sequence."""
 
-_EARLIER_REPLY = "reply"
-"""What stands for earlier replies when two renderings are compared: their text is not what is compared."""
+_EARLIER_COMPLETION = "reply"
+"""Replaces earlier completions when two renderings are compared: only the other text is compared."""
 
 
 class ChatRenderer:
     """Renderer over a tokenizer's chat template (`trivium.protocols.Renderer`).
 
-    `chat_template` (Jinja text) replaces the tokenizer's own. Roles, default system prompts and what is allowed are
-    the template's affair; what it refuses is a DataError. Special tokens written out in a message's text become
+    `chat_template` (Jinja text) replaces the tokenizer's own. The template decides on roles and default system
+    prompts; what it refuses is a DataError. Special tokens written out in a message's text become
     special tokens, as in every engine that renders chat templates.
     """
 
@@ -66,11 +66,11 @@ class ChatRenderer:
         self._rendered = lru_cache(maxsize=4096)(self._render)
 
     def render(self, messages: Sequence[Message]) -> IntArray:
-        """The prompt tokens of a conversation, ending where the assistant is to speak. Read-only."""
+        """The prompt tokens of a conversation, ending at the assistant's next turn. Read-only."""
         return self._rendered(tuple(messages))
 
     def _render(self, messages: tuple[Message, ...]) -> IntArray:
-        tokens = self._encode(self._text(messages, speak=True))
+        tokens = self._encode(self._text(messages, generation=True))
         if not len(tokens):
             raise DataError(
                 "a prompt of at least one token",
@@ -83,7 +83,7 @@ class ChatRenderer:
     def extend(
         self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
     ) -> IntArray:
-        """`tokens` as they were, then what closes the reply (unless it was sampled), `new`, and the next opening.
+        """`tokens` as they were, then what closes the completion (unless it was sampled), `new`, and the next opening.
 
         Raises DataError where the template rewrites the earlier conversation.
         """
@@ -100,27 +100,27 @@ class ChatRenderer:
         assert isinstance(text, str)
         return text
 
-    def expert(self, messages: Sequence[Message], reply: str) -> tuple[IntArray, IntArray]:
-        """(prompt tokens, reply tokens with end of turn) of text that somebody else wrote."""
-        return self.render(messages), np.append(self._encode(reply), np.int32(self._end_of_turn))
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
+        """(prompt tokens, completion tokens with end of turn) of text that the policy did not sample."""
+        return self.render(messages), np.append(self._encode(completion), np.int32(self._end_of_turn))
 
     def _bridge(self, history: Sequence[Message], new: Sequence[Message]) -> str:
-        """The text between the last reply of `history` and the next one."""
+        """The text between the last completion of `history` and the next one."""
         if not history or history[-1].role != "assistant":
             raise DataError(
                 "extend a conversation",
-                "its last message is no assistant reply",
-                "pass the history up to and including the reply that was sampled",
+                "its last message is not the assistant's",
+                "pass the history up to and including the sampled completion",
             )
         marker = _unused_marker([*history, *new])
-        earlier = [_with_content(m, _EARLIER_REPLY) if m.role == "assistant" else m for m in history[:-1]]
-        seen = self._text(earlier, speak=True)
-        now = self._text([*earlier, Message("assistant", marker), *new], speak=True)
+        earlier = [_with_content(m, _EARLIER_COMPLETION) if m.role == "assistant" else m for m in history[:-1]]
+        seen = self._text(earlier, generation=True)
+        now = self._text([*earlier, Message("assistant", marker), *new], generation=True)
         before, _, bridge = now.partition(marker)
         if now.count(marker) != 1:
             raise DataError(
-                "a chat template that shows each reply once",
-                f"it shows the last reply {now.count(marker)} times when the conversation goes on",
+                "a chat template that renders each completion once",
+                f"it renders the last one {now.count(marker)} times when the conversation goes on",
                 "use another template for multi-turn tasks",
             )
         if not (seen.startswith(before) or before.startswith(seen)):
@@ -134,8 +134,8 @@ class ChatRenderer:
             return bridge[at[0] + 1 :]
         return bridge
 
-    def _text(self, messages: Sequence[Message], *, speak: bool) -> str:
-        """The conversation as the template writes it; `speak` opens the assistant's next turn."""
+    def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
+        """The conversation as the template writes it; `generation` opens the assistant's next turn."""
         if any(message.media for message in messages):
             raise DataError(
                 "render a message with images or sound",
@@ -145,7 +145,7 @@ class ChatRenderer:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=speak
+                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=generation
             )
         except TemplateError as error:
             raise DataError(
@@ -169,19 +169,19 @@ class ChatRenderer:
         return tokens
 
     def _find_end_of_turn(self) -> int:
-        """The special token that the template writes after a reply; else the tokenizer's end of sequence."""
+        """The special token that the template writes after a completion; else the tokenizer's end of sequence."""
         marker = _unused_marker(())
-        text = self._text([Message("user", "question"), Message("assistant", marker)], speak=False)
+        text = self._text([Message("user", "question"), Message("assistant", marker)], generation=False)
         closing = self._encode(text.partition(marker)[2])
         special = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        found = next((int(i) for i in closing if int(i) in special), _eos(self._tokenizer))
-        if found is None:
+        token = next((int(i) for i in closing if int(i) in special), _eos(self._tokenizer))
+        if token is None:
             raise DataError(
                 f"know what ends a turn of {self._tokenizer.name_or_path or 'the tokenizer'}",
-                "its template writes no special token after a reply, and it has no end-of-sequence token",
+                "its template writes no special token after a completion, and it has no end-of-sequence token",
                 "set tokenizer.eos_token",
             )
-        return found
+        return token
 
 
 def _with_content(message: Message, content: str) -> Message:
@@ -206,9 +206,9 @@ def _divergence(seen: str, now: str) -> tuple[str, str, str]:
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    found = tokenizer.eos_token_id
-    assert found is None or isinstance(found, int)
-    return found
+    token = tokenizer.eos_token_id
+    assert token is None or isinstance(token, int)
+    return token
 
 
 def _generation_eos(name_or_path: str) -> set[int]:
@@ -216,5 +216,5 @@ def _generation_eos(name_or_path: str) -> set[int]:
     path = Path(name_or_path) / "generation_config.json"
     if not name_or_path or not path.is_file():
         return set()
-    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return set() if found is None else {found} if isinstance(found, int) else set(found)
+    tokens = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trivium.config import Plugin
+from trivium.config.model_shape import ModelShape, shape_of
 from trivium.errors import DataError
 from trivium.randomness import stream
-from trivium.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ class TinyModel:
         @model_validator(mode="after")
         def _shapes_fit(self) -> Self:
             if self.head_dim is None and self.hidden % self.heads:
-                raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; or say head_dim")
+                raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}; or set head_dim")
             if self.heads % self.num_kv_heads:
                 raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
             if self.architecture != "gpt2" and self.head_width % 2:
@@ -145,9 +145,13 @@ def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrained
         backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=TEMPLATE, model_max_length=max_length,
-        additional_special_tokens=specials[: len(ROLES)], clean_up_tokenization_spaces=False, **names,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        chat_template=TEMPLATE,
+        model_max_length=max_length,
+        additional_special_tokens=specials[: len(ROLES)],
+        clean_up_tokenization_spaces=False,
+        **names,
+    )
 
 
 def _vocabulary(alphabet: str) -> list[str]:
@@ -171,24 +175,38 @@ def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) 
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        config.architecture, vocab_size=len(tokenizer), **_sizes(config),
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        config.architecture,
+        vocab_size=len(tokenizer),
+        **_sizes(config),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         # transformers' 0.02 fits widths of thousands; at this size training would idle on a plateau first.
         initializer_range=config.hidden**-0.5,
-    )  # fmt: skip
+    )
 
 
 def _sizes(config: TinyModel.Config) -> dict[str, Any]:
     """What a config.json says of its size, in the words of the architecture."""
     if config.architecture == "gpt2":
         return {
-            "tie_word_embeddings": config.tied, "n_layer": config.layers, "n_embd": config.hidden,
-            "n_head": config.heads, "n_inner": config.mlp, "n_positions": config.max_position,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        }  # fmt: skip
+            "tie_word_embeddings": config.tied,
+            "n_layer": config.layers,
+            "n_embd": config.hidden,
+            "n_head": config.heads,
+            "n_inner": config.mlp,
+            "n_positions": config.max_position,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
     return {
-        "tie_word_embeddings": config.tied, "num_hidden_layers": config.layers, "hidden_size": config.hidden,
-        "num_attention_heads": config.heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width, "intermediate_size": config.mlp,
+        "tie_word_embeddings": config.tied,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.mlp,
         "max_position_embeddings": config.max_position,
-    }  # fmt: skip
+    }

@@ -20,7 +20,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 
 def hf_tokenizer(
-    name_or_path: str | Path, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+    name_or_path: str | Path, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: object
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory (never asks a hub) or of a hub id.
 
@@ -47,7 +47,7 @@ def hf_tokenizer(
     return tokenizer
 
 
-def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any | None:
+def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     """The processor of a vision or audio model; None only where the model has none.
 
     Whatever goes wrong while a processor is loaded is raised: a vision model must not quietly become a text model.
@@ -71,15 +71,15 @@ def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any | None:
     return None  # AutoProcessor falls back to the tokenizer of a text model
 
 
-def _source(name_or_path: str | Path, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _source(name_or_path: str | Path, kwargs: dict[str, object]) -> tuple[str, dict[str, Any]]:
     """(name, options) for from_pretrained; a directory is never looked up anywhere else."""
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return str(path), {"local_files_only": True, **kwargs}
-    said = str(name_or_path)
-    if isinstance(name_or_path, Path) or said.startswith((".", "~", "/")) or said.count("/") > 1:
-        raise DataError(f"load from {said}", "no such directory", "give a model directory, or a hub id `owner/name`")
-    return said, kwargs
+    name = str(name_or_path)
+    if isinstance(name_or_path, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise DataError(f"load from {name}", "no such directory", "give a model directory, or a hub id `owner/name`")
+    return name, kwargs
 
 
 def _may_have_processor(directory: Path) -> bool:

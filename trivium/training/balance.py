@@ -11,7 +11,7 @@ LINEAR_PER_WIDTH = 6
 """Linear work per token over attention work per token and position, in widths of the model: a transformer block of
 width d whose feed-forward layer is 4 d wide multiplies 12 d^2 weights per token, and 2 d per position attended to."""
 WIDTH = 4096
-"""The width assumed where nobody says one."""
+"""The width where none is given."""
 
 Part = tuple[float, int, tuple[int, ...]]
 """Its workload, the number of its items, and the items."""
@@ -36,17 +36,17 @@ def partition(workloads: Sequence[float], parts: int, *, equal_size: bool = Fals
     if parts < 1:
         raise DataError(f"{len(workloads)} sequences in {parts} parts", "less than one part", "ask for at least one")
     if equal_size:
-        found = _differenced(workloads, parts, parts)
+        chosen = _differenced(workloads, parts, parts)
     else:
-        found = min(_differenced(workloads, parts, 1), _greedy(workloads, parts), key=lambda solution: solution[0][0])
-    return [sorted(items) for _, _, items in found]
+        chosen = min(_differenced(workloads, parts, 1), _greedy(workloads, parts), key=lambda solution: solution[0][0])
+    return [sorted(items) for _, _, items in chosen]
 
 
-def _differenced(workloads: Sequence[float], parts: int, together: int) -> list[Part]:
-    """The heaviest part first. `together` items, neighbours by weight, start as one solution with a part each."""
+def _differenced(workloads: Sequence[float], parts: int, chunk_size: int) -> list[Part]:
+    """The heaviest part first. `chunk_size` items, neighbours by weight, start as one solution with a part each."""
     order = sorted(range(len(workloads)), key=lambda item: (workloads[item], item))
-    first = -len(order) % together  # the lightest solution is short of items where they do not divide
-    chunks = [order[max(start, 0) : start + together] for start in range(-first, len(order), together)]
+    first = -len(order) % chunk_size  # the lightest solution is short of items where they do not divide
+    chunks = [order[max(start, 0) : start + chunk_size] for start in range(-first, len(order), chunk_size)]
     heap = [_solution([(workloads[item], 1, (item,)) for item in chunk], parts) for chunk in chunks]
     if not heap:
         return [(0, 0, ())] * parts
@@ -59,9 +59,9 @@ def _differenced(workloads: Sequence[float], parts: int, together: int) -> list[
     return heap[0][-1]
 
 
-def _solution(found: list[Part], parts: int) -> tuple[float, float, int, tuple[int, ...], list[Part]]:
+def _solution(nonempty: list[Part], parts: int) -> tuple[float, float, int, tuple[int, ...], list[Part]]:
     """The parts, heaviest first, behind the key by which the most uneven solution is joined first."""
-    filled = sorted([*found, *[(0, 0, ())] * (parts - len(found))], reverse=True)
+    filled = sorted([*nonempty, *[(0, 0, ())] * (parts - len(nonempty))], reverse=True)
     total, number, items = filled[0]
     return filled[-1][0] - total, -total, -number, tuple(-item for item in items), filled
 

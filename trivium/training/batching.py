@@ -13,26 +13,30 @@ import numpy as np
 import torch
 
 from trivium.errors import DataError
-from trivium.models.loss import Totals
+from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
 from trivium.types import AnyArray, Batch, Experience
 
 
-def count(batch: Batch, max_response_length: int) -> Totals:
-    """The counts that a whole mini-batch is normalised by; the limit of one reply is a constant of the run."""
+def count(batch: Batch, max_response_length: int) -> LossDenominators:
+    """The counts that a whole mini-batch is normalised by; the limit of one completion is a constant of the run."""
     counts = [e.num_response_tokens for e in batch.experiences]
     trained = [e for e in batch.experiences if e.response_mask.any()]
-    opened = [
+    counted = [
         int(row[e.response_mask].sum())
-        for row, e in zip(batch.columns.get("open", ()), batch.experiences, strict=False)
+        for row, e in zip(batch.columns.get("counted", ()), batch.experiences, strict=False)
     ]
     expert = [e for e in trained if e.expert]
-    return Totals(
-        sum(e.num_response_tokens for e in trained), len(trained), max_response_length,
-        expert_tokens=sum(e.num_response_tokens for e in expert), expert_sequences=len(expert),
-        open_tokens=sum(opened) if opened else None, open_sequences=sum(n > 0 for n in opened) if opened else None,
+    return LossDenominators(
+        sum(e.num_response_tokens for e in trained),
+        len(trained),
+        max_response_length,
+        expert_tokens=sum(e.num_response_tokens for e in expert),
+        expert_sequences=len(expert),
+        counted_tokens=sum(counted) if counted else None,
+        counted_sequences=sum(n > 0 for n in counted) if counted else None,
         pairs=sum(chosen > 0 and rejected > 0 for chosen, rejected in zip(counts[::2], counts[1::2], strict=False)),
-    )  # fmt: skip
+    )
 
 
 def check_lengths(batch: Batch, limit: int | None) -> None:
@@ -49,21 +53,21 @@ def check_lengths(batch: Batch, limit: int | None) -> None:
 
 
 def units(batch: Batch, unit: str) -> list[list[int]]:
-    """Rows that a micro-batch must hold together: `sequence`, `pair` (two consecutive rows) or `group`.
+    """Rows that a micro-batch must keep whole: `sequence`, `pair` (two consecutive rows) or `group`.
 
     Units without a trained token are left out.
     """
-    together: dict[object, list[int]] = {}
+    units_of_rows: dict[object, list[int]] = {}
     for row, experience in enumerate(batch.experiences):
         keys = {"sequence": row, "pair": row // 2, "group": experience.group_id}
         if unit not in keys:
             raise DataError(f"an objective over units of {unit!r}", "no such unit", f"known: {', '.join(keys)}")
-        together.setdefault(keys[unit], []).append(row)
-    return [rows for rows in together.values() if any(batch.experiences[row].response_mask.any() for row in rows)]
+        units_of_rows.setdefault(keys[unit], []).append(row)
+    return [rows for rows in units_of_rows.values() if any(batch.experiences[row].response_mask.any() for row in rows)]
 
 
 def cut(
-    together: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, *, padded: bool = False
+    row_units: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, *, padded: bool = False
 ) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` tokens, made of whole units; a longer unit goes alone.
 
@@ -76,7 +80,7 @@ def cut(
         return len(taken) * max(taken) if padded else sum(taken)
 
     micro_batches: list[list[int]] = []
-    for unit in sorted(together, key=lambda rows: -max(lengths[row] for row in rows)):
+    for unit in sorted(row_units, key=lambda rows: -max(lengths[row] for row in rows)):
         if micro_batches and cost([*micro_batches[-1], *unit]) <= max_tokens:
             micro_batches[-1].extend(unit)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trivium.config import RunConfig
-from trivium.memory import Machine, host_memory
+from trivium.config.memory_estimate import Machine, host_memory
 from trivium.training.ranks import launched_ranks
 
 

@@ -11,8 +11,8 @@ from functools import cache
 
 import torch
 
+from trivium.config.model_shape import ModelShape
 from trivium.phases import Phase
-from trivium.shape import ModelShape
 from trivium.types import Metrics
 
 _SIDE = {"cpu": 768, "cuda": 8192}
@@ -59,9 +59,13 @@ def _seconds(a: torch.Tensor) -> float:
 
 
 def utilisation(
-    phases: Mapping[str, Phase], models: Mapping[str, ModelShape], role_of: Mapping[str, str], peak: float,
-    *, adapter: bool = False,
-) -> Metrics:  # fmt: skip
+    phases: Mapping[str, Phase],
+    models: Mapping[str, ModelShape],
+    role_of: Mapping[str, str],
+    peak: float,
+    *,
+    adapter: bool = False,
+) -> Metrics:
     """`perf/` metrics of a step: arithmetic of its scoring passes and updates over the time they took.
 
     `models` are the shapes by role and `role_of` says whose a score is; phases of other models do not count. `peak` is
@@ -76,12 +80,16 @@ def utilisation(
             continue
         heads = each.trained_tokens if role in ("policy", "reference", "teacher") else 0
         flops[kind] += pass_flops(
-            models[role], each.tokens, each.squares, heads, backward=kind == "update",
+            models[role],
+            each.tokens,
+            each.squares,
+            heads,
+            backward=kind == "update",
             adapter=adapter and role == "policy",
-        )  # fmt: skip
+        )
         seconds[kind] += each.seconds
     if not sum(seconds.values()):
         return {}
-    found = {f"perf/mfu/{kind}": flops[kind] / seconds[kind] / peak for kind in flops if seconds[kind]}
+    mfu = {f"perf/mfu/{kind}": flops[kind] / seconds[kind] / peak for kind in flops if seconds[kind]}
     rate = sum(flops.values()) / sum(seconds.values())
-    return {**found, "perf/mfu": rate / peak, "perf/model_flops_per_second": rate}
+    return {**mfu, "perf/mfu": rate / peak, "perf/model_flops_per_second": rate}

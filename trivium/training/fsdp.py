@@ -31,12 +31,12 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
         return
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
     halved = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=ranks.mesh, mp_policy=halved if bfloat16 else whole, offload_policy=offload)
+            fully_shard(module, mesh=ranks.mesh, mp_policy=halved if bfloat16 else full, offload_policy=offload)
     fully_shard(
-        model, mesh=ranks.mesh, mp_policy=whole, offload_policy=offload, reshard_after_forward=None if trained else True
+        model, mesh=ranks.mesh, mp_policy=full, offload_policy=offload, reshard_after_forward=None if trained else True
     )
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
@@ -49,18 +49,18 @@ def units(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets go of what a forward pass without a backward pass left gathered."""
+    """Frees the parameters that a forward pass without a backward pass left gathered."""
     for unit in units(model):
         unit.reshard()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with all its parts, on every rank. All ranks must ask for it."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The unsharded tensor, on every rank. All ranks must call it."""
     return cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def part_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, sharded as `like` is; each rank brings the same whole one."""
+def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a full tensor that is equal on all ranks, sharded as `like` is."""
     if not isinstance(like, DTensor):
         return value.to(like.device)
     local = like.to_local()
@@ -70,6 +70,6 @@ def part_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return sharded if sharded.to_local().device == local.device else sharded.to(local.device)
 
 
-def number(value: torch.Tensor) -> torch.Tensor:
-    """A scalar that was computed from sharded tensors, with every rank's part in it."""
+def full_scalar(value: torch.Tensor) -> torch.Tensor:
+    """A scalar of sharded tensors, reduced over all ranks."""
     return cast(DTensor, value).full_tensor() if isinstance(value, DTensor) else value

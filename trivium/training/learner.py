@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trivium.errors import DataError, TriviumError
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.load import max_positions
-from trivium.models.loss import LossInputs, LossOutputs, Totals
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
 from trivium.protocols import Objective
 from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
@@ -29,7 +29,7 @@ from trivium.types import AnyArray, Batch, Metrics
 class TrainableObjective(Objective, Protocol):
     """An objective with its loss."""
 
-    def loss(self, inputs: LossInputs, totals: Totals) -> LossOutputs: ...
+    def loss(self, inputs: LossInputs, totals: LossDenominators) -> LossOutputs: ...
 
 
 class Learner:
@@ -38,8 +38,8 @@ class Learner:
     The model stays in eval mode throughout: dropout would make two passes over the same tokens disagree, and with it
     every ratio of two policies.
 
-    Where several ranks train together, each is given its share of a batch, and all are given one: a pass through a
-    sharded model is a meeting of all ranks, so whoever has fewer micro-batches than another makes empty passes.
+    Where several ranks train together, each gets its share of a batch, and all must call: a pass through a sharded
+    model is a collective operation, so a rank with fewer micro-batches than another makes empty passes.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class Learner:
         optimizer: Optimizer | None = None,
         top_k: int = 0,
         ranks: Ranks = ALONE,
-        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`top_k` is how many tokens the score `top` names. Scores are computed `within` a context, for a model that is
-        another one there."""
-        self._within = within
+        """`top_k` is how many tokens the score `top` names. Scores are computed in a `score_context`, which may change
+        the model (`adapter_off`)."""
+        self._score_context = score_context
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        """What a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value model
-        (`values`) says.
+        """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
+        model (`values`).
 
-        Leading axis L, 0 outside the mask. `top` is (L, K, 2): the K likeliest token ids, and their log-probability.
+        Leading axis L, 0 outside the mask. `top` is (L, K, 2): the top-k token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
         """
         self._check_lengths(batch)
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
-        with torch.no_grad(), self._within():
+        with torch.no_grad(), self._score_context():
             for rows in self._passes(batch, "sequence"):
                 micro = self._collate(batch, rows, ())
                 numbers = self._numbers(micro, what)
@@ -97,7 +97,7 @@ class Learner:
         *,
         step: int,
         who: str,
-        totals: Totals | None = None,
+        totals: LossDenominators | None = None,
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
@@ -133,20 +133,20 @@ class Learner:
         }
 
     def _check_lengths(self, batch: Batch) -> None:
-        """Raises on every rank what it raises on one: none is left waiting in a pass that another never makes."""
+        """Raises on every rank where one has a sequence that is too long: none waits in a pass that another skips."""
         limit = max_positions(self.model.module)
-        longest = self.ranks.most(max(map(len, batch.experiences), default=0))
+        longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
         check_lengths(batch, limit)
         if limit is not None and longest > limit:
             raise DataError("sequences that fit the model", f"one of {longest} tokens on another rank", "see its error")
 
     def _passes(self, batch: Batch, unit: str) -> Iterator[list[int]]:
-        """The rows of each micro-batch. A rank that has fewer than another makes up for it: without gradient here,
-        with gradient by whoever is given no rows."""
+        """The rows of each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with
+        gradient the caller does, for each empty list."""
         lengths = [len(e) for e in batch.experiences]
         limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
         mine = cut(units(batch, unit), lengths, limit, padded=not self.model.backbone.packs)
-        missing = self.ranks.most(len(mine)) - len(mine)  # agreed on before the first of them
+        missing = self.ranks.all_reduce_max(len(mine)) - len(mine)  # agreed on before the first of them
         yield from mine
         for _ in range(missing):
             if torch.is_grad_enabled():
@@ -155,7 +155,7 @@ class Learner:
                 self._empty_pass()
 
     def _empty_pass(self) -> None:
-        """Takes part in a pass with two tokens that count for nothing."""
+        """Takes part in a collective pass, with two tokens that have no weight."""
         two = pack([np.zeros(2, np.int32)], self.model.device)
         numbers = self.model(two, torch.ones(1, dtype=torch.int64, device=self.model.device))
         if torch.is_grad_enabled():
@@ -165,18 +165,18 @@ class Learner:
         return collate(batch, rows, columns, device=self.model.device, dtype=self.model.dtype)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
-        """What the model says about the trained tokens, on the loss's grid."""
-        said: dict[str, torch.Tensor] = {}
+        """The model's outputs for the trained tokens, on the loss's grid."""
+        outputs: dict[str, torch.Tensor] = {}
         if isinstance(self.model, ValueModel):
-            said["values"] = micro.grid(self.model(micro.pack, micro.rows))
+            outputs["values"] = micro.grid(self.model(micro.pack, micro.rows))
         else:
             top = micro.columns.get("teacher_top")
             candidates = None if top is None else micro.trained(top[..., 0]).long()
             log_prob, entropy = self.model(micro.pack, micro.rows, entropy_grad=entropy_grad, candidates=candidates)
             if candidates is not None:
-                log_prob, said["candidate_log_prob"] = log_prob[:, 0], micro.grid(log_prob[:, 1:])
-            said["log_prob"], said["entropy"] = micro.grid(log_prob), micro.grid(entropy)
-        return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **said)
+                log_prob, outputs["candidate_log_prob"] = log_prob[:, 0], micro.grid(log_prob[:, 1:])
+            outputs["log_prob"], outputs["entropy"] = micro.grid(log_prob), micro.grid(entropy)
+        return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **outputs)
 
 
 class _Tally:
@@ -191,16 +191,16 @@ class _Tally:
         self._loss.append(outputs.loss.detach())
         if entropy is not None:
             self._sums.setdefault("train/entropy", []).append(entropy.detach().sum())
-        for mine, theirs in ((self._sums, outputs.sums), (self._maxima, outputs.maxima)):
-            for key, value in theirs.items():
-                mine.setdefault(key, []).append(value.detach())
+        for tally, values in ((self._sums, outputs.sums), (self._maxima, outputs.maxima)):
+            for key, value in values.items():
+                tally.setdefault(key, []).append(value.detach())
 
-    def metrics(self, name: str, totals: Totals, ranks: Ranks) -> Metrics:
+    def metrics(self, name: str, totals: LossDenominators, ranks: Ranks) -> Metrics:
         """Sums and maxima over all micro-batches of all ranks; a rank may have had none."""
         loss = {f"train/loss/{name}": float(torch.stack(self._loss).sum())} if self._loss else {}
         sums = {key: float(torch.stack(values).sum()) for key, values in self._sums.items()}
         maxima = {key: float(torch.stack(values).max()) for key, values in self._maxima.items()}
-        losses, all_sums, all_maxima = (ranks.gathered(mine) for mine in (loss, sums, maxima))
+        losses, all_sums, all_maxima = (ranks.all_gather(each) for each in (loss, sums, maxima))
         return {
             **_merged(losses, sum),
             **{key: value / totals.tokens for key, value in _merged(all_sums, sum).items()},
@@ -208,10 +208,10 @@ class _Tally:
         }
 
 
-def _merged(said: Sequence[Mapping[str, float]], merge: Callable[[Iterable[float]], float]) -> Metrics:
-    """One number per key of those that any rank names."""
-    keys = dict.fromkeys(key for each in said for key in each)
-    return {key: merge([each[key] for each in said if key in each]) for key in keys}
+def _merged(by_rank: Sequence[Mapping[str, float]], merge: Callable[[Iterable[float]], float]) -> Metrics:
+    """One number per key that any rank has."""
+    keys = dict.fromkeys(key for each in by_rank for key in each)
+    return {key: merge([each[key] for each in by_rank if key in each]) for key in keys}
 
 
 def checkpoint_gradients(module: PreTrainedModel) -> None:

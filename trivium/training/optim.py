@@ -15,7 +15,7 @@ from torch import nn
 
 from trivium.config import Config
 from trivium.errors import RunDirError, TriviumError
-from trivium.training.fsdp import number, part_of
+from trivium.training.fsdp import full_scalar, shard_like
 
 
 class OptimizerConfig(Config):
@@ -60,8 +60,11 @@ class Optimizer:
         others = [p for p in self.parameters.values() if p.ndim < 2 or id(p) in embeddings]
         self._adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr, betas=config.betas, eps=config.eps, fused=True,
-        )  # fmt: skip
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
 
     def step(self, lr: float, max_grad_norm: float, who: str) -> float:
         """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping.
@@ -69,7 +72,7 @@ class Optimizer:
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = number(torch.nn.utils.get_total_norm(gradients))
+        norm = full_scalar(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             raise TriviumError(
                 f"an optimizer step of {who}",
@@ -101,5 +104,5 @@ class Optimizer:
             if name not in self.parameters:
                 raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
             parameter = self.parameters[name]
-            whole = value.to(parameter.device) if moment == "step" else part_of(value, parameter)
+            whole = value.to(parameter.device) if moment == "step" else shard_like(value, parameter)
             self._adamw.state[parameter][moment] = whole

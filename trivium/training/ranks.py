@@ -1,7 +1,7 @@
-"""The processes that train together, and this one's place among them.
+"""The processes that train together, and which of them this one is.
 
 FSDP spreads every parameter over all of them. A batch is cut into one share per data rank; where sequence parallelism
-splits the tokens of a share, its `sequence_size` ranks are given the same one.
+splits the tokens of a share, its `sequence_size` ranks get the same one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trivium.errors import ConfigError
-from trivium.models.sequence import SequenceGroup
+from trivium.models.sequence_parallel import SequenceGroup
 
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
-"""How long a rank waits for another in a collective call, where nobody says."""
+"""How long a rank waits for another in a collective call, unless the config says."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. Ranks with consecutive numbers share a sequence group:
+    """This process among the ranks. Ranks with consecutive numbers share a sequence group:
     rank = data_rank * sequence_size + sequence_rank."""
 
     rank: int = 0
@@ -34,7 +34,7 @@ class Ranks:
     sequence_size: int = 1
     device: torch.device = CPU
     mesh: DeviceMesh | None = None
-    """What FSDP shards over: ("shard",), or ("replicate", "shard"). None in a process that trains alone."""
+    """The FSDP mesh: ("shard",), or ("replicate", "shard"). None in a process that trains alone."""
     sequence_group: dist.ProcessGroup | None = None
     """The ranks that hold parts of the same sequences; None where each holds whole ones."""
 
@@ -58,7 +58,7 @@ class Ranks:
             return None
         return SequenceGroup(self.sequence_rank, self.sequence_size, self.sequence_group)
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest of the ranks' numbers."""
         if self.size == 1:
             return number
@@ -66,13 +66,13 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def gathered(self, value: Mapping[str, float]) -> list[Mapping[str, float]]:
-        """One value per data rank: what the first rank of each sequence group says."""
+    def all_gather(self, value: Mapping[str, float]) -> list[Mapping[str, float]]:
+        """One value per data rank: that of the first rank of each sequence group."""
         if self.size == 1:
             return [value]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value)
-        return said[:: self.sequence_size]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values[:: self.sequence_size]
 
 
 ALONE = Ranks()
@@ -96,19 +96,20 @@ def ranks_here() -> int:
 def join_ranks(
     *, sequence: int = 1, shard: int = 0, device: torch.device | str = "cpu", deadline_s: float = COLLECTIVE_S
 ) -> Ranks:
-    """Meets the other ranks, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
+    """Joins the process group, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
 
     `sequence` ranks share each sequence; parameters are sharded over groups of `shard` ranks (0: all) and replicated
-    across the groups. They wait `deadline_s` for each other in a collective call, unless they have met before. Without
-    a launcher this process is alone. Raises ConfigError for sizes that do not divide.
+    across the groups. They wait `deadline_s` for each other in a collective call, unless the group is open already.
+    Without a launcher this process is alone. Raises ConfigError for sizes that do not divide.
     """
     size, kind = launched_ranks(), torch.device(device).type
     for name, number in (("sequence_parallel", sequence), ("shard", shard)):
         if number and size % number:
             raise ConfigError(
-                f"train.{name} {number} on {size} ranks", "the one does not divide the other",
+                f"train.{name} {number} on {size} ranks",
+                "the one does not divide the other",
                 f"choose a divisor of {size}, or another number of ranks",
-            )  # fmt: skip
+            )
     if size == 1:
         return Ranks(device=torch.device(device))
     rank, local = this_rank(), int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,1 +1,1 @@
-"""How a task is played with a policy."""
+"""Workflows: how a policy rolls out a task."""

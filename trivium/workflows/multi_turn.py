@@ -1,6 +1,6 @@
 """Policy and environment in turns, until the environment is done or the turns are used up.
 
-reset(task) -> messages -> policy replies -> step(reply) -> messages, reward, done -> policy replies -> ...
+reset(task) -> messages -> completion -> step(completion) -> messages, reward, done -> completion -> ...
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
 
+from trivium.concurrency import Threads
 from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
 from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
 from trivium.policy import Policy, PromptTooLong
+from trivium.protocols import Environment
 from trivium.registry import resolve
-from trivium.threads import Threads
 from trivium.types import Message, Task
 
 
@@ -32,8 +33,8 @@ class EnvironmentFailure(RolloutError):
 class MultiTurn:
     """Drives a fresh environment for each trajectory; the reward is the sum over its steps.
 
-    Each turn is credited with what its step paid, and with the state it was played in: two turns were played in the
-    same one if the environment had just shown the same messages.
+    Each turn is credited with the reward of its step and with the state before it: two turns have the same state if
+    the environment's latest messages were the same.
 
     Methods of the environment that are not `async` run in threads of their own, so a slow one holds up neither the
     other rollouts nor the models. A deadline ends the waiting for such a thread, not the thread.
@@ -48,7 +49,7 @@ class MultiTurn:
         environment_args: dict[str, Any] = Field(default_factory=dict)
         """Keyword arguments of the class."""
         max_turns: int = Field(default=8, ge=1)
-        """Replies after which an episode ends even if the environment is not done."""
+        """Turns after which an episode ends even if the environment is not done."""
         threads: int = free(32, ge=1)
         """How many environments without `async` methods may compute at the same time."""
 
@@ -66,14 +67,15 @@ class MultiTurn:
     async def run(self, task: Task, policy: Policy) -> dict[str, float]:
         """One episode: `environment` is what its steps earned. Metric `env_done`: whether the environment ended it."""
         name = self._environment.__name__
-        world = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
+        made = await self._ask(f"{name}()", task, self._environment, **self.config.environment_args)
+        world = cast(Environment, made)
         seen = _messages(await self._ask(f"{name}.reset", task, world.reset, task), f"{name}.reset", task)
         conversation, earned, done = seen, 0.0, False
         for _ in range(self.config.max_turns):
             if not conversation or conversation[-1].role == "assistant":
                 raise _failure(f"{name} and something for the policy to answer", task, "no message to answer")
             try:
-                turn = await policy.reply(conversation)
+                turn = await policy.generate(conversation)
             except PromptTooLong:
                 if not policy.turns:
                     raise  # the task itself is too long; later on, a full context ends the episode like `max_turns`
@@ -88,7 +90,9 @@ class MultiTurn:
         policy.metrics["env_done"] = float(done)
         return {"environment": earned}
 
-    async def _ask(self, asked: str, task: Task, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def _ask(
+        self, asked: str, task: Task, function: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> object:
         """The result of an environment's method, plain or `async`; whatever it raises is an EnvironmentFailure."""
         try:
             if inspect.iscoroutinefunction(function):
@@ -107,7 +111,7 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
         raise ConfigError(
             f"the environment {config.environment}",
             f"{made_by!r} without {' and '.join(missing)}" if missing else f"{made_by!r} is no class",
-            "name a class with the methods reset(task) and step(reply)",
+            "name a class with the methods reset(task) and step(completion)",
         )
     try:
         inspect.signature(made_by).bind(**config.environment_args)
@@ -120,7 +124,7 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
     return made_by
 
 
-def _step(step: Any, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:
+def _step(step: object, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:
     """`(messages, reward, done)` as an environment gave it, checked."""
     if not isinstance(step, tuple) or len(step) != 3:
         raise _failure(asked, task, f"{step!r:.80} instead of (messages, reward, done)")
@@ -132,7 +136,7 @@ def _step(step: Any, asked: str, task: Task) -> tuple[tuple[Message, ...], float
     return _messages(messages, asked, task), float(reward), bool(done)
 
 
-def _messages(messages: Any, asked: str, task: Task) -> tuple[Message, ...]:
+def _messages(messages: object, asked: str, task: Task) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
         raise _failure(asked, task, f"{messages!r:.80} instead of a sequence of trivium.types.Message")
     return tuple(messages)
@@ -145,4 +149,4 @@ def _state(seen: Sequence[Message]) -> str:
 
 
 def _failure(asked: str, task: Task, found: str) -> EnvironmentFailure:
-    return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "correct the environment or the task")
+    return EnvironmentFailure(f"{asked} for task {task.task_id!r}", found, "fix the environment or the task")

@@ -1,17 +1,16 @@
-"""One prompt, one reply; reward functions judge."""
+"""One prompt, one completion; reward functions score it."""
 
 from __future__ import annotations
 
 from trivium.config import WorkflowConfig
 from trivium.policy import Policy
-from trivium.types import Message, Task
+from trivium.types import Capabilities, Message, Task
 
 
 class SingleTurn:
-    """The policy answers the task's prompt once."""
+    """The policy completes the task's prompt once."""
 
-    earns = False
-    """Playing earns nothing by itself: only rewards judge."""
+    capabilities = Capabilities(gives_rewards=False)
 
     class Config(WorkflowConfig):
         """How a task is asked."""
@@ -27,4 +26,4 @@ class SingleTurn:
         messages = task.prompt
         if self.config.system is not None and messages[0].role != "system":
             messages = (Message("system", self.config.system), *messages)
-        await policy.reply(messages)
+        await policy.generate(messages)

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, spread
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, population_std
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, spread
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import distinct, group_statistics
 
 
@@ -19,6 +19,7 @@ from trivium.algorithms.stats import distinct, group_statistics
     source="OPMD, Trinity-RFT 2025, appendix A; with the mean, Kimi k1.5, 2025, eq. 3",
     min_group=2,
     centred=True,
+    effective={"tau": When("baseline", ("logavgexp",))},
 )
 def opmd(
     x: AdvantageInputs,
@@ -46,7 +47,7 @@ def asymre(
     x: AdvantageInputs,
     *,
     baseline_shift: Annotated[
-        float, Field(description="below 0, good replies teach more than bad ones: what off-policy data ask for")
+        float, Field(description="below 0, good completions teach more than bad ones: what off-policy data ask for")
     ] = -0.1,
 ) -> Advantages:
     """Reward against a shifted mean of the group. A group of one keeps its reward, unshifted."""
@@ -62,10 +63,10 @@ def asymre(
 def accept(
     x: AdvantageInputs,
     *,
-    threshold: Annotated[float, Field(description="the reward from which on a reply is imitated")] = 1.0,
+    threshold: Annotated[float, Field(description="the reward from which on a completion is imitated")] = 1.0,
     best: Annotated[bool, Field(description="whether to imitate the best of a group alone, ties included")] = False,
 ) -> Advantages:
-    """Good replies count one, others nothing: with the loss `reinforce` the policy imitates what it did well."""
+    """Good completions count one, others nothing: with the loss `reinforce` the policy imitates what it did well."""
     who = members(x)
     accepted = who.score >= threshold
     if best:
@@ -78,9 +79,10 @@ def accept(
 @advantage(
     formula="(R - mean(R over those kept)){norm_by_std: / (population std(R over those kept) + epsilon)}{drop=balance:; kept are as many members below the group's mean as others}",  # noqa: E501
     source="REC and RED-drop, Yao et al. 2025 (arXiv 2509.24203), section 3",
-    needs=("uniform",),
+    needs={"uniform"},
     min_group=2,
     centred=True,
+    effective={"epsilon": When("norm_by_std")},
 )
 def rec(
     x: AdvantageInputs,

@@ -7,10 +7,10 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members, per_member, spread
 from trivium.algorithms.advantages.finishing import whitened
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, relative
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, members, per_member, spread
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import When, advantage
 from trivium.errors import DataError
 
 
@@ -21,6 +21,7 @@ from trivium.errors import DataError
     centred=True,
     components=True,
     whitens=True,
+    effective={"epsilon": When("norm_by_std")},
 )
 def gdpo(
     x: AdvantageInputs,
@@ -55,5 +56,6 @@ def _check(x: AdvantageInputs, weights: dict[str, float] | None) -> None:
     if lacking:
         raise DataError(
             f"a weight for each component of the reward ({', '.join(sorted(x.components))})",
-            f"none for {', '.join(lacking)}", "give it one under algorithm.advantage.weights (0 to leave it out)",
-        )  # fmt: skip
+            f"none for {', '.join(lacking)}",
+            "give it one under algorithm.advantage.weights (0 to leave it out)",
+        )

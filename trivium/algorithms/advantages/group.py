@@ -1,6 +1,6 @@
 """Estimators that compare the trajectories of a group: one number per trajectory.
 
-A group of one has nobody to compare with: unless an estimator says otherwise its reward counts as it is.
+A group of one has no other member: unless an estimator says otherwise its reward is its advantage.
 Legend: T trajectories.
 """
 
@@ -12,9 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, per_member, spread
 from trivium.algorithms.advantages.finishing import whitened
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, per_member, spread
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import GroupStatistics, distinct, group_statistics
 from trivium.errors import DataError
 
@@ -30,6 +30,7 @@ Epsilon = Annotated[float, Field(gt=0, description="added to the standard deviat
     source="GRPO, Shao et al. 2024, section 4.1.2; without std, Dr. GRPO, Liu et al. 2025",
     min_group=2,
     centred=True,
+    effective={"std_level": When("norm_by_std"), "epsilon": When("norm_by_std")},
 )
 def grpo(
     x: AdvantageInputs, *, norm_by_std: NormByStd = True, std_level: StdLevel = "group", epsilon: Epsilon = 1e-6
@@ -41,20 +42,23 @@ def grpo(
 
 
 @advantage(
-    formula="(R' - mean(R' over the group)){norm_by_std: / (std(R' over the std_level) + epsilon)}; R' = R (1 - rank_penalty rank / G), rank of G members by mean log-probability, likeliest last",  # noqa: E501
+    formula="(R' - mean(R' over the group)){norm_by_std: / (std(R' over the std_level) + epsilon)}; R' = R (1 - rank_penalty rank / G), rank of G members by mean log-probability, most likely last",  # noqa: E501
     source="rank penalty of Trinity-RFT, after He et al. 2025, section 4 (reward the unlikely)",
-    needs=("rollout_log_prob",),
+    needs={"rollout_log_prob"},
     min_group=2,
+    effective={"std_level": When("norm_by_std"), "epsilon": When("norm_by_std")},
 )
 def grpo_rank_penalty(
     x: AdvantageInputs,
     *,
-    rank_penalty: Annotated[float, Field(ge=0, le=1, description="what the likeliest member nearly loses")] = 0.25,
+    rank_penalty: Annotated[
+        float, Field(ge=0, le=1, description="the part of its reward that the most likely member loses, nearly")
+    ] = 0.25,
     norm_by_std: NormByStd = True,
     std_level: StdLevel = "group",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """A member gets less of its reward the likelier it was among its group, so that rare right replies count more.
+    """A member gets less of its reward the likelier it was among its group, so that rare right completions count more.
 
     Made for rewards of at least 0: less of a negative reward is more.
     """
@@ -92,8 +96,8 @@ def rloo(
     centred=True,
 )
 def opo(x: AdvantageInputs) -> Advantages:
-    """Reward against the mean of the group in which long replies weigh more: the baseline of least variance if a
-    gradient's size grows with its reply's length. Lengths count trained tokens."""
+    """Reward against the mean of the group in which long completions weigh more: the baseline of least variance if a
+    gradient's size grows with its completion's length. Lengths count trained tokens."""
     who = members(x)
     length = torch.zeros_like(who.score).index_add(0, who.of_row, x.response_mask.sum(-1).double())
     stats = group_statistics(who.score, who.group)
@@ -125,6 +129,7 @@ def gpg(
     source="pass@k as one update per group, Tang et al. 2025",
     min_group=2,
     centred=True,
+    effective={"epsilon": When("norm_by_std")},
 )
 def grpo_passk(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
     """Only the best member learns, by its lead over the second best; a tie at the top, or a group of one, gives 0."""
@@ -153,9 +158,10 @@ def max_rl(x: AdvantageInputs) -> Advantages:
     who = members(x)
     if bool((who.score < 0).any()):
         raise DataError(
-            "rewards that are success rates, for max_rl", f"a reward of {float(who.score.min()):g}",
+            "rewards that are success rates, for max_rl",
+            f"a reward of {float(who.score.min()):g}",
             "give rewards of at least 0 and no KL penalty in them, or use another estimator",
-        )  # fmt: skip
+        )
     stats = group_statistics(who.score, who.group)
     return spread(stats.centred / torch.where(stats.mean == 0, 1.0, stats.mean), who.of_row, x)
 
@@ -165,6 +171,7 @@ def max_rl(x: AdvantageInputs) -> Advantages:
     source="CPGD, Liu et al. 2025, eq. 5",
     min_group=2,
     centred=True,
+    effective={"epsilon": When("norm_by_std")},
 )
 def cpgd(x: AdvantageInputs, *, norm_by_std: NormByStd = True, epsilon: Epsilon = 1e-6) -> Advantages:
     """As GRPO, in units of the population standard deviation."""

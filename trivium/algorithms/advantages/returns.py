@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, trained_columns
 from trivium.algorithms.advantages.finishing import whitened
 from trivium.algorithms.advantages.group import Epsilon, relative
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, trained_columns
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import group_statistics
 
 Discount = Annotated[float, Field(ge=0, le=1, description="discount from one trained token to the next")]
@@ -43,13 +43,13 @@ def reinforce_plus_plus(x: AdvantageInputs, *, gamma: Discount = 1.0) -> Advanta
 
 
 @advantage(
-    formula="(sum over this and later trained tokens of reward) - R of the greedy reply",
+    formula="(sum over this and later trained tokens of reward) - R of the greedy completion",
     source="ReMax, Li et al. 2024, algorithm 2",
-    needs=("greedy_reward",),
+    needs={"greedy_reward"},
     baseline=True,
 )
 def remax(x: AdvantageInputs) -> Advantages:
-    """The return from each token on against what the policy earns when it replies greedily."""
+    """The return from each token on against the reward of the task's greedy completion."""
     returns = returns_to_go(x.token_level_rewards, x.response_mask, 1.0)
     advantages = torch.where(x.response_mask, returns - x.columns["greedy_reward"].double(), 0.0)
     return Advantages(_typed(advantages, x), _typed(returns, x))
@@ -60,7 +60,7 @@ def remax(x: AdvantageInputs) -> Advantages:
     source="the group baseline of OpenRLHF, Hu et al. 2024; `others`, Ahmadian et al. 2024",
     min_group=2,
     centred=True,
-    whitens=True,
+    whitens=When("whiten"),
 )
 def reinforce_baseline(
     x: AdvantageInputs,
@@ -72,7 +72,7 @@ def reinforce_baseline(
     whiten: Whiten = False,
 ) -> Advantages:
     """The return from each token on, its reward centred in the group. A KL penalty stays on the tokens that earned it
-    and is in nobody's baseline. A group of one keeps its reward; returns are not whitened."""
+    and enters no baseline. A group of one keeps its reward; returns are not whitened."""
     who = members(x.unpenalised())
     stats = group_statistics(who.score, who.group)
     factor = stats.count / (stats.count - 1).clamp(min=1) if baseline == "others" else 1.0
@@ -96,8 +96,8 @@ def group_norm(x: AdvantageInputs, *, gamma: Discount = 1.0, epsilon: Epsilon = 
 @advantage(
     formula="sum over this and later trained tokens of (gamma * lam)^distance * (reward + gamma * V_next - V){whiten:, whitened over the batch}",  # noqa: E501
     source="GAE, Schulman et al. 2016, eq. 16",
-    needs=("values",),
-    whitens=True,
+    needs={"values"},
+    whitens=When("whiten"),
 )
 def gae(
     x: AdvantageInputs,
@@ -108,7 +108,7 @@ def gae(
 ) -> Advantages:
     """Generalised advantage estimation with a critic; returns are the unwhitened advantage plus the value.
 
-    Nothing follows the last trained token, also where a length limit cut the reply (no bootstrapping from the critic).
+    Nothing follows the last trained token, also in a truncated completion (no bootstrapping from the critic).
     """
     mask = x.response_mask
     rewards, values = x.token_level_rewards.double(), torch.where(mask, x.columns["values"].double(), 0.0)

@@ -11,18 +11,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, Members, members, spread
 from trivium.algorithms.advantages.group import Epsilon, NormByStd, StdLevel, relative
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, Members, members, spread
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import When, advantage
 from trivium.algorithms.stats import distinct, group_statistics
 
 
 @advantage(
     formula="(R - mean(R over the group)){norm_by_std: / (std(R over the std_level) + epsilon)}{norm_by_steps: / number of turns}",  # noqa: E501
     source="multi-step GRPO, Trinity-RFT 2025, after Shao et al. 2024, section 4.1.2",
-    needs=("turn",),
+    needs={"turn"},
     min_group=2,
     centred=True,
+    effective={"std_level": When("norm_by_std"), "epsilon": When("norm_by_std")},
 )
 def step_wise_grpo(
     x: AdvantageInputs,
@@ -47,8 +48,9 @@ def step_wise_grpo(
 @advantage(
     formula="A_episode + omega A_state: R against the group's mean, and the turn's return (discount gamma) against that of the task's turns in the same state{fnorm=std:; each / (std + epsilon)}",  # noqa: E501
     source="GiGPO, Feng et al. 2025, eqs. 3 to 9",
-    needs=("turn", "turn_reward", "turn_state"),
+    needs={"turn", "turn_reward", "turn_state"},
     min_group=2,
+    effective={"epsilon": When("fnorm", ("std",))},
 )
 def gigpo(
     x: AdvantageInputs,
@@ -60,7 +62,7 @@ def gigpo(
     ] = "none",
     epsilon: Epsilon = 1e-6,
 ) -> Advantages:
-    """An episode against its group, and each turn against turns of the same task that were played in the same state.
+    """An episode against its group, and each turn against turns of the same task that were sampled in the same state.
 
     What no turn was paid for (a judge's reward at the end, a KL penalty) belongs to the last turn. A turn whose state
     is unknown, or that is the only one in its state, has no second part. A group of one keeps its reward.
@@ -71,14 +73,14 @@ def gigpo(
     turns = _turns(x, who)
     anchor = _anchors(who.group[turns.trajectory], turns.state)
     returns = _returns(turns, who.score, gamma)
-    company = group_statistics(returns, anchor).count > 1
-    part = torch.where(company & (turns.state >= 0), relative(returns, anchor, scale, epsilon), 0.0)
+    has_peers = group_statistics(returns, anchor).count > 1
+    part = torch.where(has_peers & (turns.state >= 0), relative(returns, anchor, scale, epsilon), 0.0)
     advantages[turns.token] += (omega * part[turns.of_token]).to(advantages.dtype)
     return Advantages(advantages, advantages)
 
 
 class _Turns(NamedTuple):
-    """The turns with a trained token: by trajectory, then in the order in which they were played."""
+    """The turns with a trained token: by trajectory, then in order of time."""
 
     trajectory: Tensor
     """(N,) int64: positions among the members."""

@@ -1,4 +1,4 @@
-"""Optimal baselines: one for each position of a reply, from how uncertain the policy had been up to there.
+"""Optimal baselines: one for each position of a completion, from how uncertain the policy had been up to there.
 
 Legend: B sequences, L tokens. Rows of one trajectory weigh as much as one row.
 """
@@ -12,26 +12,26 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trivium.algorithms.advantages.inputs import AdvantageInputs, Advantages, members
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages, members
 from trivium.algorithms.advantages.returns import returns_to_go
-from trivium.algorithms.registered import advantage
+from trivium.algorithms.metadata import advantage
 from trivium.algorithms.stats import distinct
 
 ZeroTail = Annotated[
-    bool, Field(description="whether a group's longest reply has baseline 0 where it is the only one left")
+    bool, Field(description="whether a group's longest completion has baseline 0 where it is the only one left")
 ]
 _FORMULA = (
-    "G - sum(W G over the group's replies at that {}) / sum(W), G = rewards from the token on, "
+    "G - sum(W G over the group's completions at that {}) / sum(W), G = rewards from the token on, "
     "W = sum over tokens so far of 1 - 2 p + sum(p_v^2 over the vocabulary), p = exp(log_prob) as the step begins{}"
 )
-_TAIL = "{handle_zero_tail:; G alone where a group's longest reply goes on by itself}"
+_TAIL = "{handle_zero_tail:; G alone where a group's longest completion goes on by itself}"
 _NEEDS = ("log_prob", "sum_pi_squared")
 
 
 @advantage(
     formula=_FORMULA.format("position", _TAIL),
     source="the optimal token baseline of verl, after the minimum-variance baseline of Greensmith et al. 2004",
-    needs=_NEEDS,
+    needs=frozenset(_NEEDS),
     min_group=2,
     centred=True,
 )
@@ -48,12 +48,12 @@ def optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = F
 
 @advantage(
     formula=_FORMULA.format("number of trained tokens", _TAIL),
-    source="the optimal token baseline of verl for replies with tool calls",
-    needs=_NEEDS,
+    source="the optimal token baseline of verl for completions with tool calls",
+    needs=frozenset(_NEEDS),
     min_group=2,
 )
 def tir_optimal_token_baseline(x: AdvantageInputs, *, handle_zero_tail: ZeroTail = True) -> Advantages:
-    """As `optimal_token_baseline`, with positions that count trained tokens only: answers of tools take no room."""
+    """As `optimal_token_baseline`, with positions that count trained tokens only: tokens of tools take no position."""
     return _against_baseline(x, x.response_mask.cumsum(-1) - 1, handle_zero_tail)
 
 
@@ -61,7 +61,7 @@ def _against_baseline(x: AdvantageInputs, place: Tensor, handle_zero_tail: bool)
     """Returns minus the baseline of their place (B, L), which counts from 0 within the mask."""
     mask, of_row = x.response_mask, members(x).of_row
     returns = returns_to_go(x.token_level_rewards, mask, 1.0)
-    several, tail = _company(place, mask, of_row, x.group)
+    several, tail = _peers(place, mask, of_row, x.group)
     without = ~several | (place >= tail) if handle_zero_tail else ~several
     baseline = torch.where(without, 0.0, _baseline(returns, _weight(x, of_row), place, mask, x.group))
     advantages = torch.where(mask, returns - baseline, 0.0)
@@ -100,7 +100,7 @@ def _gradient_size(x: AdvantageInputs) -> Tensor:
     return torch.where(x.response_mask, size, 0.0).cumsum(-1)
 
 
-def _company(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+def _peers(place: Tensor, mask: Tensor, of_row: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """(B, 1) each: whether other trajectories are in a row's group, and the length of the longest of them.
 
     A trajectory is as long as its longest row.

@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
-from trivium.algorithms.inputs import PerToken, PolicyInputs, policy_inputs
-from trivium.algorithms.registered import policy_loss
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.stats import masked_mean
 from trivium.errors import ConfigError
 
@@ -40,7 +40,7 @@ def held_below(loss: Tensor, advantages: Tensor, dual_clip: float) -> tuple[Tens
 @policy_loss(
     formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}; r = exp(log_prob - old_log_prob)",  # noqa: E501
     source="PPO, Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020, eq. 5; clip-higher, DAPO, Yu et al. 2025",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
 )
 def ppo(
@@ -61,7 +61,7 @@ def ppo(
 @policy_loss(
     formula="-A f; f = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg",
     source="SAPO, Gao et al. 2025, arXiv 2511.20347",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
 )
 def sapo(
@@ -78,7 +78,7 @@ def sapo(
 @policy_loss(
     formula="-A min(log_prob, old_log_prob + log(1 + clip_high)) where A > 0, -A max(log_prob, old_log_prob + log(1 - clip_low)) elsewhere{drift_coef:, plus drift_coef (r - 1 - log r)}",  # noqa: E501
     source="CPGD, Liu et al. 2025, arXiv 2505.12504",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     anchored=True,
 )

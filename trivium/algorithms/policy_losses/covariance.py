@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
+from trivium.algorithms.metadata import policy_loss, selection
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, clipped_surrogate
 from trivium.algorithms.policy_losses.selecting import first
-from trivium.algorithms.registered import policy_loss, selection
 from trivium.algorithms.stats import masked_sum
 
 _SOURCE = "Cui et al. 2025, The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617"
@@ -37,7 +37,7 @@ def _number(ratio: float, x: PolicyInputs) -> int:
 @selection(
     formula="a random fraction ratio of all tokens, among those with cov_low < cov < cov_high that a clip at 1 - clip_low and 1 + clip_high does not hold already",  # noqa: E501
     source=_SOURCE,
-    needs=("log_prob", "advantages", "old_log_prob", "uniform"),
+    needs={"log_prob", "advantages", "old_log_prob", "uniform"},
 )
 def some_high_covariance(
     x: PolicyInputs,
@@ -58,9 +58,10 @@ def some_high_covariance(
 @policy_loss(
     formula="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), 0 for the tokens selected: a random fraction ratio of all, among those with cov_low < cov < cov_high; cov = (A - mean A) (log_prob - mean log_prob)",  # noqa: E501
     source=f"Clip-Cov, {_SOURCE}",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="none: the tokens selected have no gradient, the others the plain one",
     select=some_high_covariance,
+    ordered=(("cov_low", "cov_high"),),
 )
 def clip_cov(x: PolicyInputs, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> PerToken:
     """PPO's clip, without a few random tokens of high covariance."""
@@ -73,7 +74,7 @@ def clip_cov(x: PolicyInputs, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 
 @selection(
     formula="the fraction ratio of all tokens with the highest covariance",
     source=_SOURCE,
-    needs=("log_prob", "advantages", "uniform"),
+    needs={"log_prob", "advantages", "uniform"},
 )
 def highest_covariance(x: PolicyInputs, *, ratio: Ratio = 2e-4) -> Tensor:
     """The tokens of highest covariance, (B, L) bool; a random choice among equals."""
@@ -83,7 +84,7 @@ def highest_covariance(x: PolicyInputs, *, ratio: Ratio = 2e-4) -> Tensor:
 @policy_loss(
     formula="-A r, + coef abs(log r) for the tokens selected: the fraction ratio of all with the highest cov = (A - mean A) (log_prob - mean log_prob)",  # noqa: E501
     source=f"KL-Cov, {_SOURCE}",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     anchored=True,
     select=highest_covariance,

@@ -3,7 +3,7 @@
 Both measure the divergence of the two next-token distributions in the contexts that the batch holds; what a token does
 to the contexts after it is not credited to it.
 
-Legend: B sequences, L tokens, K candidates: the teacher's likeliest tokens at a position.
+Legend: B sequences, L tokens, K candidates: the teacher's top_k tokens at a position.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
-from trivium.algorithms.registered import policy_loss
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.errors import DataError
 
 _LEAST_TAIL = 1e-6
@@ -24,7 +24,7 @@ _LEAST_TAIL = 1e-6
 @policy_loss(
     formula="-(teacher_log_prob - log_prob).detach() log_prob",
     source="on-policy distillation: MiniLLM, Gu et al. 2024, eq. 2; per token as in Lu and Thinking Machines Lab 2025",
-    needs=("teacher_log_prob",),
+    needs={"teacher_log_prob"},
     on_policy="none: it follows the teacher, whatever a token earned",
 )
 def distill(x: PolicyInputs) -> PerToken:
@@ -37,9 +37,9 @@ def distill(x: PolicyInputs) -> PerToken:
 
 
 @policy_loss(
-    formula="D(direction) over the teacher's likeliest tokens and one bucket for all others; D(forward) = sum p_T log(p_T / p), D(reverse) = sum p log(p / p_T)",  # noqa: E501
+    formula="D(direction) over the teacher's top_k tokens and one bucket for all others; D(forward) = sum p_T log(p_T / p), D(reverse) = sum p log(p / p_T)",  # noqa: E501
     source="knowledge distillation, Hinton et al. 2015; both directions, GKD, Agarwal et al. 2024, section 3",
-    needs=("teacher_top",),
+    needs={"teacher_top"},
     on_policy="none: it follows the teacher, whatever a token earned",
 )
 def distill_top_k(
@@ -50,17 +50,18 @@ def distill_top_k(
         Field(description="`forward` is KL(teacher, policy), which covers; `reverse` KL(policy, teacher), which seeks"),
     ] = "reverse",
 ) -> PerToken:
-    """The KL of the two distributions after all but the teacher's K likeliest tokens fell into one bucket.
+    """The KL of the two distributions after all but the teacher's top_k tokens fell into one bucket.
 
     That is a lower bound of the KL over the vocabulary, and the KL itself where K is the vocabulary. It is exact for
     any token of any origin: nothing is sampled. Where the two agree, every gradient is exactly zero.
-    Raises DataError where the head was not asked about the candidates.
+    Raises DataError where the head gave no log-probabilities of the candidates.
     """
     if x.candidate_log_prob is None:
         raise DataError(
-            "the policy's log-probabilities of the teacher's tokens", "None",
+            "the policy's log-probabilities of the teacher's tokens",
+            "None",
             "list `teacher_top` among what the loss needs",
-        )  # fmt: skip
+        )
     policy, teacher = x.candidate_log_prob, x.columns["teacher_top"][..., 1]
     reverse = _divergence(policy, teacher)
     loss = reverse if direction == "reverse" else _divergence(teacher, policy)

@@ -1,4 +1,4 @@
-"""Losses over two kinds of rows: replies that the policy sampled, and replies that an expert wrote.
+"""Losses over two kinds of rows: completions that the policy sampled, and completions that an expert wrote.
 
 Legend: B sequences, L tokens. The objective averages each kind over its own count (`split`).
 """
@@ -11,10 +11,10 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow, DualClip, ppo
 from trivium.algorithms.policy_losses.supervised import sft, sft_phi
-from trivium.algorithms.registered import policy_loss
 
 _PPO = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 _CHORD = "CHORD, Zhang et al. 2025, On-policy RL meets off-policy experts"
@@ -25,7 +25,7 @@ Share = Annotated[float, Field(ge=0, le=1, description="share of the expert's lo
 @policy_loss(
     formula=f"(1 - mu) ({_PPO}) on sampled tokens, -mu log_prob on an expert's",
     source=f"{_CHORD}, eq. 5, with a constant mu",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="factor: 1 - mu",
     split=True,
 )
@@ -40,7 +40,7 @@ def mix(
     formula=f"(1 - mu) ({_PPO}) on sampled tokens, -mu {{phi:p (1 - p) }}log_prob on an expert's; mu rises from 0 to "
     "mu_peak over mu_warmup_steps steps, then falls to mu_valley over mu_decay_steps (cosine)",
     source=f"{_CHORD}, eq. 5 to 8",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="factor: 1 - mu_valley",  # behind the schedule, which is over at once unless the config gives it steps
     split=True,
 )

@@ -1,4 +1,4 @@
-"""Losses for replies that older weights sampled: the score function, -w A log_prob, tapered or cut as the policy moves.
+"""Losses for samples of older weights: the score function, -w A log_prob, tapered or cut as the policy moves.
 
 Legend: B sequences, L tokens; r the ratio of current and old policy, of a token or of a whole row. No gradient flows
 through a weight, and none through a decision.
@@ -13,14 +13,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import LOG_RATIO_BOUND, PerToken, PolicyInputs
-from trivium.algorithms.registered import policy_loss
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, PerToken, PolicyInputs
 
 
 @policy_loss(
     formula="-A log_prob / (1 + tau)",
     source="OPMD: mirror descent as in Kimi k1.5, 2025, section 2.3.2, simplified by Trinity-RFT, Pan et al. 2025",
-    needs=("advantages",),
+    needs={"advantages"},
     on_policy="factor: 1 / (1 + tau)",
     off_policy=True,
 )
@@ -29,7 +29,7 @@ def opmd(
     *,
     tau: Annotated[float, Field(ge=0, description="temperature: how strongly an update is held back")] = 1.0,
 ) -> PerToken:
-    """Mirror descent without a ratio: replies of older policies are taken as they are, in smaller steps."""
+    """Mirror descent without a ratio: completions of older policies are taken as they are, in smaller steps."""
     return PerToken(-x.advantages * x.log_prob / (1 + tau))
 
 
@@ -37,7 +37,7 @@ def opmd(
     formula="-A log_prob where A > threshold, else -A min(r, 1) log_prob; r = exp(log_prob - old_log_prob)"
     "{level=sequence:, multiplied over the row}",
     source="TOPR, Le Roux et al. 2025 (arXiv 2503.14286), its canonical form; per token, as Trinity-RFT 0.6 does",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -45,11 +45,12 @@ def topr(
     x: PolicyInputs,
     *,
     level: Annotated[
-        Literal["sequence", "token"], Field(description="whose ratio: the whole reply's, as in the paper, or a token's")
+        Literal["sequence", "token"],
+        Field(description="whose ratio: the whole completion's, as in the paper, or a token's"),
     ] = "sequence",
-    threshold: Annotated[float, Field(description="advantage up to which a reply counts as a bad one")] = 0.0,
+    threshold: Annotated[float, Field(description="advantage up to which a completion counts as a bad one")] = 0.0,
 ) -> PerToken:
-    """Tapered off-policy REINFORCE: good replies count in full, bad ones the less the policy still gives them."""
+    """Tapered off-policy REINFORCE: good completions count in full, bad ones the less the policy still gives them."""
     log_ratio = x.log_ratio if level == "token" else row_log_ratio(x)
     tapered = log_ratio.detach().clamp(max=0).exp()
     weight = torch.where(x.advantages > threshold, 1.0, tapered)
@@ -60,7 +61,7 @@ def topr(
     formula="-A w^k exp(lambda (1 - w)) log_prob, w = product of the row's ratios; k, lambda = k_pos, lambda_pos "
     "where A >= 0, else k_neg, lambda_neg",
     source="VESPO, 2026 (arXiv 2602.10693)",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -68,13 +69,13 @@ def vespo(
     x: PolicyInputs,
     *,
     k_pos: Annotated[
-        float, Field(ge=0, description="how fast replies count less as they become unlikely, A >= 0")
+        float, Field(ge=0, description="how fast completions count less as they become unlikely, A >= 0")
     ] = 2.0,
     lambda_pos: Annotated[float, Field(ge=0, description="how fast, as they become more likely, A >= 0")] = 3.0,
     k_neg: Annotated[float, Field(ge=0, description="as k_pos, where A < 0")] = 3.0,
     lambda_neg: Annotated[float, Field(ge=0, description="as lambda_pos, where A < 0")] = 2.0,
 ) -> PerToken:
-    """A soft trust region on whole replies, without clipping and without a mean over their length."""
+    """A soft trust region on whole completions, without clipping and without a mean over their length."""
     log_weight = row_log_ratio(x).detach()
     good = x.advantages >= 0
     k, slope = (torch.where(good, *pair) for pair in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
@@ -85,7 +86,7 @@ def vespo(
 @policy_loss(
     formula="-A (log_prob - old_log_prob) where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0",
     source="sPPO, Vaswani et al. 2022 (arXiv 2108.05828), section 4",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -102,6 +103,6 @@ def sppo(
 
 
 def row_log_ratio(x: PolicyInputs) -> Tensor:
-    """(B, 1): log(current / old) of the whole reply, the sum over its trained tokens, clamped to +-20 nats."""
+    """(B, 1): log(current / old) of the whole completion, the sum over its trained tokens, clamped to +-20 nats."""
     total = torch.where(x.response_mask, x.log_ratio, 0.0).sum(-1, keepdim=True)
     return total.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

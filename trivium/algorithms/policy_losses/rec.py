@@ -11,14 +11,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import LOG_RATIO_BOUND, PerToken, PolicyInputs, row_mean
+from trivium.algorithms.metadata import When, policy_loss
+from trivium.algorithms.policy_losses.base import LOG_RATIO_BOUND, PerToken, PolicyInputs, row_mean
 from trivium.algorithms.policy_losses.clipped import ClipHigh, ClipLow
-from trivium.algorithms.registered import policy_loss
 
 _PAPER = "Yao et al. 2025, Group-relative REINFORCE is secretly an off-policy algorithm"
 _RATIO = "r = exp(log_prob - old_log_prob)"
 _TWO_SIDE = "{clip=two_side: where 1 - clip_low <= r <= 1 + clip_high}"
 _ONE_SIDE = "{clip=one_side: unless A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low}"
+_CLIPS = When("clip", ("one_side", "two_side", "ring"))
 _RING = (
     "{clip=ring: where 1 - clip_low <= r <= 1 + clip_high, or A > 0 and r <= 1 - ring_low, "
     "or A < 0 and r >= 1 + ring_high}"
@@ -29,9 +30,15 @@ _RING = (
     formula=f"-A {{weight=importance:r }}log_prob{_TWO_SIDE}{_ONE_SIDE}{_RING}; {_RATIO}"
     "{level=sequence:, its geometric mean over the row}",
     source=f"REC, {_PAPER}",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
+    effective={
+        "clip_low": _CLIPS,
+        "clip_high": _CLIPS,
+        "ring_low": When("clip", ("ring",)),
+        "ring_high": When("clip", ("ring",)),
+    },
 )
 def rec(
     x: PolicyInputs,
@@ -64,10 +71,11 @@ def rec(
     formula=f"-A log_prob{_TWO_SIDE}{_ONE_SIDE}{{regularizer=forward_kl: - strength log_prob}}"
     f"{{regularizer=k2: + strength (log_prob - old_log_prob)^2}}; {_RATIO}",
     source=f"regularised REC, {_PAPER}: with k2 the objective of Kimi k1.5, with forward_kl that of AsymRE",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="none: the regularizer pulls as well",
     anchored=True,
     off_policy=True,
+    effective={"clip_low": _CLIPS, "clip_high": _CLIPS},
 )
 def rec_regularized(
     x: PolicyInputs,
@@ -83,7 +91,7 @@ def rec_regularized(
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.2,
 ) -> PerToken:
-    """REINFORCE on replies of older policies, held near them by a regularizer that every token feels."""
+    """REINFORCE on completions of older policies, held near them by a regularizer that every token feels."""
     done = rec(x, clip=clip, weight="none", clip_low=clip_low, clip_high=clip_high)
     pull = -x.log_prob if regularizer == "forward_kl" else x.log_ratio.square()
     return PerToken(done.loss + strength * pull, done.metrics)
@@ -92,8 +100,8 @@ def rec_regularized(
 @policy_loss(
     formula="-A exp(A / temperature) log_prob",
     source=f"RED-Weight, {_PAPER}",
-    needs=("advantages",),
-    on_policy="none: exp(A / temperature) shifts the weight from bad replies to good ones",
+    needs={"advantages"},
+    on_policy="none: exp(A / temperature) shifts the weight from bad completions to good ones",
     off_policy=True,
 )
 def red_weight(
@@ -101,7 +109,7 @@ def red_weight(
     *,
     temperature: Annotated[float, Field(gt=0, description="advantage that multiplies a token's weight by e")] = 1.0,
 ) -> PerToken:
-    """REINFORCE that listens to good replies more than to bad ones."""
+    """REINFORCE that listens to good completions more than to bad ones."""
     weight = (x.advantages / temperature).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return PerToken(-x.advantages * weight * x.log_prob, {"train/score_weight": weight})
 

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs, row_mean
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, row_mean
 from trivium.algorithms.policy_losses.clipped import DualClip, held_below
-from trivium.algorithms.registered import policy_loss
 
 _CLIPPED = "max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 
@@ -21,7 +21,7 @@ ClipHigh = Annotated[float, Field(ge=0, description="how far the sequence's rati
 @policy_loss(
     formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r), its gradient at each token that of s log_prob",
     source="GSPO-token, Zheng et al. 2025, arXiv 2507.18071",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
 )
 def gspo(
@@ -40,7 +40,7 @@ def gspo(
 @policy_loss(
     formula=f"{_CLIPPED}; s = exp(mean over the sequence of log r)",
     source="GSPO, Zheng et al. 2025, arXiv 2507.18071",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
     per_sequence=True,
 )
@@ -69,7 +69,7 @@ def _clipped(
 @policy_loss(
     formula="-mean over the sequence of A * exp(mean over the sequence of c); c = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0",  # noqa: E501
     source="GMPO, Zhao et al. 2025, arXiv 2507.20673",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="none: every token gets the mean advantage of its sequence (plain where all of them are equal)",
     per_sequence=True,
 )
@@ -84,12 +84,12 @@ def gmpo(
     Every token of a sequence has the loss of the sequence. A token is held only in the direction in which its advantage
     pushes it.
     """
-    within = x.log_ratio.clamp(-clip_low, clip_high)
+    clamped = x.log_ratio.clamp(-clip_low, clip_high)
     sign = x.advantages.sign()
-    held = sign * torch.minimum(sign * x.log_ratio, sign * within)
+    held = sign * torch.minimum(sign * x.log_ratio, sign * clamped)
     ratio = row_mean(held, x.response_mask).exp()
     loss = (-row_mean(x.advantages, x.response_mask) * ratio).expand_as(x.log_prob)
-    outside = within != x.log_ratio
+    outside = clamped != x.log_ratio
     metrics = {
         "train/clip_fraction": held != x.log_ratio,
         "train/clip_fraction_up": outside & (x.advantages > 0),

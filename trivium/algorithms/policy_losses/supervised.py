@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
-from trivium.algorithms.registered import policy_loss
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 
 
 @policy_loss(

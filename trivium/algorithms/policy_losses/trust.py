@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
+from trivium.algorithms.metadata import policy_loss, selection
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 from trivium.algorithms.policy_losses.selecting import first
-from trivium.algorithms.registered import policy_loss, selection
 
 _DPPO = "DPPO, Qi et al. 2026, arXiv 2602.04879"
 
@@ -28,7 +28,7 @@ def probabilities(log_prob: Tensor) -> Tensor:
 @policy_loss(
     formula="-A min(r, max_ratio) log_prob, no gradient through r; 0 where A > 0 and p - p_old > tv_high, or A <= 0 and p_old - p > tv_low",  # noqa: E501
     source=f"{_DPPO} (binary total variation)",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -41,13 +41,13 @@ def dppo_tv(
 ) -> PerToken:
     """A token teaches until its probability has moved too far in the direction in which its advantage pushes it."""
     rise = probabilities(x.log_prob) - probabilities(x.old_log_prob)
-    return _within(x, torch.where(x.advantages > 0, rise > tv_high, -rise > tv_low), max_ratio)
+    return _truncated_score(x, torch.where(x.advantages > 0, rise > tv_high, -rise > tv_low), max_ratio)
 
 
 @policy_loss(
     formula="-A min(r, max_ratio) log_prob, no gradient through r; 0 where A > 0, p >= p_old and KL > kl_high, or A <= 0, p <= p_old and KL > kl_low; KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))",  # noqa: E501
     source=f"{_DPPO} (binary KL)",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -63,10 +63,10 @@ def dppo_kl(
     tiny = 1e-8  # a probability of one leaves nothing for the other tokens
     kl = -old * x.log_ratio.detach() + (1 - old) * ((1 - old + tiny) / (1 - current + tiny)).log()
     left = torch.where(x.advantages > 0, (current >= old) & (kl > kl_high), (current <= old) & (kl > kl_low))
-    return _within(x, left, max_ratio)
+    return _truncated_score(x, left, max_ratio)
 
 
-def _within(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
+def _truncated_score(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
     """The score function weighted with the truncated ratio; 0 for the tokens that left the trust region."""
     ratio = x.log_ratio.detach().exp()
     loss = torch.where(left, 0.0, -x.advantages * ratio.clamp(max=max_ratio) * x.log_prob)
@@ -77,7 +77,7 @@ def _within(x: PolicyInputs, left: Tensor, max_ratio: float) -> PerToken:
 @policy_loss(
     formula="-A r + drift_coef (log r)^2; no A r where A > 0 and p - p_old > threshold, or A <= 0 and p_old - p > threshold",  # noqa: E501
     source="the default loss of prime-rl, Prime Intellect 2025-2026",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     anchored=True,
     off_policy=True,
@@ -101,7 +101,7 @@ def prime(
 @policy_loss(
     formula="-A log_prob + beta / 2 (log_prob - old_log_prob)^2",
     source="DRO, Richemond et al. 2024, arXiv 2405.19107, with the advantage in the place of reward minus value",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     anchored=True,
     off_policy=True,
@@ -118,7 +118,7 @@ def dro(
 @selection(
     formula="among tokens with A log r > 0, those with the largest (log r)^2, as few as bring the mean over all other tokens of the mini-batch to at most m2",  # noqa: E501
     source="M2PO, Zheng et al. 2025, arXiv 2510.01161",
-    needs=("log_prob", "advantages", "old_log_prob", "uniform"),
+    needs={"log_prob", "advantages", "old_log_prob", "uniform"},
 )
 def heaviest(
     x: PolicyInputs,
@@ -142,7 +142,7 @@ def heaviest(
 @policy_loss(
     formula="-A r, 0 for the tokens selected: those with A log r > 0 and the largest (log r)^2, as few as bring the mean over all other tokens of the mini-batch to at most m2",  # noqa: E501
     source="M2PO, Zheng et al. 2025, Prosperity before Collapse, arXiv 2510.01161",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     select=heaviest,
     off_policy=True,

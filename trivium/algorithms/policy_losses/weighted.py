@@ -7,14 +7,14 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from trivium.algorithms.inputs import PerToken, PolicyInputs
-from trivium.algorithms.registered import policy_loss
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
 
 
 @policy_loss(
     formula="-A log_prob",
     source="REINFORCE, Williams 1992",
-    needs=("advantages",),
+    needs={"advantages"},
     on_policy="plain",
 )
 def reinforce(x: PolicyInputs) -> PerToken:
@@ -25,7 +25,7 @@ def reinforce(x: PolicyInputs) -> PerToken:
 @policy_loss(
     formula="-A r; r = exp(log_prob - old_log_prob)",
     source="importance sampling, Kahn and Marshall 1953; for policies, Precup et al. 2000",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
     off_policy=True,
 )
@@ -41,7 +41,7 @@ def importance_sampling(x: PolicyInputs) -> PerToken:
     "{mask_clip_low:; 0 where A < 0 and r < 1 - mask_clip_low}"
     "; r = exp(log_prob - old_log_prob)",
     source="CISPO and its unified form with a mask of tokens, MiniMax-M1, Chen et al. 2025, arXiv 2506.13585",
-    needs=("advantages", "old_log_prob"),
+    needs={"advantages", "old_log_prob"},
     on_policy="plain",
 )
 def cispo(
@@ -56,7 +56,7 @@ def cispo(
         float | None, Field(gt=0, description="how far above one good tokens still count; null for any distance")
     ] = None,
 ) -> PerToken:
-    """Clips the weight of a token, not its gradient: rare tokens that turn a reply around keep teaching."""
+    """Clips the weight of a token, not its gradient: rare tokens that turn a completion around keep teaching."""
     ratio = x.log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     good, bad = x.advantages > 0, x.advantages < 0

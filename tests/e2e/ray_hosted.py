@@ -1,0 +1,95 @@
+"""What the tests of Ray host in processes of their own. It imports no torch, so that such a process starts soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trivium.buffers.memory import MemoryBuffer
+from trivium.engines.scripted import ScriptedEngine
+from trivium.errors import SyncError
+from trivium.schedule import Schedule
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+
+EOS = frozenset({1, 2})
+
+
+class Anything:
+    """Something to host."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.colour = "red"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def threads(self) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
+    def doubled(self, number: int) -> int:
+        return 2 * number
+
+    async def fail(self, error: BaseException) -> None:
+        raise error
+
+    async def fail_alone(self) -> None:
+        class Unheard(Exception):
+            pass
+
+        raise Unheard("nobody else knows this class")
+
+    async def sleep(self, name: str) -> None:
+        self.log.append(f"{name} began")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.log.append(f"{name} ended")
+
+    def all(self) -> list[str]:
+        return self.log
+
+
+class Buffers:
+    """Several buffers in one process, because processes cost seconds."""
+
+    def __init__(self) -> None:
+        self._buffers: list[MemoryBuffer] = []
+
+    def make(self, rollouts: Path, schedule: Schedule) -> int:
+        config, renderer = MemoryBuffer.Config(), ChatRenderer(tiny_tokenizer("0123456789="))
+        self._buffers.append(
+            MemoryBuffer(config, schedule=schedule, rollouts=rollouts, renderer=renderer, deadline_s=60)
+        )
+        return len(self._buffers) - 1
+
+    async def on(self, number: int, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return await getattr(self._buffers[number], method)(*args, **named)
+
+    async def undo(self, on: str, answer: Any, number: int, method: str, *args: Any) -> None:
+        await self._buffers[number].undo(method, answer)
+
+
+def raise_in_a_group(name: str) -> None:
+    async def fail() -> None:
+        raise SyncError("a cause of its own")
+
+    async def both() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(3600))
+            tasks.create_task(fail())
+
+    asyncio.run(both())
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def scripted(delay_s: float) -> ScriptedEngine:
+    config = ScriptedEngine.Config(replies=((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2)), delay_s=delay_s)
+    return ScriptedEngine(config, eos_token_ids=EOS, decode=decode)

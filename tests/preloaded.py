@@ -1,0 +1,32 @@
+"""What the fork server of `processes` does before it forks: imports, and caches that every run would fill again.
+
+No thread may start here: what is forked would miss it.
+"""
+
+# ruff: noqa: F401
+
+import gc
+import os
+from pathlib import Path
+
+import torch.distributed.fsdp
+import transformers.models.auto.tokenization_auto
+import transformers.models.qwen3.modeling_qwen3
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import trivium.buffers.memory
+import trivium.buffers.sql
+import trivium.cli
+import trivium.engines.torch
+import trivium.monitors.jsonl
+import trivium.runtime.launch
+import trivium.sync.memory
+import trivium.sync.tensors
+import trivium.text.tiny
+import trivium.training.engine
+from trivium.config import load_config
+
+get_checkpoint_conversion_mapping("qwen3")
+load_config(Path(__file__).parent / "e2e" / "tiny.yaml")
+assert len(os.listdir("/proc/self/task")) == 1, "the fork server has threads"
+gc.freeze()  # what is forked shares these pages

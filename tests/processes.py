@@ -1,0 +1,127 @@
+"""Processes that tests start, forked from one that has everything imported: a start costs milliseconds, not seconds.
+
+That process is `multiprocessing`'s fork server, one per test process. It has no thread and no event loop, unlike the
+tests' own process, in which others have left threads; what it forks has a pid, a session and an exit status of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import chdir, contextmanager, suppress
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def fork_server() -> ForkServerContext:
+    """The context of processes that are forked from the preloaded one. `OMP_NUM_THREADS` must be set by now: the
+    preloaded process reads it once, for all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    with chdir(ROOT):  # where its modules are found
+        forkserver.ensure_running()
+    return context
+
+
+class Forked:
+    """`work(*arguments)` in a process of its own, the leader of a new session, which writes to `output`."""
+
+    def __init__(self, name: str, output: Path, work: Callable[..., Any], *arguments: Any) -> None:
+        self.name, self.output = name, output
+        output.touch()
+        about = (str(output), os.getcwd(), dict(os.environ), work, arguments)
+        self._process = fork_server().Process(target=_work, args=about, name=name)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def text(self) -> str:
+        """What it has written."""
+        return self.output.read_text()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        """The exit code; AssertionError with what the process wrote if it takes longer."""
+        self._process.join(seconds)
+        code = self.poll()
+        assert code is not None, f"{self.name} still runs after {seconds:.0f} s:\n{self.text}"
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to those that it started; waits for its end."""
+        with suppress(ProcessLookupError):  # it has no session yet, or has ended
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self.wait(30)
+
+
+def trivium(*arguments: str) -> None:
+    """The command `trivium`, as its console script calls it."""
+    from trivium.cli import main
+
+    sys.argv = ["trivium", *arguments]
+    main()
+
+
+@contextmanager
+def commands(directory: Path) -> Generator[Callable[..., Forked]]:
+    """Starts `trivium` commands by name and arguments, each with an output file in `directory`; none is left at the
+    end."""
+    started: list[Forked] = []
+
+    def start(name: str, *arguments: str) -> Forked:
+        started.append(Forked(name, directory / f"{name}-{len(started)}.out", trivium, *arguments))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for command in started:
+            command.kill()
+
+
+def eventually(
+    happened: Callable[[], bool], seconds: float, why: Callable[[], str], process: Forked | None = None
+) -> None:
+    """Waits until it has happened; AssertionError after `seconds`, or when the process has ended without it."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, why()
+        assert process is None or process.poll() is None or happened(), why()
+        time.sleep(0.02)
+
+
+def _work(
+    output: str, directory: str, environment: dict[str, str], work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    assert "tests.preloaded" in sys.modules, "the fork server could not import it"
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin by ignoring it
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    written = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    os.close(written)
+    try:
+        work(*arguments)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()

@@ -1,0 +1,294 @@
+"""Scorers by data source: what each gives, and what answers that were written to deceive it get."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trivium.config import RewardConfig, plugin
+from trivium.errors import ConfigError, DataError, RewardError
+from trivium.frontdoors.verl import default_compute_score
+from trivium.rewards import make_judge
+from trivium.rewards.by_source import GRADERS, BySource, GraderLimits, grader_of
+from trivium.rewards.mathematics import last_boxed, math_dapo
+from trivium.rewards.programs import program_of, program_score, read_tests
+from trivium.rewards.sandbox import Limits, Sandbox
+from trivium.rewards.seccomp import known
+from trivium.types import Message, StopReason, Task, Trajectory, Turn
+
+linux = pytest.mark.skipif(not known(), reason="programs run in a sandbox, which needs Linux")
+
+
+def score(source: str, text: str, truth: Any) -> Any:
+    found = default_compute_score(source, text, truth)
+    return found["score"] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth", "wanted"),
+    [
+        ("openai/gsm8k", "so #### 1,234", "1234", 1.0),
+        ("openai/gsm8k", "so 1234", "1234", 0.0),
+        ("openai/gsm8k", "#### 5", "6", 0.0),
+        ("lighteval/MATH", "\\boxed{\\frac12}", "0.5", 1.0),
+        ("DigitalLearningGmbH/MATH-lighteval", "\\fbox{x=3}", "3", 1.0),
+        ("HuggingFaceH4/MATH-500", "3", "3", 0.0),
+        ("math_dapo", "Answer: 34", "34", 1.0),
+        ("math", "Answer: 35", "34", -1.0),
+        ("math_dapo_reasoning", "nothing", "34", -1.0),
+        ("aime2024", "Answer: $204$", "204", 1.0),
+        ("hiyouga/geometry3k", "<think>so</think> \\boxed{7}", "7", 1.0),
+        ("hiyouga/geometry3k", "\\boxed{7}", "7", 0.9),
+        ("hiyouga/geometry3k", "<think>so</think> 7", "7", 0.0),
+        ("searchR1_nq", "<answer>The Beatles!</answer>", {"target": ["beatles", "fab four"]}, 1.0),
+        ("searchR1_hotpotqa", "<answer>Beatles</answer><answer>Stones</answer>", {"target": "Beatles"}, 0.0),
+        ("searchR1_nq", "The Beatles", {"target": np.array(["beatles"], dtype=object)}, 0.0),
+        ("searchR1_nq", "<answer>an  Apple</answer>", {"target": np.array(["apple"], dtype=object)}, 1.0),
+    ],
+)
+def test_each_source_has_its_grader(source: str, text: str, truth: Any, wanted: float) -> None:
+    assert score(source, text, truth) == pytest.approx(wanted)
+
+
+def test_geometry_is_computed_where_it_is_written_in_another_way() -> None:
+    pytest.importorskip("math_verify")
+    assert score("hiyouga/geometry3k", "<think></think>\\boxed{2\\sqrt{2}}", "\\sqrt{8}") == pytest.approx(1.0)
+    assert score("hiyouga/geometry3k", "<think></think>\\boxed{3}", "\\sqrt{8}") == pytest.approx(0.1)
+    assert score("numina_olympiads", "\\boxed{2\\sqrt{2}}", "\\sqrt{8}") == 1.0
+    assert score("math_verify", "\\boxed{1/2}", "0.5") == 1.0
+
+
+def test_dapo_says_what_it_read() -> None:
+    assert default_compute_score("math_dapo", "Answer: 1,000 dollars", "1000") == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "1000",
+    }
+
+
+def test_an_unknown_source_is_named_with_those_there_are() -> None:
+    with pytest.raises(DataError) as caught:
+        default_compute_score("openai/gsm9k", "", "")
+    assert "'openai/gsm9k'" in caught.value.asked
+    assert all(name in caught.value.found for name in GRADERS)
+    assert grader_of("aime_2031") is grader_of("aime")
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth"),
+    [
+        # The right answer is there, but it is not the one that is given.
+        ("openai/gsm8k", "#### 42 no: #### 41", "42"),
+        ("lighteval/MATH", "\\boxed{42}, or \\boxed{41}", "42"),
+        ("lighteval/MATH", "\\boxed{41, 42, 43}", "42"),
+        ("lighteval/MATH", "\\boxed{42} \\boxed{", "42"),
+        ("math_dapo", "Answer: 42\nAnswer: 41", "42"),
+        ("math_dapo", "Answer: 41 or 42", "42"),
+        ("searchR1_nq", "<answer>yes no</answer>", {"target": ["yes", "no"]}),
+        ("searchR1_nq", "<answer>yes", {"target": ["yes"]}),
+        # The end of the text is what is read, not what was thought before.
+        ("openai/gsm8k", "#### 42" + " so" * 200, "42"),
+        ("math_dapo", "Answer: 42" + "\nso" * 200, "42"),
+        # Special tokens and tags are no answer.
+        ("openai/gsm8k", "<|im_end|>#### <|42|>", "42"),
+        ("lighteval/MATH", "\\boxed{<think>42</think>}", "42"),
+        ("hiyouga/geometry3k", "\\boxed{} </think><think>", "7"),
+        # Nothing at all.
+        ("openai/gsm8k", "#### ,", "0"),
+        ("lighteval/MATH", "\\boxed{}", "0"),
+        ("math_dapo", "[INVALID]", "0"),
+        ("searchR1_nq", "<answer></answer>", {"target": ["x"]}),
+        ("openai/gsm8k", "", "0"),
+        # Other digits than ours, and a sign that is no minus.
+        ("openai/gsm8k", "#### ٤٢", "42"),
+        ("openai/gsm8k", "#### \u221242", "42"),
+    ],
+)
+def test_answers_that_deceive(source: str, text: str, truth: Any) -> None:
+    if source == "hiyouga/geometry3k":
+        pytest.importorskip("math_verify")
+    assert score(source, text, truth) <= 0.0
+
+
+def test_what_was_answered_is_never_the_mark_of_no_answer() -> None:
+    assert math_dapo("no answer", "[INVALID]")["acc"] is False
+
+
+def test_long_and_nested_answers_take_no_time() -> None:
+    began = time.process_time()
+    texts = [
+        "\\boxed{" * 20_000,
+        "{" * 50_000 + "}" * 50_000,
+        "</think>" * 20_000,
+        "Answer:" * 20_000,
+        "$" * 100_000,
+        "\\frac" * 20_000,
+        "9," * 50_000,
+        "<think>" + "\\boxed{" + "{}" * 20_000,
+    ]
+    for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "hiyouga/geometry3k"):
+        for text in texts:
+            assert score(source, text, "\\text{none of it}") <= 0.1
+    assert time.process_time() - began < 10
+
+
+def test_the_last_box() -> None:
+    assert last_boxed("\\boxed{1} \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
+    assert last_boxed("$\\boxed 5$ and") == "5"
+    assert last_boxed("\\fbox{x}") == "x"
+    assert last_boxed("\\boxed{x} \\fbox{y}") == "x"
+    assert last_boxed("\\boxed") is last_boxed("") is None
+
+
+# --------------------------------------------------------------------------- programs
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox(Limits(cpu_s=2, wall_s=20.0, memory=512 << 20))
+
+
+ADDS = "Sure:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
+
+
+@linux
+def test_a_script_gets_the_share_of_the_tests_that_it_passes(sandbox: Sandbox) -> None:
+    tests = {"inputs": ["1 2\n", "3 4", "x y"], "outputs": ["3\n", "7 \n\n", "0"]}
+    assert program_score(ADDS, tests, sandbox) == pytest.approx(2 / 3)
+    assert program_score(ADDS, json.dumps(tests), sandbox) == pytest.approx(2 / 3)
+    assert default_compute_score("codecontests", ADDS, tests) == pytest.approx(2 / 3)
+    assert program_score("print(0.1 + 0.2)", {"inputs": [""], "outputs": ["0.3"]}, sandbox) == 1.0
+    assert program_score("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}, sandbox) == 0.0
+    assert program_score("no code at all", {"inputs": [""], "outputs": [""]}, sandbox) == 0.0
+
+
+@linux
+def test_ten_tests_are_enough(sandbox: Sandbox) -> None:
+    tests = {"inputs": [""] * 12, "outputs": ["1"] * 10 + ["2"] * 2}
+    assert program_score("print(1)", tests, sandbox) == 1.0
+    assert len(read_tests(tests)) == 12
+
+
+@linux
+def test_a_function_and_a_method(sandbox: Sandbox) -> None:
+    tests = {"fn_name": "pair", "inputs": [[1, 2], "3\n[4]"], "outputs": [[[1, 2]], "[3, [4]]"]}
+    assert program_score("def pair(a, b):\n    return a, b", tests, sandbox) == 1.0
+    method = "class Solution:\n    def pair(self, a, b):\n        return [a, b]"
+    assert program_score(method, tests, sandbox) == 1.0
+    close = {"fn_name": "f", "inputs": [np.array([1.0])], "outputs": [{"a": 0.3}]}
+    assert program_score("def f(x):\n    return {'a': 0.1 + 0.2}", close, sandbox) == 1.0
+    assert program_score("def f(x):\n    return {'b': 0.3}", close, sandbox) == 0.0
+    assert program_score("def f(x):\n    return 10 ** 400", {**close, "outputs": [1.5]}, sandbox) == 0.0
+
+
+@linux
+def test_asserts(sandbox: Sandbox) -> None:
+    code = "def f(x):\n    return (x, [x])"
+    tests = ["assert f(1) == (1, [1])", "x = 2\nassert f(x) == (x, [x])", "assert f(3) == (3, [4])", "assert not f(3)"]
+    assert program_score(code, tests, sandbox) == 0.5
+    assert program_score(code, {"assert_case": tests[:2]}, sandbox) == 1.0
+
+
+CHEATS = [
+    "import sys\nsys.exit(0)",
+    "import os\nos._exit(0)",
+    "class Any:\n    def __eq__(self, other):\n        return True\n    __ne__ = None\ndef f(x):\n    return Any()",
+    "def f(x):\n    raise SystemExit(0)",
+    "def f(x):\n    while True:\n        pass",
+    "class R:\n    def __repr__(self):\n        return 'anything'\ndef f(x):\n    return R()",
+    "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for v in frame.f_locals.values():\n"
+    "            if v == [x, 'secret']:\n                return v\n        frame = frame.f_back\n",
+    "import gc\ndef f(x):\n    for o in gc.get_objects():\n        if type(o) is list and o[1:] == ['secret']:\n"
+    "            return o\n",
+    "import os\ndef f(x):\n    for n in range(3, 9):\n        try:\n            os.write(n, b\"[1, 'secret']\")\n"
+    "        except OSError:\n            pass\n    return 0",
+]
+
+
+@linux
+@pytest.mark.parametrize("cheat", range(len(CHEATS)))
+def test_programs_that_deceive(cheat: int, sandbox: Sandbox) -> None:
+    code = CHEATS[cheat]
+    tests: list[Any] = [
+        {"fn_name": "f", "inputs": [[1]], "outputs": [[1, "secret"]]},
+        ["assert f(1) == [1, 'secret']"],
+    ]
+    if cheat in (0, 1, 3):
+        tests.append(["assert f(1) in ([1, 'secret'],)"])
+    if "while True" in code:
+        tests, sandbox = tests[:1], Sandbox(Limits(cpu_s=1))
+    assert [program_score(code, each, sandbox) for each in tests] == [0.0] * len(tests)
+
+
+def test_the_program_in_a_completion() -> None:
+    assert program_of("a\n```\nb = 1\n```\n```python\nc = 2\n```\n```text\nd\n```") == "c = 2\n"
+    assert program_of("```\nb = 1\n``` so ```\nb = 2\n") == "b = 2\n"
+    assert program_of("x = 1") == "x = 1"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "{",
+        "[]",
+        {},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+        7,
+        ["assert ("],
+        "null",
+        {"inputs": [[1]], "outputs": ["1"], "fn_name": "os.system"},
+        "text",
+    ],
+)
+def test_tests_that_cannot_be_read_are_an_error_and_no_score(tests: Any) -> None:
+    with pytest.raises(DataError):
+        read_tests(tests)
+
+
+# --------------------------------------------------------------------------- as a reward of a run
+
+
+def by_source(**said: Any) -> Any:
+    return BySource(BySource.Config(**said))
+
+
+def test_a_run_scores_by_the_tasks_data_source() -> None:
+    reward = by_source()
+    assert reward("", "#### 5", "openai/gsm8k", reward_model={"ground_truth": "5"}) == 1.0
+    assert reward("", "Answer: 4", "math_dapo", answer="5") == -1.0
+    with pytest.raises(DataError, match="neither `reward_model"):
+        reward("", "", "openai/gsm8k")
+
+
+async def test_the_judge_calls_it() -> None:
+    judge = make_judge([plugin("rewards", RewardConfig)({"kind": "by_source", "weight": 0.5})])
+    empty = np.zeros(0)
+    trajectory = Trajectory(0, (Turn(empty, empty, empty, empty, StopReason.EOS, "#### 5"),))
+    columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "5"}}
+    assert await judge.score(Task("t", (Message("user", "?"),), columns), trajectory) == {"by_source": 0.5}
+    unknown = await judge.score(Task("t", (), {**columns, "data_source": "mine"}), trajectory)
+    assert isinstance(unknown, RewardError)
+    assert "'mine'" in unknown.found
+    judge.check_columns(columns)
+    with pytest.raises(DataError, match="lacks data_source"):
+        judge.check_columns(["answer"])
+
+
+@linux
+def test_its_limits_are_those_of_the_config(tmp_path: Path) -> None:
+    reward = by_source(cpu_limit_s=1, memory_limit_mb=128)
+    hungry = {"inputs": [""], "outputs": ["1"]}
+    code = "```python\nx = bytearray({} << 20)\nprint(1)\n```"
+    assert reward("", code.format(16), "taco", answer=hungry) == 1.0
+    assert reward("", code.format(200), "taco", answer=hungry) == 0.0
+    assert default_compute_score("taco", code.format(200), hungry) == 1.0
+    assert default_compute_score("taco", code.format(200), hungry, memory_limit_mb=128) == 0.0
+    with pytest.raises(ConfigError, match="there are: memory"):
+        by_source(sandbox_without=("everything",))
+    assert GraderLimits(1, 128).sandbox() is GraderLimits(1, 128).sandbox()

@@ -1,0 +1,378 @@
+"""How rewards are called: columns by name, weights, threads, and errors that are never a score of 0."""
+
+import asyncio
+import math
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from trivium import concurrency
+from trivium.config import RewardConfig, plugin
+from trivium.errors import ConfigError, DataError, RewardError, UnknownName
+from trivium.registry import resolve
+from trivium.rewards import Judge, make_judge
+from trivium.rewards.functions import Exact
+from trivium.types import Message, StopReason, Task, Trajectory, Turn
+
+USER_FILE = """
+import asyncio, ctypes, functools, os, threading, time
+import numpy as np
+from trivium.config import RewardConfig
+
+threads = []
+seen = []
+
+def mine(prompt, completion, answer, bonus=0.5):
+    threads.append(threading.current_thread())
+    seen.append((prompt, completion, answer, bonus))
+    return float(completion == answer) + bonus
+
+def everything(prompt, completion, **columns):
+    return len(columns)
+
+async def later(completion, prompt, *, answer):
+    await asyncio.sleep(0.05)
+    return completion == answer
+
+def sneaky(prompt, completion):
+    return _sneaky()
+
+async def _sneaky():
+    return 3
+
+class Twice:
+    def __init__(self, config):
+        self.config = config
+
+    async def __call__(self, prompt, completion):
+        return 2 * len(completion)
+
+partial = functools.partial(mine, bonus=7)
+
+def backwards(response, truth):
+    return 0.0
+
+number = 5
+
+def returns(prompt, completion, what):
+    return what
+
+def raises(prompt, completion):
+    raise KeyError("gone")
+
+def slow(prompt, completion, calls):
+    calls.append("slow")
+    time.sleep(0.05)
+    return 1.0
+
+def next_one(prompt, completion, calls):
+    calls.append("next")
+    return 1.0
+
+def place(prompt, completions, seen, default=1):
+    seen.append(list(completions))
+    return [sorted(completions).index(each) * default for each in completions]
+
+async def place_later(prompt, completions, **columns):
+    await asyncio.sleep(0)
+    return np.arange(len(completions)) / 2
+
+def both(prompt, completion, completions):
+    return 0.0
+
+def blocks(prompt, completion, seconds):
+    # One call into C that does not let go of the interpreter.
+    if seconds:
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return np.float32(len(completion))
+
+def who(prompt, completion):
+    print("a reward may print")
+    return os.getpid()
+
+def leaves(prompt, completion):
+    os._exit(3)
+
+async def slept(prompt, completion):
+    await asyncio.sleep(0)
+    return 7
+
+class Counts:
+    class Config(RewardConfig):
+        base: int = 0
+
+    def __init__(self, config):
+        self.pid, self.base = os.getpid(), config.base
+
+    def __call__(self, prompt, completion, parent):
+        return self.base + (self.pid != parent)
+
+async def gives_up(prompt, completion):
+    raise asyncio.CancelledError
+
+def gives_up_too(prompt, completion):
+    raise asyncio.CancelledError
+
+async def stubborn(prompt, completion, release):
+    while not release.is_set():
+        try:
+            await release.wait()
+        except asyncio.CancelledError:
+            continue
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    """A function that builds a judge from names in a user's file."""
+    path = tmp_path / "my_rewards.py"
+    path.write_text(USER_FILE)
+
+    def build(*names: str, **fields) -> Judge:
+        return make_judge([RewardConfig(kind=f"{path}:{name}", **fields) for name in names])
+
+    return build
+
+
+def task(**columns) -> Task:
+    prompt = (Message("system", "be brief"), Message("user", "1+1="), Message("assistant", "hm"))
+    return Task("t7", prompt, columns)
+
+
+def said(*texts: str) -> list[Trajectory]:
+    def turn(text: str) -> Turn:
+        return Turn(np.ones(1), np.ones(1), np.zeros(1), np.zeros(1), StopReason.EOS, text)
+
+    return [Trajectory(i, (turn("first"), turn(text))) for i, text in enumerate(texts)]
+
+
+def score(judge: Judge, on: Task, *texts: str):
+    """What each text earns by itself, all of them judged at the same time."""
+
+    async def all_of_them():
+        return await asyncio.gather(*(judge.score(on, trajectory) for trajectory in said(*texts)))
+
+    return asyncio.run(all_of_them())
+
+
+def compare(judge: Judge, on: Task, *texts: str):
+    return asyncio.run(judge.compare(on, said(*texts)))
+
+
+def test_a_reward_gets_the_last_user_message_the_last_turn_and_the_columns_it_names(rewards, tmp_path):
+    judge = rewards("mine", weight=2.0)
+    assert score(judge, task(answer="2", other=1), "2", "3") == [{"mine": 3.0}, {"mine": 1.0}]
+    module = sys.modules[resolve("rewards", f"{tmp_path}/my_rewards.py:mine").__module__]
+    assert sorted(module.seen) == [("1+1=", "2", "2", 0.5), ("1+1=", "3", "2", 0.5)]
+    assert threading.main_thread() not in module.threads
+
+
+def test_keyword_catch_all_gets_every_column_but_the_two_that_are_given(rewards):
+    assert score(rewards("everything"), task(a=1, b=2, prompt="x", completion="y"), "2") == [{"everything": 2.0}]
+
+
+def test_async_rewards_run_concurrently_and_mix_with_plain_ones(rewards):
+    judge = rewards("mine", "later", "sneaky", "Twice", "partial")
+    assert judge.labels == ("mine", "later", "sneaky", "Twice", "partial")
+    start = time.perf_counter()
+    scores = score(judge, task(answer="2"), *["2"] * 40)
+    assert time.perf_counter() - start < 40 * 0.05 / 2
+    assert scores == [{"mine": 1.5, "later": 1.0, "sneaky": 3.0, "Twice": 2.0, "partial": 8.0}] * 40
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (None, "None of type NoneType"),
+        ("1", "'1' of type str"),
+        ([1.0], "[1.0] of type list"),
+        ({"score": 1}, "dict"),
+        (np.zeros(2), "ndarray"),
+        pytest.param(10**400, "too large", id="huge"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_with_name_task_and_value(rewards, value, shown):
+    (error,) = score(rewards("returns"), task(what=value), "2")
+    assert isinstance(error, RewardError)
+    assert "'returns'" in error.asked
+    assert "'t7'" in error.asked
+    assert shown in error.found
+    assert error.do
+
+
+@pytest.mark.parametrize(("value", "number"), [(True, 1.0), (np.bool_(False), 0.0), (3, 3.0), (np.float32(0.5), 0.5)])
+def test_booleans_and_numbers_of_any_kind_are_scores(rewards, value, number):
+    (scores,) = score(rewards("returns"), task(what=value), "2")
+    assert scores == {"returns": number}
+    assert type(scores["returns"]) is float
+
+
+def test_a_weight_that_overflows_is_an_error(rewards):
+    (error,) = score(rewards("returns", weight=10.0), task(what=1e308), "2")
+    assert isinstance(error, RewardError)
+
+
+def test_one_reward_that_raises_costs_that_trajectory_its_score_and_keeps_the_cause(rewards):
+    (error,) = score(rewards("mine", "raises"), task(answer="2"), "2")
+    assert isinstance(error, RewardError)
+    assert "KeyError" in error.found
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_missing_column_is_found_before_the_run_and_never_scored(rewards):
+    judge = rewards("mine", "everything")
+    judge.check_columns({"answer", "x"})
+    with pytest.raises(DataError, match="'mine' lacks answer; there are: solution, x"):
+        judge.check_columns({"x": 1, "solution": 2})
+    (error,) = score(judge, task(solution="2"), "2")
+    assert isinstance(error, RewardError)
+    assert "lacks answer" in error.found
+
+
+def test_rewards_that_cannot_be_called_are_config_errors(rewards):
+    with pytest.raises(ConfigError, match=r"it takes \(response, truth\)"):
+        rewards("backwards")
+    with pytest.raises(ConfigError, match="a int"):
+        rewards("number")
+    with pytest.raises(ConfigError, match="mine twice"):
+        rewards("mine", "mine")
+    with pytest.raises(UnknownName, match="no 'mien'"):
+        rewards("mien")
+
+
+def test_no_rewards_give_no_components():
+    assert score(make_judge([]), task(), "a", "b") == [{}, {}]
+
+
+def test_cancelling_stops_the_worker_after_the_reward_it_is_in(rewards):
+    calls: list[str] = []
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rewards("slow", "next_one").score(task(calls=calls), *said("x")), 0.02)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    assert calls == ["slow"]
+
+
+def test_a_reward_that_compares_sees_the_members_in_order_and_gives_one_number_each(rewards):
+    judge, seen = rewards("place", "place_later", weight=2.0), []
+    assert judge.labels == ("place", "place_later")
+    assert score(judge, task(seen=seen), "b", "a") == [{}, {}]
+    found = compare(judge, task(seen=seen), "b", "c", "a")
+    assert found == [
+        {"place": 2.0, "place_later": 0.0},
+        {"place": 4.0, "place_later": 1.0},
+        {"place": 0.0, "place_later": 2.0},
+    ]
+    assert seen == [["b", "c", "a"]]
+    assert compare(rewards("mine"), task(answer="x"), "b", "c") == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [([1.0], "1 of them for 2"), (1.0, "1.0 of type float for 2"), ("ab", "2 of them for 2"), ({}, "dict for 2")],
+)
+def test_a_reward_that_compares_and_does_not_give_one_number_each_fails_all(tmp_path, value, shown):
+    (tmp_path / "one.py").write_text("def one(prompt, completions, what):\n    return what\n")
+    judge = make_judge([RewardConfig(kind=f"{tmp_path}/one.py:one")])
+    errors = compare(judge, task(what=value), "a", "b")
+    assert all(isinstance(error, RewardError) and shown in error.found for error in errors)
+    good, bad = compare(judge, task(what=[1.0, math.nan]), "a", "b")
+    assert good == {"one": 1.0}
+    assert isinstance(bad, RewardError)
+
+
+def test_a_reward_judges_one_or_all_not_both(rewards):
+    with pytest.raises(ConfigError, match=r"it takes \(prompt, completion, completions\)"):
+        rewards("both")
+
+
+async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(rewards):
+    judge = rewards("blocks", workers=1)
+    (said_two,) = said("ab")
+    before = concurrency.left_behind()  # by other tests of this process
+    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    began = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await judge.score(task(seconds=60), said_two)
+    assert time.perf_counter() - began < 5
+    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    async with asyncio.timeout(5):
+        while concurrency.left_behind() > before:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_kernel_ends_what_nobody_is_left_to_kill(rewards, tmp_path):
+    judge = make_judge([RewardConfig(kind=f"{tmp_path}/my_rewards.py:blocks", workers=1)], deadline_s=0.2)
+    error = await judge.score(task(seconds=60), *said("ab"))
+    assert isinstance(error, RewardError)
+    assert "no answer within 0.2 s" in error.found
+
+
+async def test_workers_serve_calls_side_by_side_and_are_kept(rewards):
+    judge = rewards("who", workers=2)
+    first = await asyncio.gather(*(judge.score(task(), each) for each in said("a", "b", "c", "d")))
+    pids = {scores["who"] for scores in first}
+    assert len(pids) <= 2
+    assert os.getpid() not in pids
+    assert (await judge.score(task(), *said("e")))["who"] in pids
+
+
+async def test_workers_build_classes_await_coroutines_and_say_what_went_wrong(rewards, tmp_path):
+    said_once = said("abc")
+    assert await rewards("slept", workers=1).score(task(), *said_once) == {"slept": 7.0}
+    config = plugin("rewards", RewardConfig)(
+        {"kind": f"{tmp_path}/my_rewards.py:Counts", "base": 5, "workers": 1, "weight": 2.0}
+    )
+    judge = make_judge([config])
+    with pytest.raises(DataError, match="lacks parent"):
+        judge.check_columns({})
+    assert await judge.score(task(parent=os.getpid()), *said_once) == {"Counts": 12.0}
+    error = await rewards("raises", workers=1).score(task(), *said_once)
+    assert isinstance(error, RewardError)
+    assert "KeyError: 'gone'" in error.found
+    error = await rewards("leaves", workers=1).score(task(), *said_once)
+    assert isinstance(error, RewardError)
+    assert "code 3" in error.found
+    error = await rewards("everything", workers=1).score(task(what=object()), *said_once)
+    assert isinstance(error, RewardError)
+    assert "not JSON serializable" in error.found
+    assert isinstance(await rewards("place", workers=1).compare(task(seen=[]), said("b", "a")), list)
+
+
+@pytest.mark.parametrize("name", ["gives_up", "gives_up_too"])
+def test_a_cancellation_of_its_own_is_an_error_of_the_reward(rewards, name):
+    (error,) = score(rewards(name), task(), "x")
+    assert isinstance(error, RewardError)
+    assert "ancel" in error.found
+
+
+async def test_a_coroutine_that_does_not_heed_its_cancellation_holds_up_nobody(rewards, monkeypatch):
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.02)
+    release = asyncio.Event()
+    async with asyncio.timeout(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await rewards("stubborn").score(task(release=release), *said("x"))
+    release.set()
+    async with asyncio.timeout(2):
+        while concurrency._abandoned:
+            await asyncio.sleep(0.005)
+
+
+def test_a_config_names_a_shipped_reward_and_a_users_own(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(USER_FILE)
+    validate = plugin("rewards", RewardConfig)
+    exact = validate({"kind": "exact", "casefold": True, "weight": 0.5})
+    own = validate({"kind": f"{tmp_path}/my_rewards.py:mine", "name": "me"})
+    assert isinstance(exact, Exact.Config)
+    assert score(make_judge([exact, own]), task(answer="B"), "b") == [{"exact": 0.5, "me": 0.5}]

@@ -1,0 +1,62 @@
+"""Estimators that ask a teacher instead of the rewards: one number per token."""
+
+from __future__ import annotations
+
+from math import log, log1p
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
+from trivium.algorithms.metadata import advantage
+
+KlCoef = Annotated[float, Field(gt=0, description="a factor of all advantages")]
+_NEEDS = ("old_log_prob", "teacher_log_prob")
+
+
+@advantage(
+    formula="kl_coef (teacher_log_prob - old_log_prob)",
+    source="on-policy distillation, Agarwal et al. 2024; Lu and Thinking Machines Lab 2025",
+    needs=frozenset(_NEEDS),
+    judged=False,
+)
+def on_policy_distill(x: AdvantageInputs, *, kl_coef: KlCoef = 1.0) -> Advantages:
+    """How much likelier the teacher finds a token: its mean is minus the KL of policy and teacher."""
+    return _per_token(kl_coef * (x.columns["teacher_log_prob"].double() - x.columns["old_log_prob"].double()), x)
+
+
+@advantage(
+    formula="-kl_coef (lambda_coef (t - log M) + (1 - lambda_coef) (s - log M)), M = (1 - lambda_coef) exp(s) + lambda_coef exp(t), s = old_log_prob / temperature, t = teacher_log_prob / temperature",  # noqa: E501
+    source="generalised Jensen-Shannon divergence, Agarwal et al. 2024, eq. 1, at the sampled token",
+    needs=frozenset(_NEEDS),
+    judged=False,
+)
+def jsd(
+    x: AdvantageInputs,
+    *,
+    lambda_coef: Annotated[
+        float, Field(ge=0, le=1, description="the teacher's share: 0 is the reverse KL, 1 the forward KL")
+    ] = 0.5,
+    kl_coef: KlCoef = 1.0,
+    temperature: Annotated[float, Field(gt=0, description="divides log-probabilities, which stay unnormalised")] = 1.0,
+) -> Advantages:
+    """Minus the divergence's integrand at the sampled token: a log-ratio, which can have either sign.
+
+    With `lambda_coef` 0 it is kl_coef (t - s), with 1 kl_coef (s - t).
+    """
+    s, t = (x.columns[name].double() / temperature for name in _NEEDS)
+    return _per_token(-kl_coef * _divergence(s, t, lambda_coef), x)
+
+
+def _divergence(s: Tensor, t: Tensor, share: float) -> Tensor:
+    if share in (0.0, 1.0):  # the mixture is one of the two, and the formula 0
+        return s - t if share == 0.0 else t - s
+    mixture = torch.logaddexp(s + log1p(-share), t + log(share))
+    return share * (t - mixture) + (1 - share) * (s - mixture)
+
+
+def _per_token(values: Tensor, x: AdvantageInputs) -> Advantages:
+    advantages = torch.where(x.response_mask, values, 0.0).to(x.token_level_rewards.dtype)
+    return Advantages(advantages, advantages)

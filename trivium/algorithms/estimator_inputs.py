@@ -1,0 +1,165 @@
+"""What advantage estimators and reward shapings read, computed from the experiences of a batch.
+
+Legend: B sequences, L tokens of the longest one, T trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivium.algorithms.advantages.base import AdvantageInputs
+from trivium.algorithms.batches import column, numbered, padded, token_uniforms
+from trivium.algorithms.shaping import ShapingInputs
+from trivium.errors import DataError
+from trivium.types import AnyArray, Batch, Experience, StopReason, TurnSpan
+
+
+def advantage_inputs(batch: Batch) -> AdvantageInputs:
+    """Each trajectory's reward on the last trained token of each of its rows, and who belongs together."""
+    mask = padded([e.response_mask for e in batch.experiences]).bool()
+    scores = np.zeros(tuple(mask.shape), np.float32)
+    for row, e in zip(scores, batch.experiences, strict=True):
+        trained = np.flatnonzero(e.response_mask)
+        if len(trained):
+            row[trained[-1]] = e.reward
+    group = numbered([e.group_id for e in batch.experiences])
+    trajectory = numbered([(e.group_id, e.index) for e in batch.experiences])
+    return AdvantageInputs(
+        torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
+        mask,
+        torch.from_numpy(group),  # pyright: ignore[reportUnknownMemberType]
+        torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
+        components=_components(batch),
+        reward=torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64),
+    )
+
+
+def _components(batch: Batch) -> dict[str, Tensor]:
+    """Each component of the rewards (B,) by name; NaN where a trajectory has no such component."""
+    names = dict.fromkeys(name for e in batch.experiences for name in e.rewards)
+    return {
+        name: torch.tensor([e.rewards.get(name, nan) for e in batch.experiences], dtype=torch.float64) for name in names
+    }
+
+
+def rewarded(x: AdvantageInputs, rewards: Tensor) -> AdvantageInputs:
+    """The inputs with these rewards (B,) in the place of the trajectories' own."""
+    place = torch.arange(x.response_mask.shape[1])
+    last = torch.where(x.response_mask, place, -1).amax(-1, keepdim=True)
+    placed = torch.where(place == last, rewards.unsqueeze(-1), 0.0)
+    return replace(x, token_level_rewards=placed.to(x.token_level_rewards.dtype), reward=rewards)
+
+
+def shaping_inputs(batch: Batch, x: AdvantageInputs, max_new_tokens: int) -> ShapingInputs:
+    """The shaping inputs (T,) of a batch with at least one trajectory, numbered as in `x.trajectory`."""
+    of_row, total = x.trajectory, int(x.trajectory.max()) + 1
+    rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
+    lengths = torch.tensor([e.num_response_tokens for e in batch.experiences])
+    return ShapingInputs(
+        reward=rewards.new_zeros(total).scatter(0, of_row, rewards),
+        length=lengths.new_zeros(total).index_add(0, of_row, lengths),
+        truncated=torch.zeros(total, dtype=torch.bool).scatter(0, of_row, torch.tensor(truncated_rows(batch))),
+        group=x.group.new_zeros(total).scatter(0, of_row, x.group),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def truncated_rows(batch: Batch) -> list[bool]:
+    """Whether a length limit cut the last turn of the trajectory that a row belongs to."""
+    how = {(e.group_id, e.index): e.stop_reason for e in batch.experiences}  # of several rows the last one says it
+    return [how[e.group_id, e.index] == StopReason.LENGTH for e in batch.experiences]
+
+
+def estimator_column(batch: Batch, name: str, seed: int) -> Tensor:
+    """A column of the batch, or one that its experiences tell, as a tensor (B, L); `seed` is the run's.
+
+    Raises DataError where it is missing.
+    """
+    return _RECORDED[name](batch, seed) if name in _RECORDED else column(batch, name)
+
+
+def _turn(batch: Batch, seed: int) -> Tensor:
+    """Which turn of its trajectory sampled the token; -1 elsewhere."""
+    del seed
+    return _by_span(batch, [[span.number for span in e.turns] for e in batch.experiences])
+
+
+def _turn_state(batch: Batch, seed: int) -> Tensor:
+    """Equal for turns of one task that were sampled in the same state; -1 where no state is known."""
+    del seed
+    names = [(e.group_id, span.state) for e in batch.experiences for span in e.turns]
+    ids = iter(numbered(names).tolist())
+    return _by_span(batch, [[_known(next(ids), span) for span in e.turns] for e in batch.experiences])
+
+
+def _known(number: int, span: TurnSpan) -> int:
+    return number if span.state else -1
+
+
+def _turn_reward(batch: Batch, seed: int) -> Tensor:
+    """What the environment paid for a turn, on its last trained token."""
+    del seed
+    rows: list[AnyArray] = []
+    for e in batch.experiences:
+        row = np.zeros(len(e), np.float64)
+        for span, trained in _trained_spans(e):
+            row[trained[-1]] = span.reward
+        rows.append(row)
+    return padded(rows)
+
+
+def _greedy_reward(batch: Batch, seed: int) -> Tensor:
+    """The reward of the task's greedy completion, on every token."""
+    del seed
+    for e in batch.experiences:
+        if e.greedy_reward is None:
+            raise DataError(
+                f"the reward of a greedy completion to task {e.group_id!r}",
+                "the group has none",
+                "let the explorer add one (the algorithm's greedy_baseline), or use another estimator",
+            )
+    return padded([np.full(len(e), e.greedy_reward, np.float64) for e in batch.experiences])
+
+
+def _rollout_log_prob(batch: Batch, seed: int) -> Tensor:
+    del seed
+    return padded([e.rollout_log_prob for e in batch.experiences])
+
+
+def _uniform(batch: Batch, seed: int) -> Tensor:
+    return token_uniforms(batch, seed, "advantage")
+
+
+_RECORDED: Mapping[str, Callable[[Batch, int], Tensor]] = {
+    "turn": _turn,
+    "turn_state": _turn_state,
+    "turn_reward": _turn_reward,
+    "greedy_reward": _greedy_reward,
+    "rollout_log_prob": _rollout_log_prob,
+    "uniform": _uniform,
+}
+
+
+def _by_span(batch: Batch, numbers: list[list[int]]) -> Tensor:
+    """(B, L) int64: a number for each span of each experience, on the span's trained tokens; -1 elsewhere."""
+    length = max((len(e) for e in batch.experiences), default=0)
+    result = torch.full((len(batch), length), -1, dtype=torch.int64)
+    for row, e, of_span in zip(result, batch.experiences, numbers, strict=True):
+        for span, number in zip(e.turns, of_span, strict=True):
+            place = slice(span.start, span.stop)
+            row[place][torch.from_numpy(e.response_mask[place].copy())] = number  # pyright: ignore[reportUnknownMemberType]
+    return result
+
+
+def _trained_spans(e: Experience) -> Iterator[tuple[TurnSpan, AnyArray]]:
+    """The spans with a trained token, and where those tokens are."""
+    for span in e.turns:
+        trained = span.start + np.flatnonzero(e.response_mask[span.start : span.stop])
+        if len(trained):
+            yield span, trained

@@ -1,0 +1,97 @@
+"""Metrics of a step's rollouts: what was generated, what was refused, and what the trained tokens are worth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from trivium.types import Batch, Group, Metrics, StopReason, Trajectory
+
+
+def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping[str, int]) -> Metrics:
+    """Metrics of all rollouts, refused groups included: the trained ones alone would look better than the policy is.
+
+    `refused_by` counts the groups that each rule refused. Where the policy generated rollouts, an expert's completions
+    are not described.
+    """
+    failures = Counter(member.failure.side for group in groups for member in group.rollouts if member.failure)
+    sampled = [group for group in groups if not group.expert] or groups
+    members = [member for group in sampled for member in group.alive]
+    return {
+        "rollout/groups": len(groups),
+        "rollout/refused": len(groups) - len(kept),
+        **{f"rollout/refused/{rule}": count for rule, count in refused_by.items()},
+        "rollout/failed": failures.total(),
+        **{f"rollout/failed/{side}": count for side, count in failures.items()},
+        "rollout/trajectories": sum(len(group.alive) for group in kept),
+        **_about(members),
+        **_about_rewards(groups, kept),
+    }
+
+
+def _about(members: Sequence[Trajectory]) -> Metrics:
+    if not members:
+        return {}
+    tokens = [member.num_tokens for member in members]
+    # Of several turns, the first one's prompt is what the task asked; later ones hold completions as well.
+    prompts = [len(member.turns[0].prompt_tokens) for member in members if member.turns] or [0]
+    turns = [len(member.turns) for member in members]
+    return {
+        "rollout/response_tokens": fmean(tokens),
+        "rollout/response_tokens_max": max(tokens),
+        "rollout/response_tokens_min": min(tokens),
+        "rollout/prompt_tokens": fmean(prompts),
+        "rollout/prompt_tokens_max": max(prompts),
+        "rollout/prompt_tokens_min": min(prompts),
+        "rollout/truncated": fmean(member.stop_reason == StopReason.LENGTH for member in members),
+        "rollout/aborted": fmean(not member.num_tokens or member.stop_reason == StopReason.ABORT for member in members),
+        "rollout/turns": fmean(turns),
+        "rollout/turns_max": max(turns),
+        "rollout/turns_min": min(turns),
+        **_means("workflow/", [member.metrics for member in members]),
+    }
+
+
+def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
+    """Empty where no trajectory has a reward, as with supervised data."""
+    judged = [[member.reward for member in group.alive if member.rewards] for group in groups]
+    rewards = [reward for group in judged for reward in group]
+    if not rewards:
+        return {}
+    comparable = [group for group in judged if len(group) > 1]
+    trained = [member.reward for group in kept for member in group.alive if member.rewards]
+    greedy = [group.greedy.reward for group in groups if group.greedy is not None and group.greedy.failure is None]
+    equal = {"reward/equal_groups": fmean(len(set(group)) == 1 for group in comparable)} if comparable else {}
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        **equal,
+        **({"reward/trained_mean": fmean(trained)} if trained else {}),
+        **({"reward/greedy": fmean(greedy)} if greedy else {}),
+        **_means("reward/component/", [member.rewards for group in groups for member in group.alive]),
+    }
+
+
+def describe_tokens(batch: Batch) -> Metrics:
+    """Advantages, returns and values of the policy's own trained tokens, for the columns that the batch has."""
+    metrics: Metrics = {}
+    for name, label in (("advantages", "advantage"), ("returns", "return"), ("values", "value")):
+        rows = zip(batch.columns.get(name, ()), batch.experiences, strict=False)
+        chosen = [np.asarray(row, np.float64)[e.response_mask] for row, e in rows if not e.expert]
+        numbers = np.concatenate(chosen) if chosen else np.empty(0)
+        if len(numbers):
+            metrics[f"train/{label}_mean"] = float(numbers.mean())
+            metrics[f"train/{label}_max"] = float(numbers.max())
+            metrics[f"train/{label}_min"] = float(numbers.min())
+    return metrics
+
+
+def _means(prefix: str, rows: Sequence[Mapping[str, float]]) -> Metrics:
+    """The mean of each name over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {prefix + name: fmean(row[name] for row in rows if name in row) for name in names}

@@ -1,0 +1,1 @@
+"""The config sections of algorithms, and the algorithm that follows from each."""

@@ -1,0 +1,60 @@
+"""The config section of distillation, and the algorithm built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trivium.algorithms.algorithm import GroupAlgorithm
+from trivium.algorithms.metadata import PolicyLossMetadata
+from trivium.algorithms.sections.parts import UpdateConfig, is_explored, is_mixed, metadata_or_problem, ratio_problems
+from trivium.algorithms.sections.policy_gradient import supervised
+from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
+from trivium.config import RunConfig
+from trivium.errors import Problem
+
+
+class DistillConfig(UpdateConfig):
+    """Distillation: a policy loss that reads what a teacher says, and no reward."""
+
+    teacher: TeacherConfig
+
+    @property
+    def reads_rewards(self) -> bool:
+        return False
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from super().problems(run, where)
+        if not is_explored(run) and run.schedule.group_size != 1:
+            yield Problem(
+                "schedule.group_size",
+                f"{run.schedule.group_size} trajectories per task",
+                f"buffer.kind {run.buffer.kind!r} has one completion per task, so it would have no effect",
+                "set it to 1",
+            )
+        loss = metadata_or_problem(self.policy_loss, "policy_losses", PolicyLossMetadata, where)
+        if isinstance(loss, Problem):
+            return  # reported already
+        yield from teacher_problems(self.teacher, loss.needs, f"{where}.teacher")
+        if "advantages" in loss.needs:
+            yield Problem(
+                f"{where}.policy_loss",
+                f"the loss {self.policy_loss.kind!r} without an advantage estimator",
+                "it needs advantages, and no advantages are estimated here",
+                "use kind: distill or distill_top_k, or algorithm.kind grpo",
+            )
+        if "teacher_log_prob" in loss.needs and (is_mixed(run) or not is_explored(run)):
+            where_from = f"strategy {run.buffer.strategy.kind!r}" if is_explored(run) else f"kind {run.buffer.kind!r}"
+            yield Problem(
+                f"{where}.policy_loss",
+                f"the loss {self.policy_loss.kind!r} on buffer.{where_from}",
+                "it takes each token for a sample of the policy, and an expert wrote these",
+                "use kind: distill_top_k, or buffer.kind memory without such a strategy",
+            )
+        elif "teacher_log_prob" in loss.needs:
+            yield from ratio_problems(self, loss, run, where, "policy_loss.kind distill_top_k")
+
+
+def distillation(config: DistillConfig, seed: int) -> GroupAlgorithm:
+    """The algorithm a distillation section describes."""
+    return replace(supervised(config, seed), teacher=config.teacher.teacher())

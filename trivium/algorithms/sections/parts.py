@@ -1,0 +1,233 @@
+"""Parts that the config sections of algorithms share, and checks for keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+
+from trivium.algorithms.correction import Correction
+from trivium.algorithms.metadata import (
+    AggregationMetadata,
+    EntropyMetadata,
+    FunctionMetadata,
+    KlMetadata,
+    MetadataT,
+    PolicyLossMetadata,
+    TokenWeightSection,
+    metadata_of,
+    option_problems,
+)
+from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
+from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.registry import resolve
+from trivium.types import capabilities_of
+
+AdvantagePlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("advantages"))]
+PolicyLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("policy_losses"))]
+KlPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("kl_estimators"))]
+FilterPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("filters"))]
+ShapingPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("shapings"))]
+EntropyPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("entropies"))]
+
+
+def _aggregation(name: str) -> str:
+    """A name of the registry kind `aggregations`, or the path of a function decorated for it."""
+    path = plugin_path(name)
+    try:
+        metadata_of(resolve("aggregations", path), AggregationMetadata, name)
+    except TriviumError as error:
+        raise ValueError(f"{error.asked}: {error.found}; {error.do}") from error
+    return path
+
+
+Aggregation = Annotated[str, AfterValidator(_aggregation)]
+
+
+CorrectionPlugin = Annotated[SerializeAsAny[Correction], BeforeValidator(plugin("corrections", Correction, "custom"))]
+TokenWeightPlugin = Annotated[SerializeAsAny[TokenWeightSection], BeforeValidator(plugin("gates"))]
+
+
+class EntropyConfig(Config):
+    """A bonus for variety."""
+
+    coef: float = 0.0
+    """Its weight."""
+    term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
+    """Whose entropy: a name, or a function of yours."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """Keys that have no effect."""
+        for name in changed(self) if self.coef == 0 else ():
+            yield Problem(f"{where}.{name}", f"an entropy bonus's {name}", "its coefficient is 0", f"set {where}.coef")
+        yield from section_problems(self.term, "entropies", EntropyMetadata, f"{where}.term")
+
+
+class KlConfig(Config):
+    """A penalty for leaving the reference model: the policy as the stage began."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Its weight; 0 needs no reference model."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss` adds it to the objective, `reward` takes it off each token's reward."""
+    estimator: KlPlugin = Field(default={"kind": "low_var_kl"})  # pyright: ignore[reportAssignmentType]
+    """How it is estimated from the sampled tokens: a name, or a function of yours. In a loss, `kl` and `k1` have a
+    gradient of mean zero: use `k1+`."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` steers the coefficient of a penalty in the reward towards a target."""
+    target: float = Field(default=0.1, gt=0)
+    """The KL per token, in nats, that `adaptive` aims at."""
+    horizon: int = Field(default=10000, ge=1)
+    """Sequences over which `adaptive` may change the coefficient by a fifth."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """Keys that have no effect, and estimators that do not fit the place."""
+        in_reward = self.coef > 0 and self.place == "reward"
+        for name in changed(self):
+            if self.coef == 0:
+                yield Problem(f"{where}.{name}", f"a KL penalty's {name}", "its coefficient is 0", f"set {where}.coef")
+            elif name == "controller" and not in_reward:
+                yield Problem(
+                    f"{where}.controller",
+                    "an adaptive KL coefficient",
+                    "it works on a penalty in the reward",
+                    f"set {where}.place: reward",
+                )
+            elif name in ("target", "horizon") and self.controller == "fixed":
+                yield Problem(
+                    f"{where}.{name}",
+                    f"an adaptive controller's {name}",
+                    "the controller is fixed",
+                    f"set {where}.controller: adaptive",
+                )
+        yield from section_problems(self.estimator, "kl_estimators", KlMetadata, f"{where}.estimator")
+        metadata = metadata_or_problem(self.estimator, "kl_estimators", KlMetadata, where)
+        if in_reward and isinstance(metadata, KlMetadata) and metadata.needs > {"ref_log_prob"}:
+            yield Problem(
+                f"{where}.estimator",
+                f"the estimator {self.estimator.kind!r} in the reward",
+                f"it needs {', '.join(sorted(metadata.needs - {'ref_log_prob'}))}, "
+                "which is not known when rewards are computed, before the update",
+                f"set {where}.place: loss, or use low_var_kl",
+            )
+        if self.coef and not in_reward and isinstance(metadata, KlMetadata) and metadata.gradient == "zero":
+            yield Problem(
+                f"{where}.estimator",
+                f"the estimator {self.estimator.kind!r} in the loss",
+                "its gradient has mean zero: it adds noise, and pulls nowhere",
+                f"use {self.estimator.kind}+, or set {where}.place: reward",
+            )
+        if in_reward and isinstance(metadata, KlMetadata) and metadata.straight_through:
+            yield Problem(
+                f"{where}.estimator",
+                f"the estimator {self.estimator.kind!r} in the reward",
+                "the + changes the gradient, and a reward has none",
+                f"use {self.estimator.kind[:-1]!r}",
+            )
+
+
+class CriticConfig(Config):
+    """The critic's objective; read where the advantage estimator needs values."""
+
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move from the old one before its error stops improving; null for any distance."""
+    aggregate: Aggregation = "token-mean"
+    """How token losses become one number."""
+
+
+class PassesConfig(AlgorithmConfig):
+    """What every algorithm has: how often a step's data are used."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a step's data."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if self.mini_batches > run.schedule.groups_per_step:
+            yield Problem(
+                f"{where}.mini_batches",
+                f"{self.mini_batches} mini-batches",
+                f"a step has {run.schedule.groups_per_step} group(s) (schedule.groups_per_step)",
+                "use fewer mini-batches, or more groups",
+            )
+
+
+class UpdateConfig(PassesConfig):
+    """What algorithms with a loss per token have."""
+
+    policy_loss: PolicyLossPlugin
+    """The loss of one token: `{kind: ppo, ...}`, or a function of yours."""
+    aggregate: Aggregation = "token-mean"
+    """How token losses become one number."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from super().problems(run, where)
+        yield from section_problems(self.policy_loss, "policy_losses", PolicyLossMetadata, f"{where}.policy_loss")
+
+
+def section_problems(
+    section: Plugin, kind: str, metadata_type: type[FunctionMetadata], where: str
+) -> Iterator[Problem]:
+    """A function that was not made for the place where it is named, and options that its other options switch off."""
+    metadata = metadata_or_problem(section, kind, metadata_type, where)
+    if isinstance(metadata, Problem):
+        yield metadata
+        return
+    for problem in option_problems(resolve(kind, section.kind), section):
+        requested = f"{section.kind!r} {problem.requested}"
+        yield Problem(f"{where}.{problem.option}", requested, problem.reason, problem.remedy)
+
+
+def changed(section: Config) -> list[str]:
+    """The fields that differ from their default."""
+    defaults = type(section)()
+    return [name for name in type(section).model_fields if getattr(section, name) != getattr(defaults, name)]
+
+
+def ratio_problems(
+    config: UpdateConfig,
+    loss: PolicyLossMetadata,
+    run: RunConfig,
+    where: str,
+    instead: str,
+    correction: Correction | None = None,
+) -> Iterator[Problem]:
+    """A loss over samples without ratio and weights is right for samples of the current weights alone."""
+    updates = config.epochs * config.mini_batches
+    if "old_log_prob" in loss.needs or loss.off_policy:
+        return
+    weights = correction.against if correction is not None and correction.weights != "none" else "none"
+    if run.max_age > 0 and weights == "none":
+        yield Problem(
+            f"{where}.policy_loss",
+            f"the loss {config.policy_loss.kind!r} with groups up to {run.max_age} version(s) old",
+            "it has no ratio, so samples of older weights would bias its gradient",
+            f"use {instead}, or set schedule.max_staleness to 0, and replay nothing",
+        )
+    elif updates > 1 and weights != "current":
+        yield Problem(
+            f"{where}.policy_loss",
+            f"the loss {config.policy_loss.kind!r} with {updates} updates per step",
+            "it has no ratio, so the later ones would take samples of older weights for their own",
+            f"use {instead}, or leave epochs and mini_batches at 1",
+        )
+
+
+def is_explored(run: RunConfig) -> bool:
+    """Whether a policy generated what is trained on, with rewards, in this run or in a recorded one."""
+    return capabilities_of(resolve("buffers", run.buffer.kind)).sampled
+
+
+def is_mixed(run: RunConfig) -> bool:
+    """Whether an expert's completions are trained on beside the policy's own."""
+    return capabilities_of(resolve("sample_strategies", run.buffer.strategy.kind)).mixed
+
+
+def metadata_or_problem(section: Plugin, kind: str, metadata_type: type[MetadataT], where: str) -> MetadataT | Problem:
+    """The metadata of the function that a section names, or what is wrong with it; `kind` as in the registry."""
+    try:
+        return metadata_of(resolve(kind, section.kind), metadata_type, section.kind)
+    except ConfigError as error:
+        return Problem(where, error.asked, error.found, error.do)

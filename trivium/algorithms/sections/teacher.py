@@ -1,0 +1,56 @@
+"""The config section of the teacher that a policy learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from pydantic import Field
+
+from trivium.config import Config, ConfigPath
+from trivium.errors import Problem
+from trivium.models.huggingface import missing_model_error
+from trivium.types import Teacher
+
+
+class TeacherConfig(Config):
+    """A model that the policy learns from. It stays as it is."""
+
+    path: ConfigPath
+    """A plain Hugging Face directory, with the policy's tokenizer."""
+    top_k: int = Field(default=64, ge=1)
+    """How many of its most likely tokens (top_k) are stored at each position, where the loss reads them; at most its
+    vocabulary."""
+
+    def teacher(self) -> Teacher:
+        """The same as a value that travels."""
+        return Teacher(Path(self.path), self.top_k)
+
+
+def teacher_problems(teacher: TeacherConfig | None, needs: AbstractSet[str], where: str) -> Iterator[Problem]:
+    """A teacher that is missing, unused, or not on disk; `needs` are the columns that are read."""
+    wanted = needs & {"teacher_log_prob", "teacher_top"}
+    if teacher is None:
+        if wanted:
+            yield Problem(
+                where, "a teacher", f"none, and {', '.join(sorted(wanted))} comes from one", f"say {where}.path: ..."
+            )
+        return
+    if not wanted:
+        yield Problem(
+            where,
+            "a teacher",
+            "no function of this algorithm reads one",
+            "leave the key out, or use a loss or an estimator that reads teacher_log_prob or teacher_top",
+        )
+    elif "teacher_top" not in wanted and teacher.top_k != TeacherConfig.model_fields["top_k"].default:
+        yield Problem(
+            f"{where}.top_k",
+            f"the teacher's top {teacher.top_k} tokens",
+            "only the teacher's log-probability of the sampled token is read",
+            "leave the key out, or use policy_loss.kind distill_top_k",
+        )
+    missing = missing_model_error(Path(teacher.path))
+    if missing is not None:
+        yield Problem(f"{where}.path", missing.asked, missing.found, "name a Hugging Face model directory here")

@@ -1,0 +1,135 @@
+"""The rules of slots, once for every buffer that issues them: admission, attempts, staleness, what a resumed run keeps.
+
+Pure functions of the schedule and a few counts; where slots and groups are stored is the buffer's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trivium.concurrency import Waiting
+from trivium.errors import DataError, RunDirError
+from trivium.schedule import Schedule
+from trivium.types import SERVED, Group
+
+COUNTERS: tuple[str, ...] = ("given_up", "refused", "evicted", "called_off", "dropped")
+"""What a buffer counts: slots given up after `max_attempts`; groups that were taken and are to be replaced; groups
+evicted as too stale; leases cancelled because their groups would be; groups that the pipeline dropped."""
+
+
+def admitted(schedule: Schedule, counts: Mapping[str, int], version: int) -> int:
+    """How many slots `version` admits. One that yields no group to train on admits another in its place."""
+    return schedule.admitted(version) + counts["given_up"] + counts["dropped"] + counts["refused"]
+
+
+def bound(schedule: Schedule, counts: Mapping[str, int], trains: int, loaded: int | None) -> int:
+    """The slots below it may be issued to an explorer that has loaded the version `loaded`; 0 where its groups could
+    only be too stale for `trains`, the version that the next groups are for."""
+    if loaded is None or loaded < oldest_version(schedule, trains):
+        return 0
+    return admitted(schedule, counts, loaded)
+
+
+def oldest_version(schedule: Schedule, trains: int) -> int:
+    """The version that no group may be older than when `trains` is trained on it."""
+    return trains - schedule.max_staleness
+
+
+def next_attempt(schedule: Schedule, attempt: int) -> int | None:
+    """The attempt that follows one in vain; None where the slot is given up."""
+    return attempt + 1 if attempt + 1 < schedule.max_attempts else None
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class SlotsState:
+    """What a checkpoint knows of the slots: which are consumed (trained on, dropped or given up), and the attempts of
+    those that are not."""
+
+    consumed_below: int
+    consumed: frozenset[int]
+    """The consumed slots from `consumed_below` on."""
+    attempts: dict[int, int]
+    counts: dict[str, int]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any] | None) -> SlotsState:
+        """From a checkpoint; None is the start of a stage."""
+        if state is None:
+            return cls(0, frozenset(), {}, dict.fromkeys(COUNTERS, 0))
+        below, consumed = state["consumed_below"], frozenset(state["consumed"])
+        attempts = {int(slot): attempt for slot, attempt in state["attempts"].items()}
+        attempts = {slot: attempt for slot, attempt in attempts.items() if slot >= below and slot not in consumed}
+        return cls(below, consumed, attempts, {name: state[name] for name in COUNTERS})
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "consumed_below": self.consumed_below,
+            "consumed": sorted(self.consumed),
+            "attempts": {str(slot): attempt for slot, attempt in sorted(self.attempts.items()) if attempt},
+            **self.counts,
+        }
+
+
+class StoredGroup(NamedTuple):
+    """What decides whether a resumed run keeps a group."""
+
+    slot: int
+    attempt: int
+    newest_version: int
+    dropped: bool
+    taskset: str
+    task_id: str
+
+    @classmethod
+    def of(cls, group: Group) -> StoredGroup:
+        task = group.task
+        return cls(group.slot, group.attempt, group.newest_version, bool(group.dropped), task.taskset, task.task_id)
+
+
+def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, group: StoredGroup) -> bool:
+    """Whether a run that resumes at `version` keeps a group. Raises RunDirError where the group is of another task."""
+    slot = group.slot
+    if slot < state.consumed_below or slot in state.consumed or group.attempt < state.attempts.get(slot, 0):
+        return False
+    # An unordered run will not sample newer versions again as the lost run did: their rollouts are of no policy that
+    # will exist. In slot order it will; but a dropped group would already admit another slot, to older versions.
+    if group.newest_version > version and (group.dropped or not schedule.ordered):
+        return False
+    expected = schedule.at(slot).task.task_id
+    if group.task_id != expected and group.taskset != SERVED:
+        raise RunDirError(
+            f"continue slot {slot}",
+            f"its stored rollouts are of task {group.task_id!r}, the schedule says {expected!r}",
+            "the taskset changed: start another run.dir, or restore the tasks",
+        )
+    return True
+
+
+# --------------------------------------------------------------------------- messages
+
+
+def not_leased(owner: str, group: Group, state: str) -> DataError:
+    """The error of a `put` without a lease."""
+    return DataError(
+        f"put slot {group.slot}, attempt {group.attempt}",
+        f"{owner!r} holds no lease of it{state}",
+        "lease a slot before its rollouts, and put their group once",
+    )
+
+
+def waiting_explorer(owner: str, loaded: int | None, next_slot: int) -> Waiting:
+    return Waiting(f"explorer {owner!r} (version {loaded})", f"the trainer to take groups (next slot {next_slot})")
+
+
+def waiting_trainer(version: int, count: int, finished: int, leased: int) -> Waiting:
+    whom = f"{count} groups from the explorers ({finished} finished, {leased} in progress)"
+    return Waiting(f"the trainer (version {version})", whom)
+
+
+def waiting_drain(version: int, leased: int) -> Waiting:
+    return Waiting("the next version", f"the slots of version {version} ({leased} in progress)")

@@ -1,0 +1,236 @@
+"""Several processes, on one machine or many, that do the same: called as one, dead as one.
+
+The first one that fails or dies ends every call that waits for the group at once, and names the process; then the group
+can only be shut down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trivium.cluster.actors import MAX_CONCURRENCY, ActorDied, Answer, Call, Host, Inputs, causality
+from trivium.cluster.pools import ResourcePool
+from trivium.errors import RoleFailed, TriviumError
+
+_POLL_S = 1.0
+"""How often a wait returns to Python, so that signals reach the process."""
+_GRACE_S = 3.0
+"""Where a rank fails, another one may have died: how long to wait for that before saying which it was."""
+_END_S = 20.0
+"""How long processes may take to end."""
+
+
+class RankHost:
+    """What a rank's process hosts: an object of the group's own, in the environment of torch.distributed."""
+
+    def __init__(self) -> None:
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # functions have a thread of their own to wait in
+        self._object: Any = None
+        self._store: Any = None
+
+    def open_store(self) -> tuple[str, int]:
+        """(address, port) where the ranks can meet. The port is bound from now on: no other process can take it."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # listens on every interface
+        return ray.util.get_node_ip_address(), self._store.port
+
+    def build_rank(self, environment: Mapping[str, str], make: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Builds the object, where the environment holds what torch.distributed reads."""
+        os.environ.update(environment)
+        if ray.get_gpu_ids():
+            os.environ["LOCAL_RANK"] = "0"  # Ray shows each process its own GPU alone
+        self._object = make(*args)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._object, name)
+
+
+class ActorGroup:
+    """A process per place of a pool. Each hosts what `make(*args)` builds there."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: ResourcePool,
+        make: Callable[..., Any],
+        *args: object,
+        run_dir: Path | None,
+        threads: int,
+        deadline_s: float,
+    ) -> None:
+        """Returns once every object is built. Raises what building one raises, and RoleFailed where one takes longer
+        than `deadline_s`, as any call. Rank 1 is `<name>-rank-1` in logs and errors; `run_dir` as for `Actor`."""
+        self._pool, self._releases = pool, not pool.placements
+        self._deadline_s = deadline_s
+        cpus, gpus = pool.admit()
+        self.names = [f"{name}-rank-{rank}" for rank in range(pool.world_size)]
+        """By rank."""
+        self._actors: list[Any] = [
+            ray.remote(Host)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=MAX_CONCURRENCY,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, placement.bundle),
+            )
+            .remote(each, run_dir, threads)
+            for each, placement in zip(self.names, pool.placements, strict=True)
+        ]
+        self._is_shut_down = False
+        self._caller = uuid.uuid4().hex
+        self._numbers = [0] * len(self._actors)
+        self._lock = threading.Lock()
+        """All ranks get calls in one order, whichever thread makes them."""
+        self._lives = [Call(actor.live.remote(), name) for actor, name in zip(self._actors, self.names, strict=True)]
+        """Calls that only the death of a process ends."""
+        try:
+            self._build(make, args)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _build(self, make: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Builds the objects, all at a time: their constructors may wait for one another."""
+        placements = self._pool.placements
+        built = [actor.build.remote(RankHost) for actor in self._actors]
+        self.results([Call(ref, name) for ref, name in zip(built, self.names, strict=True)])
+        ((address, port),) = self.results(self.call("open_store", {0: put_inputs()}))
+        inputs: dict[int, ray.ObjectRef[Inputs]] = {}
+        for rank, placement in enumerate(placements):
+            environment = {
+                "RANK": rank,
+                "WORLD_SIZE": len(placements),
+                "LOCAL_RANK": placement.bundle,
+                "LOCAL_WORLD_SIZE": placement.local_size,
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 has opened the port already, and keeps it open
+            }
+            inputs[rank] = put_inputs({name: str(value) for name, value in environment.items()}, make, args)
+        self.results(self.call("build_rank", inputs))
+
+    def call(
+        self,
+        method: str,
+        inputs: Mapping[int, ray.ObjectRef[Inputs]],
+        *head: object,
+        wanted: Collection[int] | None = None,
+    ) -> list[Call]:
+        """Calls a method of the objects on some ranks. `inputs` is by rank, references from `put_inputs`; what is small
+        may go before them, in `head`. Only the `wanted` ranks return a value (None: all of them)."""
+        if self._is_shut_down:
+            raise TriviumError(f"{method} of {self.names[0]}", "the group was shut down", "build a new group")
+        calls: list[Call] = []
+        with self._lock:
+            for rank, each in inputs.items():
+                is_wanted = wanted is None or rank in wanted
+                number = self._numbers[rank]
+                ref = self._actors[rank].call_in_order.remote(self._caller, number, method, each, is_wanted, *head)
+                self._numbers[rank] += 1
+                calls.append(Call(ref, self.names[rank]))
+        return calls
+
+    def results(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
+        """What the calls return. Raises the most probable first cause as soon as one failed or any rank died, and
+        RoleFailed after `timeout_s`."""
+        timeout_s = self._deadline_s if timeout_s is None else timeout_s
+        end = time.monotonic() + timeout_s
+        waiting = {call.ref: number for number, call in enumerate(calls)}
+        results: list[Any] = [None] * len(calls)
+        while waiting:
+            refs = [*waiting, *(life.ref for life in self._lives)]
+            poll_s = min(_POLL_S, max(end - time.monotonic(), 0.0))
+            done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
+            if deaths := [self._death(life) for life in self._lives if life.ref in done]:
+                raise deaths[0]
+            for ref in done:
+                number = waiting.pop(ref)
+                answer = calls[number].answer()
+                if answer.error is not None:
+                    raise self._first_cause(answer.error, [calls[other] for other in waiting.values()])
+                results[number] = answer.value
+            if not done and time.monotonic() >= end:
+                silent = ", ".join(calls[number].actor for number in waiting.values())
+                raise RoleFailed(silent, f"no answer after {timeout_s:.0f} s")
+        return results
+
+    async def settled(self, calls: Sequence[Call]) -> None:
+        """Returns once all calls have ended, one of them failed, or any rank died."""
+        waiting = {asyncio.ensure_future(_error_of(call)) for call in calls}
+        while waiting and not self._any_dead():
+            done, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.result() is not None for task in done):
+                break
+        for task in waiting:
+            task.cancel()
+
+    async def watch(self) -> None:
+        """Waits until a rank dies, and raises ActorDied, which names it."""
+        waiting = {asyncio.ensure_future(_error_of(life)): life for life in self._lives}
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            raise self._death(waiting[done.pop()])
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def shutdown(self) -> None:
+        """Ends every process and gives their places back. A second call does nothing."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        for actor in self._actors:
+            ray.kill(actor)
+        refs = [life.ref for life in self._lives]
+        ray.wait(refs, num_returns=len(refs), timeout=_END_S, fetch_local=False)
+        self._pool.leave()
+        if self._releases:
+            self._pool.release()
+
+    def _first_cause(self, error: BaseException, others: Sequence[Call]) -> BaseException:
+        """Of this error and those that other ranks raise within the grace time, the one that explains the rest."""
+        end, errors = time.monotonic() + _GRACE_S, [error]
+        waiting = {call.ref: call for call in others}
+        while waiting and (poll_s := end - time.monotonic()) > 0:
+            refs = [*waiting, *(life.ref for life in self._lives)]
+            done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
+            if deaths := [self._death(life) for life in self._lives if life.ref in done]:
+                return deaths[0]
+            errors += [other for ref in done if (other := waiting.pop(ref).answer().error) is not None]
+        return min(errors, key=causality)
+
+    def _any_dead(self) -> bool:
+        return bool(ray.wait([life.ref for life in self._lives], num_returns=1, timeout=0, fetch_local=False)[0])
+
+    def _death(self, life: Call) -> BaseException:
+        if self._is_shut_down:
+            return TriviumError(f"an answer of {life.actor}", "the group was shut down", "wait for calls before that")
+        return life.answer().error or ActorDied(life.actor, "its process has ended")
+
+
+def put_inputs(*args: object, **kwargs: object) -> ray.ObjectRef[Inputs]:
+    """Arguments in the object store: once, however many ranks get them."""
+    return ray.put((list(args), dict(kwargs)))
+
+
+async def _error_of(call: Call) -> BaseException | None:
+    """Waits for a call; what it raised."""
+    try:
+        answer: Answer = await call.ref
+    except RayError as error:
+        return error
+    return answer.error

@@ -1,0 +1,188 @@
+"""The processes of one stage: started, watched, restarted where that is possible, ended with the stage.
+
+The first failure ends the stage, and everything that belongs to it. A death is noticed at once: each process has a call
+that only its death ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from trivium.cluster.actors import (
+    ActorDied,
+    Answer,
+    Host,
+    call,
+    causality,
+    death_cause,
+    result_of,
+    start_host,
+    start_role,
+)
+from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
+from trivium.cluster.stage_spec import BUFFER, SYNCHRONIZER, SharedActors, StageSpec
+from trivium.cluster.weight_store import BoardAndWeights
+from trivium.errors import RoleFailed
+from trivium.runtime.build import Stage
+from trivium.types import TRAINER
+
+_log = logging.getLogger("trivium")
+_POLL_S = 1.0
+"""How often the driver returns to Python while it waits, so that signals reach it."""
+_GRACE_S = 1.0
+"""One failure causes others: how long to collect them before the first cause is chosen."""
+_DRAIN_S = 20.0
+"""How long explorers may take to leave once the trainer has finished."""
+_ANSWER_S = 20.0
+"""How long a living process may take to answer the driver when another has died."""
+
+
+class Supervisor:
+    """The processes of one stage: `run` to its end, then `close`, whatever happened."""
+
+    def __init__(self, stage: Stage, namespace: str) -> None:
+        self._stage, self._namespace = stage, f"{namespace}/stage-{stage.number}"
+        self._spec = StageSpec.of(stage)
+        self._actors: dict[str, ActorHandle[Any]] = {}
+        self._watched: dict[ray.ObjectRef[Answer], tuple[str, str]] = {}
+        """Reference that the driver waits for -> (process, what ends: `start`, `work` or `life`)."""
+        self._start_deadlines: dict[str, float] = {}
+        """Until when each process that has not started yet must have."""
+        self._explorers: set[str] = set()
+        """Those that run."""
+        self._record: dict[str, Any] | None = None
+        """What the trainer returned."""
+        self._failing = False
+
+    def run(self, record: dict[str, Any], resumes: bool) -> dict[str, Any]:
+        """Runs the stage to its end; returns the record. Raises the first cause of whatever stopped it."""
+        stage = self._stage
+        synchronizer_host = self._start_host(SYNCHRONIZER, BoardAndWeights)
+        buffer_host = self._start_host(BUFFER, make_buffer, self._spec)
+        self._shared = SharedActors(synchronizer_host, buffer_host, self._namespace)
+        self._synchronizer = self._shared.synchronizer(stage, "driver")
+        self._start_role(TRAINER, train, record, resumes)
+        for number in range(stage.num_explorers):
+            self._start_explorer(f"explorer-{number}")
+        while self._record is None:
+            self._poll()
+        self._drain()
+        return self._record
+
+    def close(self) -> None:
+        """Ends every process that still lives; an explorer's engines end with it."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _drain(self) -> None:
+        """Waits for the explorers to leave; one that does not is left behind, as is one that never joined."""
+        self._explorers &= self._synchronizer.board.read().get("explorers", {}).keys()
+        end = time.monotonic() + _DRAIN_S
+        while self._explorers and time.monotonic() < end:
+            self._poll()
+        if self._explorers:
+            _log.warning("%s did not leave within %.0f s", ", ".join(sorted(self._explorers)), _DRAIN_S)
+
+    # ------------------------------------------------------------------ starting
+
+    def _start_host(self, name: str, make: Callable[..., Any], *args: object) -> ActorHandle[Host]:
+        actor = start_host(name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace)
+        self._watch(name, actor, start=actor.build.remote(make, *args), life=actor.live.remote())
+        return actor
+
+    def _start_role(self, name: str, body: Callable[..., Any], *args: object) -> None:
+        config = self._stage.config  # a trainer of several ranks has its models in their processes
+        on_gpu = name == TRAINER and config.cluster.ranks == 1 and trains_on_gpus(config)
+        actor = start_role(
+            name, self._stage.run_dir.resolve(), self._stage.threads, namespace=self._namespace, num_gpus=float(on_gpu)
+        )
+        start = actor.ready.remote()  # before the work: the actor answers one call after the other
+        work = actor.run.remote(body, name, self._spec, self._shared, *args)
+        self._watch(name, actor, start=start, work=work)
+
+    def _start_explorer(self, name: str) -> None:
+        self._explorers.add(name)
+        self._start_role(name, explore)
+
+    def _watch(self, name: str, actor: ActorHandle[Any], **refs: ray.ObjectRef[Answer]) -> None:
+        self._actors[name] = actor
+        self._start_deadlines[name] = time.monotonic() + self._stage.config.sync.deadline_s
+        self._watched |= {ref: (name, what) for what, ref in refs.items()}
+
+    # ------------------------------------------------------------------ watching
+
+    def _poll(self) -> None:
+        """Waits for an event and handles it. Raises the most probable first cause of a failure."""
+        done, _ = ray.wait(list(self._watched), timeout=_POLL_S)
+        failures = self._handle(done) or self._late()
+        if not failures:
+            return
+        self._failing = True
+        done, _ = ray.wait(list(self._watched), num_returns=len(self._watched), timeout=_GRACE_S)
+        raise min([*failures, *self._handle(done)], key=causality)
+
+    def _handle(self, done: list[ray.ObjectRef[Answer]]) -> list[Exception]:
+        failures: list[Exception] = []
+        for ref in done:
+            name, what = self._watched.pop(ref)
+            try:
+                answer: Answer = ray.get(ref)
+                value = answer.unwrap()
+            except RayError as error:
+                failures += self._handle_death(name, death_cause(error))
+            except Exception as error:
+                failures.append(error)
+            else:
+                self._handle_end(name, what, value)
+        return failures
+
+    def _handle_end(self, name: str, what: str, value: dict[str, Any] | None) -> None:
+        self._start_deadlines.pop(name, None)
+        if what == "work":
+            self._explorers.discard(name)
+        if what == "work" and name == TRAINER:
+            self._record = value
+
+    def _late(self) -> list[Exception]:
+        late = [name for name, end in self._start_deadlines.items() if end < time.monotonic()]
+        waited = f"its process did not start within {self._stage.config.sync.deadline_s:.0f} s"
+        return [RoleFailed(name, f"{waited}; the cluster has {ray.available_resources()} left") for name in late]
+
+    def _handle_death(self, name: str, cause: str) -> list[Exception]:
+        """The failures that follow from a death: none where an explorer is restarted or others remain."""
+        if name not in self._explorers:
+            return [ActorDied(name, cause)]
+        self._explorers.discard(name)
+        self._start_deadlines.pop(name, None)
+        if self._failing or self._record is not None:
+            return []
+        first, _, restarts = name.partition("~")
+        again = int(restarts or 0) + 1
+        is_restarted = again <= self._stage.config.cluster.max_restarts
+        if not (is_restarted or self._explorers):
+            return [ActorDied(name, cause)]
+        try:
+            num_released = self._reap(name, cause)
+        except RoleFailed as failed:
+            return [failed]
+        remains = f"{first}~{again} takes its place" if is_restarted else f"{', '.join(sorted(self._explorers))} go on"
+        _log.warning("%s died (%s); %d of its slots return, %s", name, cause, num_released, remains)
+        if is_restarted:
+            self._start_explorer(f"{first}~{again}")
+        return []
+
+    def _reap(self, name: str, cause: str) -> int:
+        """Cancels the calls of a dead explorer and releases what it held; how many slots that were."""
+        for host in (SYNCHRONIZER, BUFFER):
+            result_of(self._actors[host].forget.remote(name), host, _ANSWER_S)
+        num_released = call(self._actors[BUFFER], BUFFER, "driver", "release", name)
+        if name in self._synchronizer.board.read().get("explorers", {}):
+            self._synchronizer.mark_dead(name, cause, replaced=True)  # the driver decides whether it is fatal
+        return num_released

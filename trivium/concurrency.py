@@ -1,0 +1,395 @@
+"""The one home of each: waits with a deadline, heartbeats, users' functions in threads, whether a process is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+from trivium.errors import RolloutError, SyncError
+
+T = TypeVar("T")
+
+# --------------------------------------------------------------------------- coroutines with a deadline
+
+_GRACE_S = 1.0
+"""How long a cancelled task may take to clean up."""
+
+_abandoned: set[asyncio.Task[Any]] = set()
+"""Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
+
+
+class CancellationEscaped(RolloutError):
+    """A coroutine ended by a cancellation that its caller did not request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an end by itself", "it let a cancellation of its own escape", "catch the CancelledError where it belongs"
+        )
+
+
+async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
+    """The result of `awaitable`; `seconds=None` sets no limit. `ended` is called when it is done, or its time is up.
+
+    Raises TimeoutError where it takes longer, and that is final: what it returns while it is being cancelled is
+    ignored, and one that ignores its cancellation is not waited for.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=None if seconds is None else max(0.0, seconds))
+    finally:
+        late = not task.done()
+        if late:
+            task.cancel()
+        ended()
+        if late:
+            _abandoned.add(task)
+            task.add_done_callback(_forget)
+            await asyncio.wait({task}, timeout=_GRACE_S)
+    if late:
+        raise TimeoutError
+    if task.cancelled():
+        raise CancellationEscaped
+    return task.result()
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()  # retrieved, or asyncio would log that it never was
+
+
+async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """The results in order. The first error cancels the others and is raised once they have ended."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if unfinished := [task for task in tasks if not task.done()]:
+            for task in unfinished:
+                task.cancel()
+            await asyncio.wait(unfinished)
+
+
+# --------------------------------------------------------------------------- waiting for another component
+
+
+class Waiting(NamedTuple):
+    """What an expired wait says: `who` waits for `whom`, and what is known (`seen`)."""
+
+    who: str
+    whom: str
+    seen: str = ""
+
+
+class ProgressDeadline:
+    """The deadline of a wait. It fires after `seconds` without progress: `observe` starts it anew where the state that
+    it is given has changed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.state: object = None
+        """What was observed last."""
+        self._began = self._progressed = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left; 0 where it has fired."""
+        return max(0.0, self._progressed + self.seconds - time.monotonic())
+
+    def observe(self, state: object) -> None:
+        if state != self.state:
+            self.state, self._progressed = state, time.monotonic()
+
+    def error(self, waiting: Waiting) -> SyncError:
+        now = time.monotonic()
+        found = f"waiting for {now - self._began:.0f} s, nothing happened for {now - self._progressed:.0f} s"
+        return SyncError(
+            f"{waiting.who} waits for {waiting.whom}",
+            f"{found}; {waiting.seen}" if waiting.seen else found,
+            "look at the log of the one waited for; raise sync.deadline_s if it is only slow",
+        )
+
+
+async def wait_until(
+    poll: Callable[[ProgressDeadline], Awaitable[tuple[T | None, object]]],
+    waiting: Callable[[], Waiting],
+    deadline_s: float,
+) -> T:
+    """What `poll` answers once that is not None.
+
+    `poll` waits for a change, at most for the `left_s` of the deadline that it is given, and returns (answer, state):
+    a state that differs from the last one is progress. Raises SyncError after `deadline_s` without progress; only then
+    `waiting` is called, in a thread.
+    """
+    deadline = ProgressDeadline(deadline_s)
+    while True:
+        answer, state = await poll(deadline)
+        if answer is not None:
+            return answer
+        deadline.observe(state)
+        if not deadline.left_s:
+            raise deadline.error(await asyncio.to_thread(waiting))
+
+
+# --------------------------------------------------------------------------- heartbeats
+
+
+class Heartbeat:
+    """Calls `beat` every `period_s` while the block runs. A thread does, so that a busy event loop is not a death."""
+
+    def __init__(self, beat: Callable[[], object], period_s: float, name: str) -> None:
+        self.error: Exception | None = None
+        """What stopped it: a thread has no caller to raise to."""
+        self._beat, self._period_s = beat, period_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat-{name}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join(4 * self._period_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._beat()
+                self._stopped.wait(self._period_s)
+        except Exception as error:
+            self.error = error
+
+
+class HeartbeatTracker:
+    """How long a peer has been silent. It compares counts of beats by the clock of this process: machines disagree on
+    the time."""
+
+    def __init__(self, max_gap_s: float = math.inf) -> None:
+        """An observer that has not looked for `max_gap_s` cannot tell; for it the silence starts again."""
+        self._max_gap_s = max_gap_s
+        self._beats = 0
+        self._since = self._looked = time.monotonic()
+
+    def silence_s(self, beats: int) -> float:
+        """The seconds for which the peer's count of beats has been `beats`."""
+        now = time.monotonic()
+        if beats != self._beats or now - self._looked > self._max_gap_s:
+            self._beats, self._since = beats, now
+        self._looked = now
+        return now - self._since
+
+
+# --------------------------------------------------------------------------- users' functions in threads
+
+MAX_LEFT_BEHIND = 64
+"""Abandoned functions that may still run, in the whole process."""
+
+_IDLE_S = 1.0
+"""A thread that has no work for so long ends."""
+
+_PATIENCE_S = 0.02
+"""A queued function gets a new thread where no other has finished for so long: most take microseconds, and more threads
+would only slow them down."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A function that is queued or runs."""
+
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+    """Starts another thread if it stays in the queue."""
+    running: bool = False
+    abandoned: bool = False
+    """Its caller was cancelled while it ran."""
+
+
+_num_abandoned = 0
+_count_lock = threading.Lock()
+
+
+def left_behind() -> int:
+    """How many functions still run although their caller was cancelled."""
+    return _num_abandoned
+
+
+def _count_abandoned(change: int) -> None:
+    global _num_abandoned
+    with _count_lock:
+        _num_abandoned += change
+
+
+class Threads:
+    """A pool of up to `limit` daemon threads.
+
+    A function whose caller is cancelled while it runs cannot be stopped: it is abandoned with its thread, another
+    thread takes its place, and there may be no more than `MAX_LEFT_BEHIND` of them.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit, self._name = limit, name
+        self._changed = threading.Condition(threading.Lock())
+        self._jobs: deque[_Job] = deque()
+        self._threads = self._finished = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """The function's result. Cancelling removes it from the queue, or abandons it.
+
+        Raises RolloutError while too many abandoned functions still run.
+        """
+        if left_behind() >= MAX_LEFT_BEHIND:
+            raise RolloutError(
+                f"a thread for {self._name}",
+                f"{left_behind()} calls that were given up at their deadline still run in theirs",
+                "give what they wait for a time limit of its own, make it `async`, or (rewards) set `workers`",
+            )
+        job = _Job(function, asyncio.get_running_loop().create_future())
+        with self._changed:
+            self._jobs.append(job)
+            if not self._threads:
+                self._start()
+            self._changed.notify()
+            self._schedule_growth(job)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abandon(job)
+            raise
+        finally:
+            if job.timer is not None:
+                job.timer.cancel()
+
+    def _schedule_growth(self, job: _Job) -> None:
+        job.timer = job.future.get_loop().call_later(_PATIENCE_S, self._grow, job, self._finished)
+
+    def _grow(self, job: _Job, finished: int) -> None:
+        with self._changed:
+            if job.running or job.future.done() or self._threads >= self._limit:
+                return
+            if self._finished == finished:
+                self._start()
+            self._schedule_growth(job)
+
+    def _start(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _abandon(self, job: _Job) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            elif job.running:
+                job.abandoned = True
+                self._threads -= 1
+                _count_abandoned(+1)
+                job.future.get_loop().call_later(_PATIENCE_S, self._replace)  # others may be cancelled with it
+
+    def _replace(self) -> None:
+        with self._changed:
+            if self._jobs and self._threads < self._limit:
+                self._start()
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            outcome = _outcome(job.function)
+            with self._changed:
+                self._finished += 1
+                job.running = False
+            if job.abandoned:
+                _count_abandoned(-1)
+                return
+            _deliver(job.future, *outcome)
+
+    def _next(self) -> _Job | None:
+        """The next job; None after a while without one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs, _IDLE_S)
+            if not self._jobs:
+                self._threads -= 1
+                return None
+            job = self._jobs.popleft()
+            job.running = True
+            return job
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return function(), None
+    except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning
+        return None, RuntimeError(f"{type(raised).__name__} raised by user code")
+    except BaseException as raised:  # raised again in the caller
+        return None, raised
+
+
+def _deliver(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    loop = future.get_loop()
+    try:
+        loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        if not loop.is_closed():  # in a closed loop nothing waits for the result
+            raise
+
+
+# --------------------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLife:
+    """Whether a process runs. True for one of another machine: only a heartbeat can tell there."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process started, in clock ticks: a later one may reuse its pid. Empty where the system has no /proc."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessLife:
+        """The life of a process of this machine."""
+        return cls(socket.gethostname(), pid, (_proc_stat(pid) or ("", ""))[1])
+
+    def __call__(self) -> bool:
+        if self.host != socket.gethostname():
+            return True
+        if self.started:
+            state, started = _proc_stat(self.pid) or ("gone", "")
+            return started == self.started and state not in ("Z", "X")  # dead, though its parent has not reaped it
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def _proc_stat(pid: int) -> tuple[str, str] | None:
+    """(state, start time) of a process where the system has /proc; the name in front of them may contain anything."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
+
+
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,64 @@
+"""The config: what a user sets (schema), how it is read and checked, and what follows from it (plan).
+
+schema           sections with their defaults and help; the base classes of plugin sections
+reading          YAML, `extends`, overrides, validation
+checks           what sections must be to each other
+resume           which fields a resumed run may change
+plan             batch arithmetic, placement and memory of a config on a machine
+memory_estimate  bytes per rank, role by role
+model_shape      the size of a model, read from its config.json
+"""
+
+from trivium.config.reading import (
+    check,
+    config_from_mapping,
+    load_config,
+    parse_override,
+    read_yaml,
+)
+from trivium.config.schema import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    ConfigPath,
+    EngineConfig,
+    Plugin,
+    PluginPath,
+    RewardConfig,
+    RunConfig,
+    StrategyConfig,
+    TrainConfig,
+    WorkflowConfig,
+    build,
+    config_path,
+    free,
+    merged,
+    plugin,
+    plugin_path,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "Config",
+    "ConfigPath",
+    "EngineConfig",
+    "Plugin",
+    "PluginPath",
+    "RewardConfig",
+    "RunConfig",
+    "StrategyConfig",
+    "TrainConfig",
+    "WorkflowConfig",
+    "build",
+    "check",
+    "config_from_mapping",
+    "config_path",
+    "free",
+    "load_config",
+    "merged",
+    "parse_override",
+    "plugin",
+    "plugin_path",
+    "read_yaml",
+]

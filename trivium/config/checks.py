@@ -1,0 +1,304 @@
+"""Checks across the sections of a config: each yields every problem that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trivium.config.schema import SETTLED, RunConfig
+from trivium.errors import Problem, TriviumError
+from trivium.registry import resolve, suggest
+from trivium.types import SERVED, TRAINER, SyncStyle, capabilities_of
+
+
+def _check_schedule(config: RunConfig) -> Iterator[Problem]:
+    schedule, sync = config.schedule, config.sync
+    if schedule.max_staleness is not None and schedule.max_staleness != config.max_staleness:
+        yield Problem(
+            "sync.offset",
+            f"max_staleness {schedule.max_staleness} and offset {sync.offset}",
+            f"interval - 1 + offset is {config.max_staleness}",
+            "set one of the two",
+        )
+    if config.max_staleness < sync.interval - 1:
+        yield Problem(
+            "schedule.max_staleness",
+            f"{config.max_staleness} with sync.interval {sync.interval}",
+            "the explorer would wait for weights that are only published after groups it may not roll out",
+            f"set schedule.max_staleness to at least {sync.interval - 1}",
+        )
+    if schedule.deterministic and sync.style is not SyncStyle.FIXED:
+        yield Problem(
+            "sync.style",
+            f"the style {sync.style} in a deterministic run",
+            "when weights are published would depend on timing, and with it which version samples a group",
+            "use style fixed, or leave schedule.deterministic out",
+        )
+    if schedule.curriculum is not None and not schedule.shuffle:
+        yield Problem(
+            "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
+        )
+    if "train" not in config.tasks:
+        yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
+
+
+def _check_channel(config: RunConfig) -> Iterator[Problem]:
+    """Separate commands need a buffer and a channel that both reach."""
+    sync, mode = config.sync, config.run.mode
+    buffer = capabilities_of(resolve("buffers", config.buffer.kind))
+    if mode in ("explore", "train") and buffer.explored and not buffer.shared:
+        yield Problem(
+            "buffer.kind",
+            f"run.mode {mode!r} over a buffer of kind {config.buffer.kind!r}",
+            "no other process reaches it: the two halves would never exchange groups",
+            "use buffer.kind: sql, or run.mode: both",
+        )
+    try:
+        channel = capabilities_of(resolve("channels", sync.method))
+    except TriviumError as error:
+        yield Problem("sync.method", f"the method '{sync.method}'", error.found, error.do)
+        return
+    if buffer.shared and mode in ("explore", "train", "serve") and channel.local:
+        yield Problem(
+            "sync.method",
+            f"'{sync.method}' with run.mode {mode!r} over a shared buffer",
+            "trainer and explorers are separate commands, and it carries weights within one process",
+            "use checkpoint (a directory that all see) or nccl (a broadcast)",
+        )
+    together = config.cluster.kind == "local" and (mode == "both" or (mode == "serve" and not buffer.shared))
+    if together and channel.collective:
+        yield Problem(
+            "sync.method",
+            f"'{sync.method}' where trainer and explorer are one process",
+            "a broadcast needs processes on both ends",
+            "use memory",
+        )
+    if config.slots_are_settled and channel.collective:
+        yield Problem(
+            "sync.method",
+            f"'{sync.method}' {SETTLED}",
+            "a resumed run rolls out slots with earlier versions, and of what was broadcast nothing is kept",
+            "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
+        )
+    if sync.dir is not None and not channel.uses_directory:
+        yield Problem(
+            "sync.dir",
+            f"sync.dir with sync.method '{sync.method}'",
+            "it keeps no files, so the key has no effect",
+            "use sync.method: checkpoint, or leave the key out",
+        )
+
+
+def _check_sampling(config: RunConfig) -> Iterator[Problem]:
+    sampling = config.engine.sampling
+    for name in sampling.changes_distribution():
+        yield Problem(
+            f"engine.sampling.{name}",
+            f"{name} = {getattr(sampling, name)} in training",
+            "it changes the sampled distribution, and the trainer does not replay it",
+            "leave it out here; evaluation.sampling may use it",
+        )
+    if sampling.temperature == 0:
+        yield Problem(
+            "engine.sampling.temperature",
+            "greedy sampling in training",
+            "every member of a group would be the same completion",
+            "use a temperature above 0",
+        )
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
+    evaluation, best = config.evaluation, config.checkpoint.keep_best
+    measured = [f"eval/{evaluation.taskset}/{name}" for name in ("accuracy", "reward", "response_tokens")]
+    if best is not None and best not in measured:
+        yield Problem(
+            "checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", suggest(best, measured)
+        )
+    if evaluation.taskset is None:
+        for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
+            yield Problem(
+                f"evaluation.{name}",
+                f"evaluation.{name} without evaluation.taskset",
+                "nothing is evaluated, so the key has no effect",
+                "name a taskset, or leave the key out",
+            )
+        return
+    if evaluation.taskset not in config.tasks:
+        known = suggest(evaluation.taskset, config.tasks)
+        yield Problem("evaluation.taskset", f"the taskset {evaluation.taskset!r}", "no such taskset", known)
+    for k in evaluation.k:
+        if not 1 <= k <= evaluation.samples:
+            yield Problem(
+                "evaluation.k", f"pass@{k}", f"{evaluation.samples} sample(s) per task", "use 1 <= k <= samples"
+            )
+    if evaluation.sampling.temperature == 0 and evaluation.samples > 1:
+        yield Problem(
+            "evaluation.samples",
+            f"{evaluation.samples} greedy samples",
+            "they would all be the same",
+            "use samples: 1, or a temperature",
+        )
+    if evaluation.every % config.sync.interval:
+        yield Problem(
+            "evaluation.every",
+            f"evaluation every {evaluation.every} steps",
+            f"weights are published every {config.sync.interval} steps, so others would be evaluated",
+            "make it a multiple of sync.interval",
+        )
+
+
+def _check_rewards(config: RunConfig) -> Iterator[Problem]:
+    """A workflow class that declares `gives_rewards=False` returns no rewards: then reward functions are needed.
+
+    An algorithm may do without rewards; an evaluation never does.
+    """
+    scored_later = capabilities_of(resolve("sample_strategies", config.buffer.strategy.kind)).judges
+    workflow = capabilities_of(resolve("workflows", config.workflow.kind))
+    if config.rewards or scored_later or workflow.gives_rewards:
+        return
+    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
+    rolled_out = explored and config.algorithm.reads_rewards and not _served(config)
+    if rolled_out or config.evaluation.taskset is not None:
+        yield Problem(
+            "rewards",
+            f"rewards of {'rollouts' if rolled_out else 'the evaluation'}",
+            f"none, and the workflow {config.workflow.kind!r} returns none",
+            "name a reward, for example rewards: [exact]",
+        )
+
+
+def _served(config: RunConfig) -> bool:
+    """Whether agents bring the tasks and the rewards."""
+    return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
+
+
+def _check_serving(config: RunConfig) -> Iterator[Problem]:
+    """Agents bring their own tasks over HTTP, at any time."""
+    mode, explored = config.run.mode, capabilities_of(resolve("buffers", config.buffer.kind)).explored
+    for name, tasks in config.tasks.items():
+        if tasks.kind == SERVED and (name != "train" or not explored or mode in ("both", "explore")):
+            yield Problem(
+                f"tasks.{name}",
+                f"{SERVED!r} tasks: those that agents bring",
+                f"run.mode {mode!r} rolls out or reads tasks itself",
+                "use it for `train` alone, with run.mode: serve (and `train` over a shared buffer), or name tasks",
+            )
+    evaluated = config.evaluation.taskset
+    if evaluated is not None and evaluated in config.tasks and config.tasks[evaluated].kind == SERVED:
+        yield Problem(
+            "evaluation.taskset",
+            f"an evaluation on {evaluated!r}",
+            "its tasks come with agents: it holds none",
+            "name a taskset that has tasks of its own",
+        )
+    if mode != "serve":
+        return
+    if config.schedule.deterministic:
+        yield Problem(
+            "schedule.deterministic",
+            "a deterministic run that serves agents",
+            "agents decide which task comes when, and the run's seeds do not",
+            "leave it out; max_staleness: 0 still trains groups in the order in which they began",
+        )
+    if config.cluster.kind != "local":
+        yield Problem(
+            "cluster.kind",
+            f"run.mode serve on {config.cluster.kind}",
+            "the endpoint lives in the command's process",
+            "use cluster.kind: local; any number of serve commands may share a buffer",
+        )
+
+
+def _check_cluster(config: RunConfig) -> Iterator[Problem]:
+    """On Ray one command starts both halves; in one process there is one of each."""
+    cluster, mode = config.cluster, config.run.mode
+    if config.run.explorer == TRAINER:
+        yield Problem(
+            "run.explorer", f"an explorer named {TRAINER!r}", "that is the trainer's name", "choose another one"
+        )
+    if cluster.kind == "ray" and mode in ("explore", "train"):
+        yield Problem(
+            "run.mode",
+            f"{mode!r} on Ray",
+            "on a cluster one command starts explorers and trainer",
+            "use run.mode: both, or cluster.kind: local for commands that share a buffer",
+        )
+    for name in ("address", "explorers", "engines", "ranks", "max_restarts"):
+        if cluster.kind == "local" and getattr(cluster, name) != type(cluster).model_fields[name].default:
+            yield Problem(
+                f"cluster.{name}",
+                f"cluster.{name} without a cluster",
+                "all roles are one process, one of each",
+                "set cluster.kind to ray, or leave the key out",
+            )
+    if cluster.kind == "ray" and config.run.explorer:
+        yield Problem(
+            "run.explorer",
+            f"an explorer named {config.run.explorer!r}",
+            "on Ray they are named explorer-0, -1, ...",
+            "leave the key out",
+        )
+
+
+def _check_replaced(config: RunConfig) -> Iterator[Problem]:
+    """Settings that drop or replace groups, where the run must not depend on timing."""
+    schedule, workflow = config.schedule, config.workflow
+    if workflow.min_members > schedule.group_size:
+        yield Problem(
+            "workflow.min_members",
+            f"groups with at least {workflow.min_members} successful members",
+            f"schedule.group_size is {schedule.group_size}, so every group would be dropped",
+            "lower it",
+        )
+    if workflow.min_members > 1 and workflow.max_failed_fraction == 1:
+        yield Problem(
+            "workflow.max_failed_fraction",
+            "1 with workflow.min_members",
+            "dropped groups would be replaced for ever, and nothing would end the run",
+            "set it below 1",
+        )
+    if workflow.min_members > 1 and config.slots_are_settled:
+        yield Problem(
+            "workflow.min_members",
+            f"dropped groups replaced {SETTLED}",
+            "which version samples a slot would depend on what is dropped before it",
+            "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
+        )
+    if schedule.over_rollout and schedule.deterministic:
+        yield Problem(
+            "schedule.over_rollout",
+            "more groups than a step needs in a deterministic run",
+            "which of them are trained on depends on timing",
+            "leave one of the keys out",
+        )
+
+
+def _check_in_flight(config: RunConfig) -> Iterator[Problem]:
+    if config.sync.in_flight == "finish":
+        return
+    if config.schedule.deterministic:
+        yield Problem(
+            "sync.in_flight",
+            "weights that change within a completion in a deterministic run",
+            "which token is sampled by which version depends on timing",
+            "leave one of the keys out",
+        )
+    if not capabilities_of(resolve("engines", config.engine.kind)).updates_in_flight:
+        yield Problem(
+            "sync.in_flight",
+            "weights that change within a completion",
+            f"engine.kind {config.engine.kind!r} does not offer it",
+            "set sync.in_flight to finish",
+        )
+
+
+CHECKS = (
+    _check_schedule,
+    _check_channel,
+    _check_replaced,
+    _check_in_flight,
+    _check_sampling,
+    _check_evaluation,
+    _check_rewards,
+    _check_serving,
+    _check_cluster,
+)

@@ -1,0 +1,358 @@
+"""How much memory a stage will want, estimated from config and config.json alone, and whether the machine has it.
+
+What is held (weights, gradients, optimizer state, caches) is counted; what a pass needs on the way (activations) is an
+estimate that measured training steps agree with (tests/unit/test_memory_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trivium.config.model_shape import ModelShape, read_shape
+from trivium.errors import ConfigError, TriviumError
+from trivium.registry import resolve
+from trivium.types import SyncMethod
+
+if TYPE_CHECKING:
+    from trivium.config.schema import RunConfig
+
+MIB = 2**20
+PROMPT_TOKENS = 1024
+"""The prompt assumed beside `max_new_tokens`, where the model's context has room for it."""
+RUNTIME = 512 * MIB
+"""What a process with torch takes before it holds a model."""
+_ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
+_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+_HEAD_BYTES = 64 * MIB
+"""Logits of one chunk of the head, and their gradient, at most."""
+_FEWER_WEIGHTS = "train.lora, more ranks, train.cpu_offload on GPUs, or a smaller model"
+_KNOBS = {
+    "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
+    "optimizer": f"use {_FEWER_WEIGHTS}",
+    "gradients": f"use {_FEWER_WEIGHTS}",
+    "weights": f"use {_FEWER_WEIGHTS}",
+    "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
+    "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
+    "engine": "set engine.dtype: bfloat16, or use a smaller model",
+    "versions": "set sync.method: checkpoint, or lower schedule.max_staleness",
+    "copy": "set checkpoint.asynchronous: false",
+    "runtime": "use fewer processes on this machine",
+}
+"""What to change about an item, by the last word of its name."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is there: bytes of host memory that processes here may use, and of each GPU. 0 and none where unknown."""
+
+    memory: int = 0
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one train step is cut into. Sequences are whole ones at their full length, so the numbers are bounds."""
+
+    prompts: int
+    group_size: int
+    sequences: int
+    """Prompts times group size: what one step is trained on."""
+    mini_batches: int
+    """Optimizer steps of one pass over the batch."""
+    epochs: int
+    """Passes over the batch."""
+    ranks: int
+    data_ranks: int
+    """Ranks that hold different sequences; the others share theirs (`train.sequence_parallel`)."""
+    sequences_per_data_rank: int
+    """Of one mini-batch, at most."""
+    tokens_per_sequence: int
+    """Prompt and completion: the longest one, or the model's context."""
+    tokens_per_micro_batch: int | None
+    """The budget of one pass on one rank; None where the train engine names none."""
+    micro_batches: int | None
+    """Of one mini-batch on one data rank, at most."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by item."""
+
+    device: str
+    """Where training ranks compute: `cpu` or `cuda`."""
+    rank: Mapping[str, int]
+    """On the device of one training rank."""
+    rank_host: Mapping[str, int]
+    """In host memory, for one training rank on a GPU."""
+    engine: Mapping[str, int]
+    """Of one rollout engine, on its own device."""
+    engine_device: str
+    processes: int
+    """Training ranks."""
+    engines: int
+    together: bool
+    """Whether the first rank and the engine are one process."""
+
+    @property
+    def host(self) -> dict[str, int]:
+        """All that lies in host memory, where every role runs on this machine."""
+        ranks = self.rank if self.device == "cpu" else self.rank_host
+        items = {name: number * self.processes for name, number in ranks.items()}
+        if self.engine_device == "cpu":
+            items |= {name: number * self.engines for name, number in self.engine.items()}
+        apart = self.engines if self.engine and not (self.together and self.processes) else 0
+        return items | {"runtime": RUNTIME * (self.processes + apart)}
+
+    @property
+    def gpu(self) -> dict[str, int]:
+        """What lies on the fullest GPU: a rank, and the engine where the two share a process."""
+        items = dict(self.rank) if self.device == "cuda" else {}
+        if self.engine_device == "cuda" and (self.together or not items):
+            items |= self.engine
+        return items and {**items, "runtime": RUNTIME}
+
+    def summary(self, machine: Machine) -> dict[str, Any]:
+        """For the plan: MiB by item, sums, and what there is."""
+        shown: dict[str, Any] = {"each rank": _mib(self.rank) | {"device": self.device, "ranks": self.processes}}
+        if self.rank_host and self.device != "cpu":
+            shown["each rank, host"] = _mib(self.rank_host)
+        if self.engine:
+            shown["each engine"] = _mib(self.engine) | {"device": self.engine_device, "engines": self.engines}
+        needed: dict[str, Any] = {"host": round(sum(self.host.values()) / MIB)}
+        there: dict[str, Any] = {"host": round(machine.memory / MIB) if machine.memory else "unknown"}
+        if self.gpu:
+            needed["gpu"] = round(sum(self.gpu.values()) / MIB)
+            there["gpus"] = [round(gpu / MIB) for gpu in machine.gpus]
+        return {"unit": "MiB", **shown, "needed": needed, "there": there}
+
+
+def _mib(items: Mapping[str, int]) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: round(number / MIB, 1) for name, number in items.items() if number}
+    return {**shown, "total": round(sum(items.values()) / MIB, 1)}
+
+
+# --------------------------------------------------------------------------- counting
+
+
+def memory_plan(
+    shape: ModelShape,
+    *,
+    trained: Collection[str] = ("policy",),
+    frozen: Mapping[str, ModelShape] | None = None,
+    tokens: int,
+    dtype: str = "float32",
+    gradient_checkpointing: bool = False,
+    adapter_rank: int = 0,
+    shards: int = 1,
+) -> dict[str, int]:
+    """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
+
+    `tokens` go through one pass; `shards` ranks hold a part each. Weights, gradients and the two moments of the
+    optimizer are float32 (float64 for that dtype); `bfloat16` halves what layers keep for the backward pass, norms
+    aside. With `adapter_rank` the policy trains low-rank adapters only.
+    """
+    wide = 8 if dtype == "float64" else 4
+    items: dict[str, int] = {}
+    for role in trained:
+        adapted = role == "policy" and adapter_rank > 0
+        own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
+        moving = adapter_parameters(shape, adapter_rank) if adapted else own
+        items[f"{role} weights"] = (own + moving * adapted) * wide // shards
+        items[f"{role} gradients"] = moving * wide // shards
+        items[f"{role} optimizer"] = 2 * moving * wide // shards
+    for role, its in (frozen or {}).items():
+        items[f"{role} weights"] = its.parameters * wide // shards
+    if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
+        narrow = _BYTES[dtype]
+        items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
+    elif dtype == "bfloat16":  # autocast keeps the matrices it cast until the pass is over
+        items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
+    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing)
+    return items
+
+
+def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool) -> int:
+    """Bytes that one forward and backward pass over so many tokens needs at its peak."""
+    narrow, wide = _BYTES[dtype], 8 if dtype == "float64" else 4
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    through = 4 * query + 8 * key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
+    layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
+    whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # beside it, gradients of one layer
+    kept = shape.layers * shape.hidden * wide * gradient_checkpointing
+    logits = min(_HEAD_BYTES, max(4 * MIB, 256 * shape.vocabulary * wide), tokens * shape.vocabulary * wide)
+    return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
+
+
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Parameters of low-rank adapters of that rank at every linear layer but the head."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ends = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
+    ends += shape.experts * (3 if shape.gated else 2) * (shape.hidden + shape.mlp)
+    return shape.layers * rank * ends
+
+
+def engine_memory(shape: ModelShape, *, dtype: str, rows: int, tokens: int) -> dict[str, int]:
+    """Bytes by item of a rollout engine that holds `rows` completions of `tokens` tokens in progress."""
+    width = _BYTES[dtype]
+    return {"engine": shape.parameters * width, "engine cache": rows * tokens * shape.kv_per_token * width}
+
+
+# --------------------------------------------------------------------------- of a config
+
+
+def plan_batch(config: RunConfig, ranks: int) -> BatchPlan:
+    """How one train step of a stage is cut."""
+    schedule, train, algorithm = config.schedule, config.train, config.algorithm
+    sequences = schedule.groups_per_step * schedule.group_size
+    mini_batches = min(int(getattr(algorithm, "mini_batches", 1)), schedule.groups_per_step)
+    data_ranks = max(1, ranks // int(getattr(train, "sequence_parallel", 1)))
+    share = -(-sequences // mini_batches // data_ranks)
+    tokens = sequence_tokens(config)
+    budget: int | None = getattr(train, "max_tokens_per_micro_batch", None)
+    micro_batches = None
+    if budget is not None:
+        together = max(1, budget * max(1, ranks // data_ranks) // tokens)
+        micro_batches = -(-share // together)
+    return BatchPlan(
+        schedule.groups_per_step,
+        schedule.group_size,
+        sequences,
+        mini_batches,
+        int(getattr(algorithm, "epochs", 1)),
+        ranks,
+        data_ranks,
+        share,
+        tokens,
+        budget,
+        micro_batches,
+    )
+
+
+def sequence_tokens(config: RunConfig) -> int:
+    """The longest sequence that is to be expected."""
+    shape = shape_in(config)
+    limits = [getattr(config.engine, "max_context", None), shape.max_positions if shape is not None else None]
+    return min([config.engine.sampling.max_new_tokens + PROMPT_TOKENS, *(int(limit) for limit in limits if limit)])
+
+
+def shape_in(config: RunConfig) -> ModelShape | None:
+    """The shape of the policy, where its section gives it without building or loading the model."""
+    shape = getattr(config.model, "shape", None)
+    try:
+        return shape() if callable(shape) else None  # pyright: ignore[reportReturnType]
+    except TriviumError:  # an architecture that config.json does not describe in the usual words
+        return None
+
+
+def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> MemoryPlan | None:
+    """The memory of a stage; None where the sizes of model or micro-batch are unknown."""
+    shape, engine = shape_in(config), config.engine
+    train: Any = config.train
+    if shape is None or batch.tokens_per_micro_batch is None or not hasattr(train, "gradient_checkpointing"):
+        return None
+    device = "cpu" if train.device == "cpu" or (train.device == "auto" and not machine.gpus) else "cuda"
+    longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
+    tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
+    trained, frozen = models_of(config, shape)
+    lora = getattr(train, "lora", None)
+    if lora is not None:
+        frozen.pop("reference", None)  # the policy with its adapter off
+    rank = memory_plan(
+        shape,
+        trained=trained,
+        frozen=frozen,
+        tokens=tokens,
+        dtype=train.dtype,
+        gradient_checkpointing=train.gradient_checkpointing,
+        adapter_rank=0 if lora is None else lora.rank,
+        shards=train.shard or batch.ranks,
+    )
+    host: dict[str, int] = {}
+    if getattr(train, "cpu_offload", False) and batch.ranks > 1 and device != "cpu":
+        host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}
+    kept = rank if device == "cpu" else host
+    held = {**rank, **host}
+    if config.checkpoint.asynchronous:
+        state = ("weights", "optimizer")
+        kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
+    if config.sync.method is SyncMethod.MEMORY and config.max_staleness:
+        number = config.max_staleness // config.sync.interval + 2
+        kept["published versions"] = number * shape.parameters * 4 // batch.ranks
+    local = config.cluster.kind == "local"
+    explores = config.run.mode in ("both", "explore", "serve", "bench")
+    samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
+    return MemoryPlan(
+        device=device,
+        rank=rank if trains else {},
+        rank_host=host if trains else {},
+        engine=_engine_items(config, shape, batch) if samples else {},
+        engine_device=str(getattr(engine, "device", "cpu")),
+        processes=batch.ranks if trains else 0,
+        engines=1 if local else config.cluster.explorers * config.cluster.engines,
+        together=local,
+    )
+
+
+def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[str, int]:
+    """As many completions at once as training asks for; an evaluation may fill more of `engine.max_rows`."""
+    engine: Any = config.engine
+    ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
+    rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
+    return engine_memory(shape, dtype=engine.dtype, rows=rows, tokens=batch.tokens_per_sequence)
+
+
+def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
+    """(roles that are trained, frozen models) of a stage's algorithm."""
+    section = config.algorithm.settled(config)
+    build = getattr(resolve("algorithms", section.kind), "build", None)
+    if build is None:
+        return ["policy", *(["critic"] if section.has_critic else [])], {}
+    algorithm = build(section, config.run.seed)
+    trained = list(dict.fromkeys(objective.role for objective in algorithm.objectives))
+    frozen = {} if "policy" in trained else {"policy": shape}
+    for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained)):
+        teacher = algorithm.teacher.path if role == "teacher" and algorithm.teacher is not None else None
+        frozen[role] = read_shape(teacher) if teacher is not None else shape
+    return trained, frozen
+
+
+# --------------------------------------------------------------------------- what there is
+
+
+def host_memory() -> int:
+    """Bytes of memory that the processes here may use: the machine's, or the limit of their control group."""
+    limits = [_meminfo()]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _text(path).strip()
+        if text.isdigit():
+            limits.append(int(text))
+    return min((limit for limit in limits if limit), default=0)
+
+
+def _meminfo() -> int:
+    line = next((line for line in _text("/proc/meminfo").splitlines() if line.startswith("MemTotal:")), "")
+    return int(line.split()[1]) * 1024 if line else 0
+
+
+def _text(path: str) -> str:
+    file = Path(path)
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def refuse_what_cannot_fit(plan: MemoryPlan, machine: Machine, where: str = "") -> None:
+    """Raises ConfigError, with the biggest item and what to change about it, for a plan beyond the machine's memory."""
+    memories = [("host memory", plan.host, machine.memory)]
+    if machine.gpus:
+        memories.append(("the memory of a GPU", plan.gpu, min(machine.gpus)))
+    for memory, items, available in memories:
+        needed = sum(items.values())
+        if available and needed > available:
+            name, biggest = max(items.items(), key=lambda item: item[1])
+            raise ConfigError(
+                f"{needed / 2**30:.1f} GiB of {memory}{where}",
+                f"there are {available / 2**30:.1f} GiB; the biggest item is {name}, {biggest / 2**30:.1f} GiB",
+                _KNOBS[name.split()[-1]],
+            )

@@ -1,0 +1,82 @@
+"""What follows from a config and a machine: batch arithmetic, memory, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from trivium.config.memory_estimate import BatchPlan, Machine, plan_batch, plan_memory, refuse_what_cannot_fit
+from trivium.config.schema import Config, RunConfig
+
+
+class StagePlan(Config):
+    """The arithmetic of one stage."""
+
+    first_step: int
+    last_step: int
+    groups_per_step: int
+    played_groups_per_step: int
+    trajectories_per_step: int
+    max_response_tokens_per_step: int
+    max_staleness: int
+    weights: str
+    slots: int
+    algorithm: dict[str, str]
+    """What the algorithm takes from the rest of the config."""
+    batch: BatchPlan
+    """What a train step is cut into."""
+    memory: dict[str, Any] | None
+    """An estimate in MiB; None where the size of the model is unknown."""
+
+
+class Plan(Config):
+    """What follows from a config and a machine; printed, saved, never written to."""
+
+    stages: tuple[StagePlan, ...]
+    total_steps: int
+    threads: int
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=1000)
+
+
+def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, ranks: int = 1) -> Plan:
+    """The batch arithmetic of every stage and the memory it wants, with that many cores and training ranks."""
+    machine = machine or Machine()
+    stages: list[StagePlan] = []
+    step = 0
+    for stage in config.stage_configs():
+        schedule = stage.schedule
+        rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
+        batch = plan_batch(stage, ranks)
+        memory = plan_memory(stage, batch, machine)
+        stages.append(
+            StagePlan(
+                first_step=step + 1,
+                last_step=step + schedule.steps,
+                groups_per_step=schedule.groups_per_step,
+                played_groups_per_step=rolled_out,
+                trajectories_per_step=rolled_out * schedule.group_size,
+                max_response_tokens_per_step=rolled_out * schedule.group_size * stage.engine.sampling.max_new_tokens,
+                max_staleness=stage.max_staleness,
+                weights=f"{stage.sync.style} style by {stage.sync.method}, every {stage.sync.interval} step(s)",
+                slots=schedule.steps * rolled_out,
+                algorithm=stage.algorithm.describe(stage),
+                batch=batch,
+                memory=None if memory is None else memory.summary(machine),
+            )
+        )
+        step += schedule.steps
+    return Plan(stages=tuple(stages), total_steps=step, threads=config.cluster.threads or cores)
+
+
+def refuse_too_large(config: RunConfig, machine: Machine, ranks: int = 1) -> None:
+    """Raises ConfigError for a stage that cannot fit the machine. A cluster that runs already is not measured here."""
+    if config.cluster.address is not None:
+        return
+    stages = config.stage_configs()
+    for number, stage in enumerate(stages):
+        memory = plan_memory(stage, plan_batch(stage, ranks), machine)
+        if memory is not None:
+            refuse_what_cannot_fit(memory, machine, f" for stage {number}" if len(stages) > 1 else "")

@@ -1,0 +1,168 @@
+"""Reads a config: YAML with `extends`, overrides `a.b=c`, validation; every problem is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from trivium.config.checks import CHECKS
+from trivium.config.schema import Config, NestedError, RunConfig, is_mapping, merged, paths_relative_to
+from trivium.errors import ConfigError, Problem, TriviumError
+from trivium.registry import suggest
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a YAML file, with `a.b=c` overrides applied."""
+    data = read_yaml(Path(path))
+    for override in overrides:
+        data = merged(data, parse_override(override))
+    return config_from_mapping(data, Path(path).resolve().parent)
+
+
+def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
+    """A validated config; raises ConfigError with every problem. `base` is where relative paths start."""
+    with paths_relative_to(base):
+        config, problems = _validate(data)
+    if problems or config is None:
+        later = "" if config is not None else " (further checks follow once these are fixed)"
+        raise ConfigError("a valid config", f"{len(problems)} problem(s)", f"fix them all at once{later}:", problems)
+    return config
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key given twice is an error: the first value would silently have no effect."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" and names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML mapping with its `extends` followed."""
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except FileNotFoundError as error:
+        raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "fix the file") from error
+    if not is_mapping(data):
+        raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
+    section = dict(data)
+    parent = section.pop("extends", None)
+    return section if parent is None else merged(read_yaml(path.parent / parent, (*seen, path)), section)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as a nested mapping; the value is read as YAML."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
+    try:
+        nested: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}", f"the value is not YAML: {error}", "quote it for the shell") from error
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """The config, or everything that is wrong with it.
+
+    Stages are validated in full now, not when their turn comes, and their relative paths made absolute like all others.
+    """
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        return None, list(flatten(error, RunConfig, ""))
+    problems: list[Problem] = []
+    base = config.model_dump(exclude={"stages"}, exclude_unset=True)
+    resolved: list[dict[str, Any]] = []
+    for number, stage in enumerate(config.stages):
+        problems += [
+            Problem(
+                f"stages[{number}].{name}", f"{name!r} of one stage", "all stages share it", "set it outside `stages`"
+            )
+            for name in sorted({"run", "model", "stages"} & set(stage))
+        ]
+        try:
+            staged = RunConfig.model_validate(merged(base, stage))
+        except ValidationError as error:
+            problems += flatten(error, RunConfig, f"stages[{number}]")
+            continue
+        problems += check(staged, f"stages[{number}].")
+        complete = staged.model_dump(mode="json", exclude_unset=True)
+        resolved.append({name: complete[name] for name in stage})
+    if not config.stages:
+        problems += check(config)
+    return config.model_copy(update={"stages": tuple(resolved)}), problems
+
+
+def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
+    """Pydantic's errors as problems, nested sections included, with the nearest valid name for unknown keys."""
+    for item in error.errors(include_url=False):
+        where = _dotted(prefix, item["loc"])
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, NestedError) and isinstance(cause.error, ValidationError):
+            yield from flatten(cause.error, cause.owner or owner, where)
+        elif isinstance(cause, NestedError) and isinstance(cause.error, TriviumError):
+            yield Problem(where, cause.error.asked, cause.error.found, cause.error.do)
+        elif item["type"] == "extra_forbidden":
+            section = _section_at(owner, item["loc"][:-1])
+            known = section.model_fields if section is not None else {}
+            yield Problem(
+                where, f"the key {item['loc'][-1]!r}", "no such key here", suggest(str(item["loc"][-1]), known)
+            )
+        elif item["type"] == "missing":
+            yield Problem(where, "a value", "nothing", f"set {where}: ...")
+        else:
+            value = repr(item["input"])
+            yield Problem(where, item["msg"], value if len(value) < 80 else value[:77] + "...", "correct the value")
+
+
+def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
+    path = prefix
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path
+
+
+def _section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel] | None:
+    """The section class that a location points into."""
+    section: type[BaseModel] | None = owner
+    for part in loc:
+        field = section.model_fields.get(str(part)) if section is not None else None
+        annotation = field.annotation if field is not None else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return section
+
+
+def check(config: RunConfig, prefix: str = "") -> list[Problem]:
+    """Every problem of sections that do not fit together; empty when the config can run."""
+    problems = [problem for look in CHECKS for problem in look(config)]
+    for where, section in _sections(config):
+        problems += section.problems(config, where)
+    return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
+
+
+def _sections(config: RunConfig) -> Iterator[tuple[str, Config]]:
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Config):
+            yield name, value
+        elif is_mapping(value):
+            yield from ((f"{name}.{key}", v) for key, v in value.items() if isinstance(v, Config))
+        elif isinstance(value, tuple):
+            yield from ((f"{name}[{i}]", v) for i, v in enumerate(value) if isinstance(v, Config))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -1,0 +1,552 @@
+"""The config of a run: base classes, then the sections, then `RunConfig`.
+
+A section is frozen and refuses unknown keys. A plugin section names its class by `kind`; that class owns the section's
+fields. The string under a field is its help. `free()` marks a field that a resumed run may change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from trivium.errors import Problem, TriviumError, UnknownName
+from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
+
+_BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
+"""The folder that relative paths of the config being validated start from."""
+
+
+@contextmanager
+def paths_relative_to(folder: Path | None) -> Generator[None]:
+    """Relative paths of a config that is validated inside this block start from `folder`."""
+    token = _BASE.set(folder)
+    try:
+        yield
+    finally:
+        _BASE.reset(token)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
+
+
+def free(default: Any = ..., **constraints: Any) -> Any:
+    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget."""
+    return Field(default, json_schema_extra={"resume": "free"}, **constraints)
+
+
+def config_path(path: str) -> Path:
+    """A path the config mentions, seen from the config's own folder."""
+    return ((_BASE.get() or Path.cwd()) / Path(path).expanduser()).resolve()
+
+
+ConfigPath = Annotated[str, AfterValidator(lambda path: str(config_path(path)))]
+"""A field that holds a path: relative to the config file when read, absolute from then on."""
+
+
+def plugin_path(name: str) -> str:
+    """A name that leads to a class or function, with the file of `file.py:Name` seen from the config's own folder."""
+    file_name, is_file, attribute = name.rpartition(".py:")
+    return f"{config_path(file_name + '.py')}:{attribute}" if is_file else name
+
+
+def _with_module(name: str) -> str:
+    if ":" not in name:
+        raise ValueError("expected `package.module:Name` or `file.py:Name`")
+    return plugin_path(name)
+
+
+PluginPath = Annotated[str, AfterValidator(_with_module)]
+"""A field that names a user's class or function: `package.module:Name`, or `file.py:Name` beside the config file."""
+
+
+class Config(BaseModel):
+    """Base of every section: frozen, no unknown keys, field docstrings are the help."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """What is wrong with this section beside the others of `run`. `where` is its path in the config."""
+        yield from ()
+
+
+class Plugin(Config):
+    """Base of a section whose class is picked by `kind`."""
+
+    kind: str
+    """Short name, `package.module:Name`, or `file.py:Name` relative to the config file."""
+
+    @property
+    def short_name(self) -> str:
+        """The kind's last part: the name of its object in metrics."""
+        return self.kind.rpartition(":")[2].rpartition(".")[2]
+
+
+class NestedError(ValueError):
+    """Carries an error of ours, or a section's own errors, through pydantic's collection of errors."""
+
+    def __init__(self, error: TriviumError | ValidationError, owner: type[BaseModel] | None = None) -> None:
+        super().__init__(str(error))
+        self.error, self.owner = error, owner
+
+
+def plugin(kind: str, base: type[Plugin] = Plugin, default_name: str | None = None) -> Callable[[Any], Any]:
+    """A validator that turns `{kind: <name>, ...}` into the Config of the class that the registry has under
+    `kind` and that name.
+
+    The class (or value) may offer `configure(data) -> Config`, or own a `Config`; a plain function owns none and gets
+    `base`.
+    """
+
+    def validate(data: object) -> object:
+        if isinstance(data, Plugin):
+            return data
+        if isinstance(data, str):
+            data = {"kind": data}
+        if not is_mapping(data):
+            raise ValueError(f"expected a mapping with `kind`, found {type(data).__name__}")
+        section: dict[str, Any] = dict(data)
+        name = section.setdefault("kind", default_name)
+        if not isinstance(name, str):
+            raise NestedError(UnknownName("a section with `kind`", "no kind", suggest("", CATALOGUE[kind])))
+        section["kind"] = name = plugin_path(name)
+        target = _resolved(kind, name)
+        owner, configure = getattr(target, "Config", base), getattr(target, "configure", None)
+        try:
+            return owner.model_validate(section) if configure is None else configure(section)
+        except (TriviumError, ValidationError) as error:
+            raise NestedError(error, owner) from error
+
+    return validate
+
+
+def _resolved(kind: str, name: str) -> object:
+    """The object that a section's `kind` names. What a user's module raises while it is imported is no fault of the
+    section: it passes through, as an ImportError where pydantic would take it for a bad value."""
+    try:
+        return resolve(kind, name)
+    except TriviumError as error:
+        raise NestedError(error) from error
+    except (ValueError, AssertionError) as error:
+        raise ImportError(f"importing {name} raised {type(error).__name__}: {error}") from error
+
+
+def build(kind: str, config: Plugin, **context: Any) -> Any:
+    """The object that a plugin section describes: `Target(config, **context)`, or the plain function itself."""
+    target = resolve(kind, config.kind)
+    return target(config, **context) if isinstance(target, type) else target
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh.
+
+    A section of `base` without a kind keeps its keys: those that the new kind does not have are reported, not dropped.
+    """
+    result = copy.deepcopy(dict(base))
+    for key, value in change.items():
+        old = result.get(key)
+        if is_mapping(value) and is_mapping(old):
+            new_kind = "kind" in value and "kind" in old and value["kind"] != old["kind"]
+            result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+# --------------------------------------------------------------------------- sections
+
+SETTLED = "in a deterministic run that is ahead of its trainer"
+"""Describes a run whose `slots_are_settled`, in problems."""
+
+
+class RunSection(Config):
+    """Which run this is."""
+
+    dir: str = free("runs/run")
+    """Run directory, relative to the working directory. A run that finds checkpoints there continues."""
+    seed: int = 0
+    """The seed of everything: weights, order, samples."""
+    name: str = free("")
+    """The run's name in a buffer that separate commands share; empty means the last part of `run.dir`."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = free("both")
+    """`both` explores and trains; `explore` and `train` do one of the two, in as many shells or machines as you like,
+    over a buffer and a channel that they share; `serve` offers the policy to agents instead of exploring, and trains
+    too unless the buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
+    explorer: str = free("", pattern=r"^[\w.-]*$")
+    """Name of the explorer that this command starts; empty generates a unique one."""
+    enable_preview: bool = free(False)
+    """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
+    resume: bool = free(True)
+    """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
+
+
+class SamplingConfig(Config):
+    """How completions are sampled."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Divides the logits; 0 is greedy (evaluation only)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus truncation; changes the distribution, so training refuses it until it can be replayed."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most probable tokens; 0 keeps all. Refused in training like `top_p`."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """End of sequence is impossible before this many tokens. Refused in training like `top_p`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn."""
+
+    def sampling(self) -> Sampling:
+        """The same as a value that travels."""
+        return Sampling(**self.model_dump())
+
+    def changes_distribution(self) -> list[str]:
+        """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
+        return [name for name, value in neutral.items() if getattr(self, name) != value]
+
+
+class EngineConfig(Plugin):
+    """Base of engine sections."""
+
+    kind: str = "torch"
+    sampling: SamplingConfig = SamplingConfig()
+    """How training rollouts are sampled."""
+
+
+class WorkflowConfig(Plugin):
+    """Base of workflow sections: how a task is rolled out, and what happens when a rollout fails."""
+
+    kind: str = "single_turn"
+    deadline_s: float = Field(default=600.0, gt=0)
+    """A rollout (workflow and rewards together) that takes longer is recorded as failed."""
+    max_failed_fraction: float = free(0.5, ge=0, le=1)
+    """The run ends when more than this part of the trajectories of a step, or of an evaluation, failed."""
+    max_concurrent: int = free(4096, ge=1)
+    """Trajectories in flight at once."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often a rollout that its workflow failed is repeated, from its first turn and with the same randomness,
+    within the same deadline."""
+    min_members: int = Field(default=1, ge=1)
+    """A group with fewer successful trajectories is dropped and replaced by another. 1 drops none: a group that failed
+    as a whole reaches the trainer, which counts it and leaves it out."""
+
+
+class RewardConfig(Plugin):
+    """Base of reward sections; a plain function has exactly these keys."""
+
+    weight: float = 1.0
+    """Factor of this component in the total."""
+    name: str = ""
+    """Name in metrics; empty means the kind's last part."""
+    workers: int = free(0, ge=0)
+    """Processes that it computes in; 0 uses threads of the explorer. A reward that hangs or holds the interpreter is
+    killed there at the deadline of its rollout."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.short_name
+
+
+class TrainConfig(Plugin):
+    """Base of train engine sections."""
+
+    kind: str = "torch"
+
+
+class AlgorithmConfig(Plugin):
+    """Base of algorithm sections; presets own the rest."""
+
+    kind: str = "grpo"
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether rollouts need rewards."""
+        return True
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return False
+
+    def settled(self, run: RunConfig) -> AlgorithmConfig:
+        """The section with what it leaves to the rest of the config filled in: what an algorithm is built from."""
+        del run
+        return self
+
+    def describe(self, run: RunConfig) -> dict[str, str]:
+        """What it is, and what of it follows from the rest of the config, for the plan."""
+        del run
+        return {"kind": self.kind}
+
+
+class CurriculumConfig(Config):
+    """Tasks by difficulty instead of at random. Every epoch still visits every task once."""
+
+    column: str
+    """The column with the difficulty of a task: a number, higher is harder."""
+    easy_first: bool = True
+    """Whether an epoch begins with the easy ones; else with the hard ones."""
+    spread: float = Field(default=0.2, ge=0)
+    """How far the order is blurred, as a part of the taskset: 0 is strictly by difficulty (equals at random), 10 is
+    nearly a shuffle."""
+
+
+class ScheduleSection(Config):
+    """How many groups are rolled out and trained on, in which order, and how stale they may be."""
+
+    steps: int = free(100, ge=1)
+    """Train steps of this stage."""
+    groups_per_step: int = Field(default=32, ge=1)
+    """Groups that one train step consumes."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per task."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """How many versions old a group may be when it is trained on. Unset, it follows from `sync.offset`, else it is 0:
+    the synchronous run."""
+    deterministic: bool = False
+    """Makes an asynchronous run a function of its seeds: which version samples a group no longer depends on timing."""
+    shuffle: bool = True
+    """Whether each epoch visits the tasks in its own order."""
+    curriculum: CurriculumConfig | None = None
+    """Orders each epoch by difficulty."""
+    max_attempts: int = Field(default=3, ge=1)
+    """How often a slot is rolled out before its group is given up as too stale."""
+    over_rollout: float = Field(default=0.0, ge=0)
+    """Rolls out so many more groups than a step needs, as a fraction of `groups_per_step`; the step takes those that
+    finish first, and those that could only become too stale are cancelled and rolled out again. 0 waits for all."""
+
+
+class SyncSection(Config):
+    """When and how weights reach the explorers."""
+
+    method: Annotated[SyncMethod | str, Field(union_mode="left_to_right")] = SyncMethod.MEMORY
+    """`memory` (one process, or Ray's object store), `checkpoint` (files in a directory that both sides see), `nccl`
+    (a broadcast: nccl between GPUs, gloo between CPUs); further channels by name or path."""
+    style: SyncStyle = SyncStyle.FIXED
+    """Who decides when: `fixed` publishes every `interval` steps; `dynamic_by_trainer` asks the explorers after so many
+    steps; `dynamic_by_explorer` publishes when an explorer asks, after so many steps' worth of groups or without a
+    free slot."""
+    interval: int = Field(default=1, ge=1)
+    """Train steps between two publications."""
+    offset: int | None = Field(default=None, ge=0)
+    """Another way to say `max_staleness = interval - 1 + offset`."""
+    in_flight: Literal["finish", "update"] = "finish"
+    """What happens to completions in progress when new weights arrive: `finish` ends them first; `update` continues
+    with the new weights from the next token, every token keeping the version that sampled it."""
+    dir: ConfigPath | None = free(None)
+    """Directory of the `checkpoint` method, for this run alone, that all its roles see; unset means `sync` in the run
+    directory."""
+    deadline_s: float = free(3600.0, gt=0)
+    """Longest wait of one side for the other."""
+    heartbeat_s: float = free(10.0, gt=0)
+    """A role in another process without a heartbeat for so long counts as dead."""
+
+
+class StrategyConfig(Plugin):
+    """Base of sample strategy sections: which groups a step is trained on."""
+
+    kind: str = "default"
+
+    def num_stored(self, count: int) -> int:
+        """Of a step's `count` groups, how many do not come from the explorers, but are replayed or an expert's."""
+        del count
+        return 0
+
+    def oldest(self, max_staleness: int) -> int:
+        """How many versions old a group may be when it is trained on, where the buffer holds none older than
+        `max_staleness`."""
+        return max_staleness
+
+
+StrategyPlugin = Annotated[
+    SerializeAsAny[StrategyConfig], BeforeValidator(plugin("sample_strategies", StrategyConfig, "default"))
+]
+OperatorPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("operators"))]
+
+
+class BufferConfig(Plugin):
+    """Base of buffer sections."""
+
+    kind: str = "memory"
+    strategy: StrategyPlugin = Field(default={"kind": "default"})  # pyright: ignore[reportAssignmentType]
+    """Which groups a step is trained on."""
+    operators: tuple[OperatorPlugin, ...] = ()
+    """The experience pipeline: what becomes of each finished group before it is stored, in order. Names, or functions
+    of yours."""
+    max_dropped_in_a_row: int = free(1000, ge=1)
+    """The run ends when the operators dropped so many groups of one explorer, one after the other."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        yield from self.strategy.problems(run, f"{where}.strategy")
+        for number, section in enumerate(self.operators):
+            place, target = f"{where}.operators[{number}]", resolve("operators", section.kind)
+            yield from section.problems(run, place)
+            if not capabilities_of(resolve("buffers", self.kind)).explored:
+                yield Problem(
+                    place,
+                    f"the operator {section.kind!r} on buffer.kind {self.kind!r}",
+                    "operators work on groups of explorers, and this buffer has no explorers",
+                    "leave it out, or change the rows themselves",
+                )
+            if run.slots_are_settled and capabilities_of(target).drops:
+                yield Problem(
+                    place,
+                    f"the operator {section.kind!r}, which may drop groups, {SETTLED}",
+                    "which version samples a slot would depend on what is dropped before it",
+                    "leave it out (one of yours that drops nothing declares Capabilities(drops=False)), or set "
+                    "schedule.max_staleness or schedule.deterministic back",
+                )
+
+
+class EvaluationSection(Config):
+    """Held-out tasks, rolled out with fixed weights."""
+
+    taskset: str | None = None
+    """Which taskset to evaluate; unset means no evaluation."""
+    every: int = free(0, ge=0)
+    """Train steps between evaluations; 0 evaluates at the start and the end of the last stage only."""
+    samples: int = Field(default=1, ge=1)
+    """Trajectories per task."""
+    k: tuple[int, ...] = (1,)
+    """The k of pass@k and maj@k; each at most `samples`."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """How evaluation samples; greedy by default."""
+    threshold: float = 1.0
+    """A total reward of at least this counts as right."""
+
+
+class CheckpointSection(Config):
+    """What is kept on disk."""
+
+    save_every: int = free(50, ge=0)
+    """Train steps between checkpoints; 0 saves at the end of each stage only."""
+    keep: int = free(3, ge=1)
+    """Newest checkpoints to keep."""
+    keep_best: str | None = free(None)
+    """A metric of the evaluation whose best checkpoint is kept as well, for example `eval/test/accuracy`."""
+    asynchronous: bool = free(False)
+    """Whether training goes on while a checkpoint is being written, from a copy in host memory: as much again as
+    weights and optimizer take. The next save waits for it, and so does the end of a stage."""
+    save_strategy: SaveStrategy = free(SaveStrategy.UNRESTRICTED)
+    """Who may write at the same time: `single_thread`, `single_process`, `single_node`, `unrestricted`."""
+    remote: str | None = free(None)
+    """Where complete checkpoints are copied to as well: an fsspec URL (`s3://bucket/run`, `file:///mnt/run`)."""
+
+
+class ClusterSection(Config):
+    """Where the roles run and what they may use."""
+
+    kind: Literal["local", "ray"] = free("local")
+    """`local` keeps the roles of this command in its process; `ray` makes each an actor."""
+    address: str | None = free(None)
+    """A running Ray cluster (`auto`, `host:port`, `ray://...`); unset starts one on this machine for the run."""
+    explorers: int = free(1, ge=1)
+    """Explorer actors."""
+    engines: int = free(1, ge=1)
+    """Engine actors of each explorer; requests go to the least busy one."""
+    ranks: int = free(1, ge=1)
+    """Processes that train together: actors beside the trainer's, each with a GPU of its own, where it trains on GPUs,
+    or all on one machine. Without Ray, `torchrun` starts as many."""
+    max_restarts: int = free(2, ge=0)
+    """How often explorers and engines that died are started again before their death ends the run."""
+    threads: int = free(0, ge=0)
+    """Threads for model work of each role; 0 takes every core. Results are bit-equal only at equal thread counts."""
+
+
+class ServeSection(Config):
+    """The endpoint of `run.mode: serve`."""
+
+    host: str = free("127.0.0.1")
+    """Address to listen on."""
+    port: int = free(8010, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one, written to `serve.json` in the run directory."""
+    model: str = free("policy")
+    """The name clients ask for."""
+    key_variable: str | None = free(None)
+    """Environment variable with the key that clients must present; unset admits every client."""
+    idle_s: float = free(3600.0, gt=0)
+    """A conversation without feedback for so long is forgotten, and counted as dropped."""
+
+
+# --------------------------------------------------------------------------- the whole config
+
+Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_name="hf"))]
+Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
+WorkflowPlugin = Annotated[
+    SerializeAsAny[WorkflowConfig], BeforeValidator(plugin("workflows", WorkflowConfig, "single_turn"))
+]
+RewardPlugin = Annotated[SerializeAsAny[RewardConfig], BeforeValidator(plugin("rewards", RewardConfig))]
+Engine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(plugin("engines", EngineConfig, "torch"))]
+AlgorithmPlugin = Annotated[
+    SerializeAsAny[AlgorithmConfig], BeforeValidator(plugin("algorithms", AlgorithmConfig, "grpo"))
+]
+Train = Annotated[SerializeAsAny[TrainConfig], BeforeValidator(plugin("train", TrainConfig, "torch"))]
+BufferPlugin = Annotated[SerializeAsAny[BufferConfig], BeforeValidator(plugin("buffers", BufferConfig, "memory"))]
+MonitorPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("monitors"))]
+
+
+class RunConfig(Config):
+    """Everything a run depends on."""
+
+    run: RunSection = RunSection()
+    model: Model
+    """The policy: `{kind: hf, path: ...}` or `{kind: tiny, ...}`."""
+    tasks: dict[str, Tasks]
+    """Tasksets by name; explorers roll out `train`."""
+    workflow: WorkflowPlugin = Field(default={"kind": "single_turn"})  # pyright: ignore[reportAssignmentType]
+    rewards: tuple[RewardPlugin, ...] = ()
+    """Reward functions of a finished trajectory; their weighted sum is the reward."""
+    engine: Engine = Field(default={"kind": "torch"})  # pyright: ignore[reportAssignmentType]
+    algorithm: AlgorithmPlugin = Field(default={"kind": "grpo"})  # pyright: ignore[reportAssignmentType]
+    train: Train = Field(default={"kind": "torch"})  # pyright: ignore[reportAssignmentType]
+    schedule: ScheduleSection = ScheduleSection()
+    sync: SyncSection = SyncSection()
+    buffer: BufferPlugin = Field(default={"kind": "memory"})  # pyright: ignore[reportAssignmentType]
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitors: tuple[MonitorPlugin, ...] = free(({"kind": "console"}, {"kind": "jsonl"}))
+    """Where metrics go."""
+    cluster: ClusterSection = ClusterSection()
+    serve: ServeSection = ServeSection()
+    stages: tuple[dict[str, Any], ...] = ()
+    """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them."""
+
+    def stage_configs(self) -> tuple[RunConfig, ...]:
+        """One config per stage, without `stages`; the config itself where there are none."""
+        base = self.model_dump(exclude={"stages"}, exclude_unset=True)
+        if not self.stages:
+            return (self,)
+        return tuple(type(self).model_validate(merged(base, stage)) for stage in self.stages)
+
+    @property
+    def max_staleness(self) -> int:
+        """`schedule.max_staleness`, or what follows from `sync.offset`, or 0."""
+        if self.sync.offset is not None:
+            return self.sync.interval - 1 + self.sync.offset
+        return self.schedule.max_staleness or 0
+
+    @property
+    def max_age(self) -> int:
+        """How many versions old a group may be when it is trained on: `max_staleness`, unless the sample strategy is
+        stricter or replays older ones."""
+        return self.buffer.strategy.oldest(self.max_staleness)
+
+    @property
+    def slots_are_settled(self) -> bool:
+        """Whether the version that samples a slot is fixed beforehand: then no group may be replaced by another."""
+        return self.schedule.deterministic and self.max_staleness > 0

@@ -1,0 +1,96 @@
+"""The object API of verl: what its users import, over the same loop and parts that `trivium run` uses.
+
+Names are imported on first use: Ray and torch come with most of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from trivium.algorithms import agg_loss, compute_policy_loss, kl_penalty
+    from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
+    from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+    from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+    from trivium.frontdoors.verl.reward_loading import (
+        compute_reward,
+        load_compute_score,
+        load_reward_manager,
+        score_groups,
+    )
+    from trivium.frontdoors.verl.reward_managers import (
+        AbstractRewardManager,
+        BatchRewardManager,
+        DAPORewardManager,
+        NaiveRewardManager,
+    )
+    from trivium.frontdoors.verl.trainer import RayPPOTrainer
+    from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+    from trivium.rewards.by_source import default_compute_score
+    from trivium.text import hf_processor, hf_tokenizer
+
+__all__ = [
+    "AbstractRewardManager",
+    "ActorRolloutRefWorker",
+    "BatchRewardManager",
+    "BatchView",
+    "CriticWorker",
+    "DAPORewardManager",
+    "NaiveRewardManager",
+    "RayPPOTrainer",
+    "RayWorkerGroup",
+    "ResourcePoolManager",
+    "RewardModelWorker",
+    "Role",
+    "Scored",
+    "agg_loss",
+    "compute_policy_loss",
+    "compute_reward",
+    "default_compute_score",
+    "hf_processor",
+    "hf_tokenizer",
+    "kl_penalty",
+    "living",
+    "load_compute_score",
+    "load_reward_manager",
+    "score_groups",
+    "scored_rows",
+]
+
+_MODULES = {
+    "trivium.algorithms": ("agg_loss", "compute_policy_loss", "kl_penalty"),
+    "trivium.frontdoors.verl.batch_view": ("BatchView", "Scored", "living", "scored_rows"),
+    "trivium.frontdoors.verl.resource_pools": ("ResourcePoolManager", "Role"),
+    "trivium.frontdoors.verl.reward_loading": (
+        "compute_reward",
+        "load_compute_score",
+        "load_reward_manager",
+        "score_groups",
+    ),
+    "trivium.frontdoors.verl.reward_managers": (
+        "AbstractRewardManager",
+        "BatchRewardManager",
+        "DAPORewardManager",
+        "NaiveRewardManager",
+    ),
+    "trivium.frontdoors.verl.trainer": ("RayPPOTrainer",),
+    "trivium.frontdoors.verl.worker_group": ("RayWorkerGroup",),
+    "trivium.frontdoors.verl.model_workers": ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"),
+    "trivium.rewards.by_source": ("default_compute_score",),
+    "trivium.text": ("hf_processor", "hf_tokenizer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            try:
+                return getattr(import_module(module), name)
+            except ModuleNotFoundError as error:
+                if error.name != "ray":
+                    raise
+                raise MissingPackage("ray", "ray", f"trivium.frontdoors.verl.{name}") from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,243 @@
+"""verl's view of rollouts: padded tensors and columns of objects, as reward managers expect them.
+
+Legend: B trajectories, P the longest prompt, R the longest response. A response is everything from the first sampled
+token on: the messages of tools and environments in between are part of it, with a `response_mask` of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trivium.errors import DataError
+from trivium.types import Experience, Group, Trajectory, experiences_of
+
+Rows = slice | Sequence[int] | npt.NDArray[Any] | Tensor
+
+
+class Tensors(dict[str, Tensor]):
+    """Tensors by name that share their leading dimensions."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], batch_size: Sequence[int]) -> None:
+        super().__init__(tensors)
+        self.batch_size = torch.Size(batch_size)
+
+
+@dataclass(slots=True)
+class Item:
+    """One row: tensors without the batch dimension, and one object per column."""
+
+    batch: Tensors
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+
+@dataclass(slots=True)
+class BatchView:
+    """B rows: `.batch["responses"]` (B, R), `.non_tensor_batch["data_source"]` (B,), `.meta_info`, and `view[i]`."""
+
+    batch: Tensors
+    non_tensor_batch: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Arrays of objects, or of numbers, of length B."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor],
+        non_tensors: Mapping[str, Sequence[Any] | npt.NDArray[Any]] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> BatchView:
+        """A view of these. Raises DataError unless all have the same number of rows."""
+        columns = {name: _objects(column) for name, column in (non_tensors or {}).items()}
+        rows = {name: len(column) for name, column in [*tensors.items(), *columns.items()]}
+        if len(set(rows.values())) > 1:
+            raise DataError("tensors and columns with one entry per row", str(rows), "make them equally long")
+        return cls(Tensors(tensors, [next(iter(rows.values()), 0)]), columns, dict(meta_info or {}))
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        pad_token_id: int,
+        *,
+        meta_info: Mapping[str, Any] | None = None,
+        prompt_length: int = 0,
+        response_length: int = 0,
+    ) -> BatchView:
+        """One row per living trajectory of the groups, in order (`living`).
+
+        Tensors: `prompts` (B, P) padded on the left, `responses` (B, R) padded on the right, both side by side in
+        `input_ids`, `attention_mask`, `position_ids` (B, P + R); `response_mask` and `rollout_log_probs` (B, R).
+        Columns: those of the tasks (None where a task has none of that name), `uid` (equal within a group),
+        `raw_prompt`, `__num_turns__` (messages, the prompt counted as one), `reward_scores` (rewards given during the
+        rollout). `data_source` is the taskset and `reward_model` holds the column `answer`, where the task has
+        neither. P and R are at least `prompt_length` and `response_length`.
+
+        Of a trajectory that rewrote its history, the last of its sequences is the row.
+        """
+        rows = [(group, member, _last(group, member)) for group, member in living(groups)]
+        starts = [_start(e) for _, _, e in rows]
+        widest = max(starts, default=0), max((len(e) - s for (_, _, e), s in zip(rows, starts, strict=True)), default=0)
+        shape = len(rows), max(prompt_length, widest[0]), max(response_length, widest[1])
+        columns = [_columns(group, member) for group, member, _ in rows]
+        names = dict.fromkeys(name for row in columns for name in row)
+        return cls.from_dict(
+            _padded([e for _, _, e in rows], starts, shape, pad_token_id),
+            {name: [row.get(name) for row in columns] for name in names},
+            meta_info,
+        )
+
+    def __len__(self) -> int:
+        return self.batch.batch_size[0]
+
+    @overload
+    def __getitem__(self, rows: int | np.integer[Any]) -> Item: ...
+
+    @overload
+    def __getitem__(self, rows: Rows) -> BatchView: ...
+
+    def __getitem__(self, rows: int | np.integer[Any] | Rows) -> Item | BatchView:
+        """`Item` for a number, `BatchView` for a slice, numbers or a mask."""
+        if isinstance(rows, int | np.integer):
+            row = range(len(self))[int(rows)]  # IndexError beyond the last
+            tensors = {name: tensor[row] for name, tensor in self.batch.items()}
+            return Item(Tensors(tensors, ()), {n: c[row] for n, c in self.non_tensor_batch.items()}, self.meta_info)
+        chosen = np.arange(len(self))[rows if isinstance(rows, slice) else np.asarray(rows)]
+        tensors = {name: tensor[torch.from_numpy(chosen)] for name, tensor in self.batch.items()}
+        columns = {name: column[chosen] for name, column in self.non_tensor_batch.items()}
+        return BatchView(Tensors(tensors, [len(chosen)]), columns, self.meta_info)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """(B,): the tokens of each response that are no padding."""
+        return self.batch["attention_mask"][:, self.batch["prompts"].shape[-1] :].sum(-1)
+
+
+def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
+    """Every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
+    return [(group, member) for group in groups for member in group.alive]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward manager's result for one row."""
+
+    score: float
+    """The sum over its response."""
+    at: int
+    """The last response token with a reward, counted from the first; the last one where none did; -1 where there
+    is no response."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Its extra information about the row."""
+
+
+def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[Any]] | None = None) -> list[Scored]:
+    """The rewards (B, R) of a view per row. Raises DataError where a row has no finite reward, has one where its
+    response is padding, or where an entry of `extra` is not one per row."""
+    extra = extra or {}
+    if reward.shape != view.batch["responses"].shape:
+        raise DataError(
+            f"a reward tensor of shape {tuple(view.batch['responses'].shape)}",
+            f"shape {tuple(reward.shape)}",
+            "give one number per response token",
+        )
+    for name, values in extra.items():
+        if len(values) != len(view):
+            raise DataError(
+                f"extra information {name!r} about {len(view)} samples",
+                f"{len(values)} entries",
+                "give one entry per sample, None where there is nothing to say",
+            )
+    return [
+        _scored(row, tokens.double(), length, {name: values[row] for name, values in extra.items()})
+        for row, (tokens, length) in enumerate(zip(reward, view.response_lengths.tolist(), strict=True))
+    ]
+
+
+def _scored(row: int, tokens: Tensor, length: int, extra: dict[str, Any]) -> Scored:
+    if not bool(tokens.isfinite().all()):
+        raise DataError(f"a finite reward of sample {row}", f"{float(tokens.sum())}", "fix the reward manager")
+    given = tokens.nonzero().flatten().tolist()
+    if length and given and given[-1] >= length:
+        raise DataError(
+            f"a reward of sample {row} on its {length} response tokens",
+            f"{float(tokens[given[-1]])} at {given[-1]}",
+            "put it on token `valid_response_length - 1`",
+        )
+    return Scored(float(tokens.sum()), given[-1] if given and length else length - 1, extra)
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def _last(group: Group, member: Trajectory) -> Experience:
+    experiences = experiences_of(group, member)
+    if experiences:
+        return experiences[-1]
+    tokens, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Experience(tokens, np.zeros(0, np.bool_), numbers, tokens, group.group_id, member.index)
+
+
+def _start(experience: Experience) -> int:
+    """Where its response begins."""
+    return int(experience.response_mask.argmax()) if experience.response_mask.any() else len(experience)
+
+
+def _padded(
+    rows: Sequence[Experience], starts: Sequence[int], shape: tuple[int, int, int], pad_token_id: int
+) -> dict[str, Tensor]:
+    count, before, after = shape
+    tokens = torch.full((count, before + after), pad_token_id)
+    attention, sampled = torch.zeros_like(tokens), torch.zeros((count, after), dtype=torch.long)
+    log_probs = torch.zeros((count, after))
+    for row, (experience, start) in enumerate(zip(rows, starts, strict=True)):
+        whole = slice(before - start, before - start + len(experience))
+        tokens[row, whole] = torch.from_numpy(experience.tokens.astype(np.int64))
+        attention[row, whole] = 1
+        inside = slice(0, len(experience) - start)
+        sampled[row, inside] = torch.from_numpy(experience.response_mask[start:].astype(np.int64))
+        log_probs[row, inside] = torch.from_numpy(experience.rollout_log_prob[start:].copy())
+    return {
+        "prompts": tokens[:, :before].clone(),
+        "responses": tokens[:, before:].clone(),
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "response_mask": sampled,
+        "rollout_log_probs": log_probs,
+    }
+
+
+def _columns(group: Group, member: Trajectory) -> dict[str, Any]:
+    task = group.task
+    # Copies: managers add to `extra_info`, and the members of a group share a task.
+    columns = {name: dict(value) if isinstance(value, dict) else value for name, value in task.columns.items()}
+    if "answer" in columns:
+        columns.setdefault("reward_model", {"style": "rule", "ground_truth": columns["answer"]})
+    columns.setdefault("data_source", task.taskset)
+    return columns | {
+        "uid": group.group_id,
+        "raw_prompt": [{"role": message.role, "content": message.content} for message in task.prompt],
+        "__num_turns__": 2 * len(member.turns),
+        "reward_scores": dict(member.rewards),
+    }
+
+
+def _objects(column: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array with one object per row, whatever the objects are."""
+    if isinstance(column, np.ndarray):
+        return column
+    result = np.empty(len(column), dtype=object)
+    for row, value in enumerate(column):
+        result[row] = value
+    return result

@@ -1,0 +1,355 @@
+"""Rows of the RLHF schema as tasks: from files or from the user's dataset, in the user's order, as the user collates.
+
+A row has `prompt` (a list of messages) and, for rewards, `data_source`, `ability`, `reward_model` and `extra_info`; all
+of it rides along in `Task.columns`. The order of every epoch is drawn from the sampler once and kept in the run
+directory, so that a resumed run goes on where it was, whatever the sampler's own state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.config import Plugin
+from trivium.errors import DataError
+from trivium.protocols import Renderer
+from trivium.randomness import permutation
+from trivium.tasks.files import jsonl_rows, parquet_rows
+from trivium.tasks.rows import RowTasks, task_of_row
+from trivium.types import Task
+
+_MEDIA = ("images", "videos", "multi_modal_data")
+_CACHED_BATCHES = 8
+_KIND = "trivium.frontdoors.verl.data:DatasetTasks"
+
+
+@runtime_checkable
+class RowDataset(Protocol):
+    """What rows are read from, by their position."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> object: ...
+
+
+class DatasetTasks:
+    """A task source over rows that exist in this process; its order is its own (see `schedule.OrderedTasks`)."""
+
+    class Config(Plugin):
+        """What a saved run knows of the data: enough to notice that they have changed."""
+
+        kind: str = _KIND
+        origin: str
+        """Where the rows come from."""
+        rows: int
+        """How many there are."""
+        digest: str
+        """A hash of their content."""
+        _data: Data | None = PrivateAttr(default=None)
+
+        @classmethod
+        def of(cls, data: Data) -> DatasetTasks.Config:
+            """The section that stands for these rows."""
+            config = cls(kind=_KIND, origin=data.origin, rows=len(data.rows), digest=data.digest)
+            config._data = data
+            return config
+
+        @property
+        def data(self) -> Data:
+            """The rows. Raises DataError for a section that was read from a file."""
+            if self._data is None:
+                raise DataError(
+                    f"the rows of {self.origin}",
+                    "they exist in the script that made them",
+                    "build the RayPPOTrainer again and call fit()",
+                )
+            return self._data
+
+    def __init__(self, config: Config, *, name: str, seed: int) -> None:
+        del name, seed  # the rows know both
+        self._data = config.data
+
+    def __len__(self) -> int:
+        return self._data.epoch_length
+
+    def __getitem__(self, index: int) -> Task:
+        return self.visit(0, index)
+
+    @property
+    def epoch_length(self) -> int:
+        """The tasks of one epoch: whole batches."""
+        return self._data.epoch_length
+
+    def visit(self, epoch: int, place: int) -> Task:
+        """The task at a place of an epoch."""
+        return self._data.visit(epoch, place)
+
+
+@dataclass(eq=False)
+class Data:
+    """Rows, the order in which epochs visit them, and how a batch of them is put together.
+
+    Raises DataError for rows that cannot become tasks, and for a sampler that cannot be followed.
+    """
+
+    rows: Sequence[Any]
+    _: KW_ONLY
+    taskset: str
+    origin: str
+    """Where the rows come from, for errors."""
+    batch: int
+    """Rows that are collated together; what is left of an epoch after whole batches is dropped."""
+    prompt_key: str = "prompt"
+    collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    sampler: Any = None
+    """Yields positions of `rows` and decides the order; without one `shuffle` does, from `seed`."""
+    shuffle: bool = False
+    seed: int = 0
+    orders: Path | None = None
+    """The folder that drawn orders are kept in."""
+
+    def __post_init__(self) -> None:
+        plain = [_as_mapping(json_like(row), self._where(number)) for number, row in enumerate(self.rows)]
+        for number, row in enumerate(plain):
+            _refuse_media(row, self._where(number))
+        self.digest = _digest(plain)
+        self._messages = [row.get(self.prompt_key, row.get("raw_prompt")) for row in plain]
+        self._drawn: list[Sequence[int]] = []
+        """The order of each epoch, as far as they have been drawn."""
+        length = len(self.rows) if self.sampler is None else _length_of(self.sampler)
+        self.epoch_length = length // self.batch * self.batch
+        if not self.epoch_length:
+            raise DataError(
+                f"a batch of {self.batch} rows of {self.origin}",
+                f"an epoch has {length}",
+                "make the batch smaller, or give more",
+            )
+        self._batch_tasks = lru_cache(maxsize=_CACHED_BATCHES)(self._tasks_of)
+
+    def visit(self, epoch: int, place: int) -> Task:
+        """The task at a place of an epoch. A row that an epoch visits again is another task each time."""
+        number, position = divmod(place, self.batch)
+        return self._batch_tasks(epoch, number)[position]
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """The positions that an epoch visits. Epochs are drawn one after the other, each once."""
+        while len(self._drawn) <= epoch:
+            self._drawn.append(self._recorded(len(self._drawn)))
+        return self._drawn[epoch]
+
+    def _recorded(self, epoch: int) -> Sequence[int]:
+        """A fresh draw, unless an earlier session of this run drew that epoch: then that, the sampler moved on past
+        it."""
+        drawn = self._draw(epoch)
+        if self.sampler is None or self.orders is None:
+            return drawn
+        path = self.orders / f"epoch-{epoch:06d}.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(list(drawn)) + "\n")
+        return drawn
+
+    def _draw(self, epoch: int) -> Sequence[int]:
+        if self.sampler is None:
+            if not self.shuffle:
+                return range(self.epoch_length)
+            return [int(i) for i in permutation(len(self.rows), self.seed, "order", epoch)[: self.epoch_length]]
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        places = list(islice(iter(self.sampler), self.epoch_length))
+        wrong = [place for place in places if not _is_position(place, len(self.rows))]
+        if wrong or len(places) < self.epoch_length:
+            raise DataError(
+                f"{self.epoch_length} positions of {len(self.rows)} rows from train_sampler, for epoch {epoch}",
+                f"{wrong[0]!r:.60}" if wrong else f"{len(places)} of them",
+                "let it yield integers below the size of the dataset, as many as its length says",
+            )
+        return [int(place) for place in places]
+
+    def _tasks_of(self, epoch: int, number: int) -> tuple[Task, ...]:
+        order, start = self.order(epoch), number * self.batch
+        places = order[start : start + self.batch]
+        before = Counter(order[:start])
+        rows = self._collated([self.rows[place] for place in places], epoch, number)
+        tasks: list[Task] = []
+        for place, row in zip(places, rows, strict=True):
+            before[place] += 1
+            task = self._task(self._where(place), row)
+            tasks.append(_named(task, f"{place}" if before[place] == 1 else f"{place}#{before[place]}"))
+        return tuple(tasks)
+
+    def _collated(self, rows: list[Any], epoch: int, number: int) -> list[dict[str, Any]]:
+        """The rows of a batch after `collate_fn`: each column cut into one value per row."""
+        if self.collate_fn is None:
+            return [_as_mapping(json_like(row), self.origin) for row in rows]
+        columns = self.collate_fn(rows)
+        where = f"batch {number} of epoch {epoch} from collate_fn"
+        columns = _as_mapping({name: json_like(column) for name, column in dict(columns).items()}, where)
+        wrong = [name for name, column in columns.items() if not isinstance(column, list) or len(column) != len(rows)]
+        if wrong:
+            raise DataError(
+                f"{where}: columns with one value per row",
+                f"{wrong[0]!r} has another shape",
+                f"return arrays or lists of {len(rows)} by name",
+            )
+        return [{name: column[row] for name, column in columns.items()} for row in range(len(rows))]
+
+    def _task(self, where: str, row: dict[str, Any]) -> Task:
+        key = self.prompt_key if self.prompt_key in row else "raw_prompt"
+        prompt = row.get(key)
+        if prompt is None:
+            raise DataError(
+                f"a prompt in column {self.prompt_key!r} at {where}",
+                f"the columns are {', '.join(sorted(row))}",
+                "name the column in data.prompt_key, and let collate_fn keep it",
+            )
+        return task_of_row(where, row, RowTasks.Config(kind="rows", prompt=key), self.taskset)
+
+    def _where(self, number: int) -> str:
+        return f"{self.origin}, row {number}"
+
+    def within(self, longest: int, renderer: Renderer, *, truncation: str, filtered: bool) -> Data:
+        """The data whose prompts have at most `longest` tokens: longer ones are left out where `filtered`, and stay
+        to be cut where `truncation` is not `error`.
+
+        Raises DataError where they are too long and neither left out nor cut.
+        """
+        if truncation not in ("error", "left", "right", "middle"):
+            raise DataError(f"data.truncation {truncation!r}", "no such way", "use error, left, right or middle")
+        if truncation != "error" and not filtered:
+            return self
+        lengths = self._prompt_lengths(renderer)
+        too_long = [number for number, length in enumerate(lengths) if length > longest]
+        if not too_long:
+            return self
+        if not filtered:
+            raise DataError(
+                f"prompts of at most {longest} tokens (data.max_prompt_length)",
+                f"{len(too_long)} of {len(lengths)} rows of {self.origin} are longer, first row {too_long[0]} with "
+                f"{lengths[too_long[0]]}",
+                "set data.filter_overlong_prompts, or data.truncation to left, right or middle",
+            )
+        if self.sampler is not None:
+            raise DataError(
+                "data.filter_overlong_prompts with a train_sampler",
+                f"{len(too_long)} rows are too long, and the sampler counts them",
+                "filter the dataset before you build its sampler",
+            )
+        kept = [row for row, length in zip(self.rows, lengths, strict=True) if length <= longest]
+        return replace(self, rows=kept)
+
+    def _prompt_lengths(self, renderer: Renderer) -> list[int]:
+        """Tokens of each row's prompt, its chat template applied."""
+        config = RowTasks.Config(kind="rows")
+        return [
+            len(renderer.render(task_of_row(self._where(number), {"prompt": prompt}, config, self.taskset).prompt))
+            for number, prompt in enumerate(self._messages)
+        ]
+
+
+def read_files(files: str | Sequence[str], where: str) -> list[dict[str, Any]]:
+    """The rows of Parquet files and files of JSON lines, one file after the other; `where` is the key that names them.
+
+    Raises DataError for a file that is not there, or of another kind.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in [files] if isinstance(files, str) else files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise DataError(f"the file {path}", "no such file", f"correct {where}")
+        if path.suffix == ".parquet":
+            rows += [row for _, row in parquet_rows(str(path), where)]
+        elif path.suffix in (".jsonl", ".json"):
+            rows += [row for _, row in jsonl_rows(str(path))]
+        else:
+            raise DataError(f"rows of {path}", f"a file named *{path.suffix}", "give .parquet or .jsonl files")
+    return rows
+
+
+def rows_of(dataset: object, name: str) -> list[Any]:
+    """Every row of a sized, indexable dataset, read once."""
+    if not isinstance(dataset, RowDataset):
+        raise DataError(
+            f"rows of {name}",
+            f"a {type(dataset).__name__}, which has no length or no index",
+            "pass a sized dataset with `__getitem__`; one that is only iterated cannot be resumed",
+        )
+    return [dataset[index] for index in range(len(dataset))]
+
+
+def some_rows(rows: list[Any], most: int, *, shuffle: bool, seed: int) -> list[Any]:
+    """At most so many rows (-1: all): a seeded choice in the order of the file, or the first ones."""
+    if most < 0 or most >= len(rows):
+        return rows
+    chosen = sorted(permutation(len(rows), seed, "subset")[:most]) if shuffle else range(most)
+    return [rows[int(place)] for place in chosen]
+
+
+def json_like(value: object) -> object:
+    """Tensors, arrays and numpy's numbers as lists and Python's own; the rest as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): json_like(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_like(part) for part in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None and (isinstance(value, np.ndarray) or hasattr(value, "detach")):
+        return json_like(tolist())
+    return value
+
+
+def _as_mapping(row: object, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
+    return row
+
+
+def _refuse_media(row: Mapping[str, Any], where: str) -> None:
+    named = next((name for name in _MEDIA if row.get(name)), None)
+    if named is not None:
+        raise DataError(
+            f"a row of text at {where}",
+            f"it has {named!r}",
+            "models here read text only so far: remove the column, or leave such rows out",
+        )
+
+
+def _length_of(sampler: object) -> int:
+    if not (isinstance(sampler, Sized) and isinstance(sampler, Iterable)):
+        raise DataError(
+            "a train_sampler", f"a {type(sampler).__name__} without a length", "give one with __len__ and __iter__"
+        )
+    if hasattr(sampler, "update"):
+        raise DataError(
+            "a train_sampler whose order is drawn epoch by epoch",
+            f"a {type(sampler).__name__} with `update`, which learns from every batch",
+            "leave `update` out; difficulty is schedule.curriculum in a RunConfig",
+        )
+    return len(sampler)
+
+
+def _is_position(place: object, rows: int) -> bool:
+    return isinstance(place, int | np.integer) and not isinstance(place, bool) and 0 <= int(place) < rows
+
+
+def _named(task: Task, task_id: str) -> Task:
+    return Task(task_id, task.prompt, task.columns, task.taskset)
+
+
+def _digest(rows: Iterator[Any] | Sequence[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=repr).encode())
+    return digest.hexdigest()

@@ -1,0 +1,204 @@
+"""Rewards as in verl: a reward manager sees all rollouts of a step at once."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import PrivateAttr
+
+from trivium.buffers.strategies import DefaultStrategy
+from trivium.errors import ConfigError
+from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
+from trivium.frontdoors.verl.reward_loading import RewardManager, compute_reward
+from trivium.frontdoors.verl.scorer import Scorer
+from trivium.protocols import Buffer
+from trivium.types import Batch, Capabilities, Group, Sample, Trajectory, experiences_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KIND = "trivium.frontdoors.verl.group_rewards:RewardedOnTake"
+Extras = Mapping[str, Any]
+"""What a reward manager returned of one trajectory beside its reward."""
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """Rewards of groups that were not judged yet, by one call of a reward manager."""
+
+    manager: RewardManager
+    """Called with a BatchView and `return_dict=True`."""
+    pad_token_id: int
+    model: Callable[[Batch], list[float]] | None = None
+    """The reward model's scores, which the manager finds as `rm_scores`; None where there is none."""
+
+    def __call__(self, groups: Sequence[Group], **meta: object) -> tuple[list[Group], list[Extras]]:
+        """(the groups with rewards, the extra information of each living member, in order). `meta` becomes `meta_info`.
+
+        Raises as `compute_reward` does, and DataError where the manager does not give one finite reward for each.
+        """
+        scored = [*groups, *(_greedy(group) for group in groups if group.greedy is not None)]
+        view = BatchView.of(scored, self.pad_token_id, meta_info=meta)
+        if not len(view):
+            return list(groups), []
+        if self.model is not None:
+            self._add_model_scores(view, scored)
+        rewards, extra = compute_reward(view, self.manager)
+        rows = scored_rows(rewards, view, extra)
+        by_member = {
+            (id(group), member.index): _rewarded(member, row.score, row.extra)
+            for (group, member), row in zip(living(scored), rows, strict=True)
+        }
+        greedy = {
+            id(group.greedy): by_member.get((id(twin), twin.trajectories[0].index))
+            for group, twin in zip((g for g in groups if g.greedy is not None), scored[len(groups) :], strict=True)
+        }
+        judged = [
+            replace(
+                group,
+                trajectories=tuple(by_member.get((id(group), t.index), t) for t in group.trajectories),
+                greedy=greedy.get(id(group.greedy)) or group.greedy,
+            )
+            for group in groups
+        ]
+        return judged, [row.extra for row in rows[: len(living(groups))]]
+
+    def _add_model_scores(self, view: BatchView, groups: Sequence[Group]) -> None:
+        """The score of the last sequence of each trajectory, on its last response token (where it has one)."""
+        assert self.model is not None
+        rows = view.response_lengths.nonzero().flatten()
+        table, members = torch.zeros(view.batch["responses"].shape), living(groups)
+        if len(rows):
+            scores = self.model(Batch(tuple(experiences_of(*members[row])[-1] for row in rows.tolist())))
+            table[rows, view.response_lengths[rows] - 1] = torch.tensor(scores, dtype=torch.float32)
+        view.batch["rm_scores"] = table
+
+
+def _greedy(group: Group) -> Group:
+    """A group of its greedy rollout alone."""
+    return replace(group, trajectories=group.rollouts[-1:], greedy=None)
+
+
+def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
+    """The member with its reward. Numbers among the extras are logged under `workflow/`."""
+    numbers = {
+        name: number for name, value in extra.items() if name != "score" and (number := number_of(value)) is not None
+    }
+    return replace(member, rewards={**member.rewards, "reward": score}, metrics={**member.metrics, **numbers})
+
+
+def number_of(value: object) -> float | None:
+    """A finite number among the extra information, which alone can be logged and averaged; None for all else."""
+    try:
+        number = float(value) if isinstance(value, Real | np.bool_ | np.number) else math.nan
+    except OverflowError:  # an integer beyond what a float holds
+        return None
+    return number if math.isfinite(number) else None
+
+
+class RewardedOnTake(DefaultStrategy):
+    """The groups that the buffer has ready, rewarded together when a step takes them."""
+
+    capabilities = Capabilities(judges=True)
+
+    class Config(DefaultStrategy.Config):
+        """How a saved run records that the `reward_fn` of a script gave the rewards."""
+
+        kind: str = _KIND
+        _rewards: GroupRewards | None = PrivateAttr(default=None)
+
+        @classmethod
+        def by(cls, rewards: GroupRewards) -> RewardedOnTake.Config:
+            """The section that stands for these rewards."""
+            config = cls(kind=_KIND)  # set: a dump of what is set has it
+            config._rewards = rewards
+            return config
+
+    def __init__(self, config: Config, *, buffer: Buffer, **beside: object) -> None:
+        super().__init__(config, buffer=buffer, **beside)
+        if config._rewards is None:
+            raise ConfigError(
+                "the reward_fn of a run of RayPPOTrainer",
+                "it exists in the script that made it",
+                "build the RayPPOTrainer again and call fit()",
+            )
+        self._rewards = config._rewards
+
+    async def sample(self, count: int, version: int) -> Sample:
+        sample = await super().sample(count, version)
+        groups, _ = await asyncio.to_thread(self._rewards, sample.groups, global_steps=version + 1, validate=False)
+        return replace(sample, groups=tuple(groups))
+
+
+# --------------------------------------------------------------------------- managers
+
+
+def as_manager(reward_fn: object, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
+    """A reward manager for each of these: a manager, `compute_score(data_source, solution_str, ground_truth,
+    extra_info)`, or `f(prompt, completion, **columns)`."""
+    if not callable(reward_fn):
+        raise ConfigError(
+            "a reward_fn",
+            f"a {type(reward_fn).__name__}",
+            "pass a reward manager, or a function of a completion",
+        )
+    names = set(inspect.signature(reward_fn).parameters)
+    if "solution_str" in names:
+        from trivium.frontdoors.verl.reward_managers import NaiveRewardManager
+
+        return NaiveRewardManager(tokenizer, num_examine=0, compute_score=reward_fn)
+    return PlainReward(reward_fn, tokenizer) if {"prompt", "completion"} <= names else reward_fn
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainSample:
+    """One row as `f(prompt, completion, **columns)` sees it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def _as_float(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its result as a float: text and arrays of one number count too."""
+    if inspect.iscoroutinefunction(function):
+        return function
+    return lambda **arguments: float(function(**arguments))
+
+
+class PlainReward:
+    """`f(prompt, completion, **columns) -> float` as a reward manager: columns are passed by the names it asks for."""
+
+    def __init__(self, function: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._scorer, self._tokenizer = Scorer(_as_float(function)), tokenizer
+        self._parameters = inspect.signature(function).parameters
+
+    def __call__(self, data: BatchView, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        lengths = data.response_lengths.tolist()
+        samples = [self._sample(row, data[row], length) for row, length in enumerate(lengths)]
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        for row, (length, result) in enumerate(zip(lengths, self._scorer.each(samples), strict=True)):
+            rewards[row, max(0, length - 1)] = result.score
+        return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+
+    def _sample(self, row: int, item: Item, length: int) -> _PlainSample:
+        columns = item.non_tensor_batch
+        prompts = [message["content"] for message in columns["raw_prompt"] if message["role"] == "user"]
+        arguments = {
+            **self._columns(columns),
+            "prompt": prompts[-1] if prompts else "",
+            "completion": self._tokenizer.decode(item.batch["responses"][:length], skip_special_tokens=True),
+        }
+        return _PlainSample(f"sample {row} (data source {columns['data_source']!r})", arguments)
+
+    def _columns(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        if any(p.kind is p.VAR_KEYWORD for p in self._parameters.values()):
+            return columns
+        return {name: columns[name] for name in self._parameters if name in columns}

@@ -1,0 +1,446 @@
+"""The worker classes that `RayPPOTrainer` maps roles to, and the engines that the driver makes of their groups.
+
+A user may derive from them: the driver calls their methods, and whatever overrides one is what is called. A method that
+takes `Work` gets its rank's share of a batch; the driver joins the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trivium.cluster.engines import EnginePool, Replica
+from trivium.cluster.stage_spec import StageSpec
+from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
+from trivium.frontdoors.verl.dispatch import Dispatch, register
+from trivium.frontdoors.verl.worker import Worker
+from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+from trivium.models.heads import VALUE_HEAD, ScoreModel
+from trivium.models.loss import LossDenominators
+from trivium.phases import Phase
+from trivium.protocols import Algorithm, Objective, RolloutEngine, Weights
+from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, train_device
+from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.engine import SCORED_BY
+from trivium.training.learner import Learner
+from trivium.types import AnyArray, Batch, Capabilities, Completion, Metrics, Request, capabilities_of
+
+HELD = {
+    "actor_rollout_ref": ("policy", "reference"),
+    "actor_rollout": ("policy",),
+    "critic": ("critic",),
+    "ref": ("reference",),
+}
+"""Role of a worker -> the models that its train engine holds."""
+_SCORING = {"policy": "compute_log_prob", "reference": "compute_ref_log_prob", "critic": "compute_values"}
+_UPDATING = {"policy": "update_actor", "critic": "update_critic"}
+"""Model -> the worker method that scores it, or trains it."""
+_GATHER_S = 0.002
+"""How long the first request of a batch waits for others to go with it."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What every worker is built with, beside the name of its role."""
+
+    spec: StageSpec
+    """The stage it works for."""
+    reward_model: Path | None = None
+    """The directory of the reward model, where there is one."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's share of a batch, and what is to be done with it."""
+
+    version: int
+    """Train steps behind the policy."""
+    batch: Batch
+    what: str = ""
+    """A name of `types.SCORES`."""
+    objective: Objective | None = None
+    """What an update minimises."""
+    denominators: LossDenominators | None = None
+    """Counts over the whole mini-batch, by which an update is normalised."""
+
+
+# --------------------------------------------------------------------------- in the processes of the ranks
+
+
+class ModelWorker(Worker):
+    """One rank's part of the models of a role: a train engine for them alone."""
+
+    engine: Any = None
+    """The rank's `TorchTrainEngine`, once `init_model` was called."""
+
+    def __init__(self, config: WorkerConfig, role: str) -> None:
+        """`role` is a name of `HELD`."""
+        self.config, self.role = config, role
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the models as they were before training. All ranks together."""
+        stage = self.config.spec.stage()
+        if self.engine is None:
+            self.engine = build_rank_engine(stage, algorithm_of(stage.config), None, roles=HELD[self.role])
+        self.engine.version = stage.first_version
+        self.engine.prepare()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: Path, version: int) -> None:
+        """Writes models and optimizers of this role. All ranks together."""
+        self.engine.version = version
+        self.engine.save(directory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: Path) -> int:
+        """Opens what `save_checkpoint` wrote, on whatever number of ranks; its version."""
+        self.engine.load(directory)
+        return self.engine.version
+
+    def scored(self, data: Work) -> list[AnyArray]:
+        """A score of a model of this role: an array per experience, of its length."""
+        self.engine.version = data.version
+        return self.engine.score(data.batch, data.what)
+
+    def updated(self, role: str, data: Work) -> Metrics:
+        """One optimizer step of a model of this role."""
+        self.engine.version = data.version
+        return self.engine.update(role, data.batch, data.objective, data.denominators)
+
+
+class ActorRolloutRefWorker(ModelWorker):
+    """The policy, an engine that samples from it, and, for `actor_rollout_ref`, the frozen reference."""
+
+    rollout: RolloutEngine | None = None
+    _staged: tuple[int, list[tuple[str, torch.Tensor]]] | None = None
+    """(version, weights) that were published last, until the engine adopts them."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        if "rollout" in self.role and self.rollout is None:
+            self.rollout = build_engine(self.config.spec.stage())
+
+    @register(Dispatch.DP_COMPUTE)
+    def compute_log_prob(self, data: Work) -> list[AnyArray]:
+        """A score of the current policy (`data.what`: `old`, `log_prob`, `entropy`, ...), per token."""
+        return self.scored(data)
+
+    @register(Dispatch.DP_COMPUTE)
+    def compute_ref_log_prob(self, data: Work) -> list[AnyArray]:
+        """The reference's log-probabilities, per token."""
+        return self.scored(data)
+
+    @register(Dispatch.DP_COMPUTE)
+    def update_actor(self, data: Work) -> Metrics:
+        """One optimizer step of the policy on a mini-batch."""
+        return self.updated("policy", data)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_weights(self, directory: Path) -> None:
+        """Writes the policy alone, as a plain Hugging Face directory. All ranks together."""
+        self.engine.save_weights(directory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """The policy's tensors by name; of the first rank alone. All ranks together."""
+        exported = [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
+        return exported if self.rank == 0 else []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> None:
+        """Keeps the policy's unsharded weights for this rank's rollout engine. All ranks together."""
+        # Copies: training may go on before the engine has adopted them.
+        self._staged = version, [(n, t.detach().clone()) for n, t in self.engine.export_weights()]
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def adopt_weights(self, version: int, in_flight: str = "finish") -> None:
+        """Has this rank's engine load the weights that `update_weights` kept."""
+        if self._staged is None or self._staged[0] != version:
+            raise VersionGone(
+                f"adopt version {version}",
+                f"the weights here are of {self._staged[0] if self._staged else 'none'}",
+                "publish the version again",
+            )
+        await self._engine().load(version, self._staged[1], in_flight=in_flight)
+        if self._staged is not None and self._staged[0] == version:
+            self._staged = None
+
+    @register(Dispatch.DP_COMPUTE)
+    async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:
+        """A completion of each request, or its error. Any number of calls at a time."""
+        results: list[Completion | RolloutError] = []
+        for result in await asyncio.gather(*map(self._engine().generate, requests), return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, RolloutError):
+                raise result
+            results.append(result)
+        return results
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rollout_facts(self) -> tuple[int, Capabilities]:
+        """(longest context, capabilities) of the engine."""
+        engine = self._engine()
+        return engine.max_context, capabilities_of(engine)
+
+    def _engine(self) -> RolloutEngine:
+        if self.rollout is None:
+            raise TriviumError(
+                f"completions of the role {self.role!r}",
+                "it has no rollout engine",
+                "map ActorRollout, and init_model()",
+            )
+        return self.rollout
+
+
+class CriticWorker(ModelWorker):
+    """The critic."""
+
+    @register(Dispatch.DP_COMPUTE)
+    def compute_values(self, data: Work) -> list[AnyArray]:
+        """The value of the state before each trained token."""
+        return self.scored(data)
+
+    @register(Dispatch.DP_COMPUTE)
+    def update_critic(self, data: Work) -> Metrics:
+        """One optimizer step of the critic on a mini-batch."""
+        return self.updated("critic", data)
+
+
+class RewardModelWorker(Worker):
+    """A frozen reward model, whole on every rank."""
+
+    def __init__(self, config: WorkerConfig, role: str) -> None:
+        self.config, self.role = config, role
+        self._learner: Learner | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the reward model."""
+        stage, path = self.config.spec.stage(), self.config.reward_model
+        if path is None or not (path / f"{VALUE_HEAD}.safetensors").is_file():
+            raise ConfigError(
+                f"the reward model {path}",
+                f"no directory with a model and {VALUE_HEAD}.safetensors",
+                "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint) in "
+                "reward_model.model.path",
+            )
+        device = torch.device(train_device(stage.config))
+        model = ScoreModel(path, dtype=torch.float32, device=device, seed=0)
+        model.requires_grad_(False)
+        budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
+        longest = stage.config.engine.sampling.max_new_tokens
+        self._learner = Learner(model, "reward", max_tokens=budget, max_response_length=longest)
+
+    @register(Dispatch.DP_COMPUTE)
+    def compute_rm_score(self, data: Work) -> list[float]:
+        """What each experience is worth: the score at its last trained token, 0 where it has none."""
+        assert self._learner is not None, "init_model() comes first"
+        scores = self._learner.score(data.batch, "values")
+        return [
+            float(score[np.flatnonzero(e.response_mask)[-1]]) if e.response_mask.any() else 0.0
+            for score, e in zip(scores, data.batch.experiences, strict=True)
+        ]
+
+
+# --------------------------------------------------------------------------- on the driver
+
+
+class RoleRanks:
+    """The `RankGroup` of one role: the verbs of train engines in the words of its workers."""
+
+    def __init__(self, group: RayWorkerGroup, sequence: int) -> None:
+        """`sequence` ranks share each sequence."""
+        self.group, self._sequence = group, sequence
+
+    @property
+    def data_size(self) -> int:
+        return self.group.world_size // self._sequence
+
+    def run_on_all_ranks(self, method: str, *args: object) -> Any:
+        match method:
+            case "prepare":
+                results = self.group.init_model()
+            case "save":
+                version, directory = args
+                results = self.group.save_checkpoint(directory, version)
+            case "load":
+                results = self.group.load_checkpoint(*args)
+            case _:
+                results = getattr(self.group, method)(*args)
+        return results[0]
+
+    def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: Any) -> list[Any]:
+        works = [Work(share.version, share.batch) for (share,) in shares]
+        if method == "score":
+            (what,) = args
+            name, works = _SCORING[SCORED_BY[what][0]], [replace(work, what=what) for work in works]
+        else:
+            role, objective, denominators = args
+            name = _UPDATING[role]
+            works = [replace(work, objective=objective, denominators=denominators) for work in works]
+        by_rank = [works[rank // self._sequence] for rank in range(self.group.world_size)]
+        return getattr(self.group, name)(by_rank)[:: self._sequence]
+
+    def close(self) -> None:
+        """Nothing: the trainer that started the workers ends them."""
+
+
+class RoleTrainEngine(DistributedTrainEngine):
+    """The train engine over worker groups: each verb goes to the group that holds the model."""
+
+    def __init__(
+        self, groups: Mapping[str, RayWorkerGroup], algorithm: Algorithm, *, sequence: int, longest: int
+    ) -> None:
+        """`groups` is by model: `policy`, and `critic` and `reference` where the algorithm has them; one group may hold
+        two. `longest` is the limit of one completion, in tokens."""
+        ranks = {id(group): RoleRanks(group, sequence) for group in groups.values()}
+        by_role = {role: ranks[id(group)] for role, group in groups.items()}
+        super().__init__(by_role["policy"], algorithm, max_response_length=longest, groups=by_role)
+        self._is_initial = False
+        """Whether the workers hold the models as they were before training."""
+
+    def prepare(self) -> None:
+        if not self._is_initial:
+            super().prepare()
+        self._is_initial = True
+
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        self._is_initial = False
+        return super().update(role, batch, objective)
+
+    def load(self, directory: Path) -> None:
+        self._is_initial = False
+        super().load(directory)
+
+    def sync_weight(self) -> bool:
+        """Each worker gives its rollout engine the weights: none of them passes through here."""
+        return self.channel.offer(self.version, ())
+
+    def begin_saving(self, directory: Path) -> None:
+        """Workers save while training waits."""
+        del directory
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """Not measured: several groups may share a machine."""
+        del phases
+        return {}
+
+
+class WorkerChannel:
+    """Carries weights from the policy to the rollout engine in the same process, on every rank; one version at a time.
+
+    What travels through the driver is the number of the version.
+    """
+
+    capabilities = Capabilities(local=True, uses_directory=False)
+
+    def __init__(self, group: RayWorkerGroup) -> None:
+        self._group = group
+        self._version: int | None = None
+
+    def offer(self, version: int, weights: Weights) -> bool:
+        del weights  # they are where they are needed
+        self._group.update_weights(version)
+        self._version = version
+        return True
+
+    def collect(self, version: int) -> Weights:
+        if version != self._version:
+            raise VersionGone(f"collect version {version}", f"the workers hold {self.versions}", "adopt the newest")
+        return []
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return () if self._version is None else (self._version,)
+
+    def save(self, directory: Path, versions: Sequence[int]) -> None:
+        if versions:
+            raise TriviumError(
+                f"save the published versions {list(versions)}",
+                "workers keep the newest one alone",
+                "train with schedule.max_staleness 0, or without schedule.deterministic",
+            )
+
+    def restore(self, directory: Path) -> None:
+        """Nothing was saved: the current weights are offered when training goes on."""
+
+
+class _WorkerReplica(Replica):
+    """The rollout engine of one rank's worker. Requests that come together go out together."""
+
+    def __init__(self, group: RayWorkerGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: Request) -> Completion:
+        """One completion. A request whose caller is cancelled is completed all the same, and its result dropped."""
+        loop = asyncio.get_running_loop()
+        completion: asyncio.Future[Completion] = loop.create_future()
+        self._waiting.append((request, completion))
+        if len(self._waiting) == 1:
+            loop.call_later(_GATHER_S, self._send)
+        return await completion
+
+    def cancel(self) -> None:
+        """Ends the calls in progress."""
+        for call in self._calls:
+            call.cancel()
+
+    def _send(self) -> None:
+        waiting = [(request, completion) for request, completion in self._waiting if not completion.done()]
+        self._waiting = []
+        if waiting:
+            call = asyncio.ensure_future(self._call(waiting))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _call(self, waiting: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
+        requests = [request for request, _ in waiting]
+        try:
+            results = await self._group.execute_rank_async(self._rank, "generate_sequences", requests)
+        except Exception as error:
+            for _, completion in waiting:
+                if not completion.done():
+                    completion.set_exception(error)
+            return
+        for (_, completion), result in zip(waiting, results, strict=True):
+            if completion.done():
+                continue
+            if isinstance(result, RolloutError):
+                completion.set_exception(result)
+            else:
+                completion.set_result(result)
+
+
+class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
+    """The rollout engines of a group's workers as one."""
+
+    def __init__(self, group: RayWorkerGroup) -> None:
+        super().__init__([_WorkerReplica(group, rank) for rank in range(group.world_size)])
+        self._group = group
+        self.max_context, self.capabilities = group.rollout_facts()[0]
+
+    async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
+        del weights  # they are beside every rank's engine
+        await asyncio.to_thread(self._group.adopt_weights, version, in_flight)
+
+    async def close(self) -> None:
+        """Ends the calls in progress; the trainer that started the workers ends them."""
+        for replica in self.replicas:
+            replica.cancel()
+
+
+def rm_scores(group: RayWorkerGroup, batch: Batch) -> list[float]:
+    """What a group of reward model workers gives each experience of a batch, in order."""
+    size, count = group.world_size, len(batch)
+    cuts = [count * part // size for part in range(size + 1)]
+    works = [Work(0, batch.select(range(cuts[rank], cuts[rank + 1]))) for rank in range(size)]
+    return [score for part in group.compute_rm_score(works) for score in part]

@@ -1,0 +1,54 @@
+"""A renderer whose prompts have a longest length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from trivium.protocols import Renderer
+from trivium.types import IntArray, Message, StopReason
+
+Truncation = Literal["left", "right", "middle"]
+
+
+def cut(tokens: IntArray, longest: int, truncation: Truncation) -> IntArray:
+    """At most `longest` tokens: without the first ones (`left`), the last ones (`right`) or those in between."""
+    if len(tokens) <= longest:
+        return tokens
+    match truncation:
+        case "left":
+            return tokens[-longest:]
+        case "right":
+            return tokens[:longest]
+        case "middle":
+            return np.concatenate([tokens[: longest // 2], tokens[len(tokens) - (longest - longest // 2) :]])
+
+
+@dataclass
+class CutRenderer:
+    """Renders as another one does; first prompts longer than `longest` tokens are cut."""
+
+    renderer: Renderer
+    longest: int
+    truncation: Truncation
+    eos_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.eos_token_ids = self.renderer.eos_token_ids
+
+    def render(self, messages: Sequence[Message]) -> IntArray:
+        return cut(self.renderer.render(messages), self.longest, self.truncation)
+
+    def extend(
+        self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
+    ) -> IntArray:
+        return self.renderer.extend(history, tokens, stop_reason, new)
+
+    def decode(self, tokens: Sequence[int] | IntArray) -> str:
+        return self.renderer.decode(tokens)
+
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
+        return self.renderer.expert(messages, completion)

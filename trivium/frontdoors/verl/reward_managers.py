@@ -1,0 +1,285 @@
+"""verl's reward managers: a batch in, one reward on the last token of each response.
+
+`manager(data)` gives a tensor (B, R); `manager(data, return_dict=True)` gives `{"reward_tensor": ...,
+"reward_extra_info": {name: B values}}`. A batch that brings `rm_scores` has its rewards already.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trivium.algorithms.shaping import overlong_fraction
+from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.verl.batch_view import BatchView
+from trivium.frontdoors.verl.scorer import OnError, Result, Sample, Scorer
+from trivium.rewards.by_source import default_compute_score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("trivium")
+
+ScoreFunction = Callable[..., Any]
+"""`f(data_source=, solution_str=, ground_truth=, extra_info=)`: a number, or a dict with `score`."""
+
+
+class AbstractRewardManager(ABC):
+    """The interface of reward managers."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: ScoreFunction | None,
+        reward_fn_key: str = "data_source",
+        **kwargs: object,
+    ) -> None: ...
+
+    @abstractmethod
+    def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]: ...
+
+
+class NaiveRewardManager(AbstractRewardManager):
+    """Scores each response by itself.
+
+    `num_examine` samples per data source and batch go to the log. `reward_fn_key` is the column with the data source
+    of a task. A sample whose scorer raises, takes more than `deadline_s` or gives no finite number is a RewardError
+    that names it; or, with a number as `on_error`, gets that reward, and the columns `reward_failed` and
+    `reward_error` of the extra information record it. `workers`: see `trivium.frontdoors.verl.scorer`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: ScoreFunction | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        deadline_s: float = 300.0,
+        workers: int = 0,
+        on_error: OnError = "raise",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = default_compute_score if compute_score is None else compute_score
+        self.reward_fn_key = reward_fn_key
+        self._scorer = Scorer(self.compute_score, deadline_s, workers, on_error)
+        self._counts_errors = on_error != "raise"
+
+    def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """Rewards (B, R) float32, zero but for the last token of each response. An empty response has no token that
+        could hold one: its row stays zero, and the log says so."""
+        extra: dict[str, Any] = {}
+        if "rm_scores" in data.batch:
+            rewards = data.batch["rm_scores"]
+            extra = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+        else:
+            samples = self._samples(data)
+            results = self._results(samples, data)
+            rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+            extras: list[Mapping[str, Any]] = []
+            for sample, result in zip(samples, results, strict=True):
+                reward, entries = self._reward(sample, result) if result.error is None else (result.score, {})
+                extras.append(entries)
+                if sample.length:
+                    rewards[sample.row, sample.length - 1] = reward
+            extra = _columns(extras) | self._errors(results)
+            self._examine(samples, results)
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+        """The scorer's result of each."""
+        return self._scorer.each(samples)
+
+    def _reward(self, sample: Sample, result: Result) -> tuple[float, Mapping[str, Any]]:
+        """The reward of a sample, and what goes into the extra information."""
+        return result.score, result.extra
+
+    def _text(self, text: str) -> str:
+        """The response as the scorer reads it."""
+        return text
+
+    def _samples(self, data: BatchView) -> list[Sample]:
+        prompts, attention = data.batch["prompts"], data.batch["attention_mask"].bool()
+        width = prompts.shape[-1]
+        return [
+            self._sample(
+                row,
+                data[row].non_tensor_batch,
+                prompts[row][attention[row, :width]],
+                data.batch["responses"][row][attention[row, width:]],
+            )
+            for row in range(len(data))
+        ]
+
+    def _sample(self, row: int, columns: Mapping[str, Any], prompt: Tensor, response: Tensor) -> Sample:
+        source, model = columns.get(self.reward_fn_key), columns.get("reward_model")
+        if source is None or not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise DataError(
+                f"sample {row} with {self.reward_fn_key!r} and 'reward_model' {{ground_truth}}",
+                f"{self.reward_fn_key}: {source!r}, reward_model: {model!r}; there are {', '.join(columns)}",
+                "name the columns so in the task source",
+            )
+        extra = dict(columns.get("extra_info") or {}) | {
+            "num_turns": columns.get("__num_turns__"),
+            "rollout_reward_scores": columns.get("reward_scores") or {},
+        }
+        decode = self.tokenizer.decode
+        return Sample(
+            row,
+            str(columns.get("uid", "")),
+            str(source),
+            str(decode(prompt, skip_special_tokens=True)),
+            self._text(str(decode(response, skip_special_tokens=True))),
+            len(response),
+            model["ground_truth"],
+            extra,
+        )
+
+    def _errors(self, results: Sequence[Result]) -> dict[str, list[Any]]:
+        if not self._counts_errors:
+            return {}
+        failed = [result.error for result in results if result.error is not None]
+        if failed:
+            _log.warning("%d of %d samples could not be scored; the first:\n%s", len(failed), len(results), failed[0])
+        return {
+            "reward_failed": [result.error is not None for result in results],
+            "reward_error": ["" if result.error is None else str(result.error) for result in results],
+        }
+
+    def _examine(self, samples: Sequence[Sample], results: Sequence[Result]) -> None:
+        shown: Counter[str] = Counter()
+        for sample, result in zip(samples, results, strict=True):
+            if not sample.length:
+                _log.warning("%s has an empty response: no token holds its score %g", sample.name, result.score)
+            if shown[sample.data_source] < self.num_examine:
+                shown[sample.data_source] += 1
+                _log.info(
+                    "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
+                    sample.name,
+                    sample.prompt,
+                    sample.response,
+                    sample.ground_truth,
+                    dict(result.extra) or result.score,
+                )
+
+
+def _overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float) -> float:
+    """The change of reward (at most 0) of a response of this length, with the buffer in tokens."""
+    return 0.0 - factor * float(overlong_fraction(torch.tensor(length), max_resp_len, buffer))
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """Scores each response by itself, and takes off a penalty where it comes near the length limit.
+
+    `overlong_buffer_cfg`: nothing, or `enable`, `len`, `penalty_factor` and `log` (a mapping, or an object with these
+    attributes), where `log` adds `overlong_reward` and `overlong` to the extra information. `max_resp_len` is the
+    length limit in tokens. The extra information has `acc`: the scorer's, or its number.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: ScoreFunction | None = None,
+        reward_fn_key: str = "data_source",
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: object = None,
+        *,
+        deadline_s: float = 300.0,
+        workers: int = 0,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            num_examine,
+            compute_score,
+            reward_fn_key,
+            deadline_s=deadline_s,
+            workers=workers,
+            on_error=on_error,
+        )
+        self.max_resp_len = max_resp_len
+        self.overlong_buffer_cfg = overlong_buffer_cfg
+        self._buffer = 0
+        if overlong_buffer_cfg is not None and read(overlong_buffer_cfg, "enable", True):
+            self._buffer = int(read(overlong_buffer_cfg, "len", 0))
+            self._factor = float(read(overlong_buffer_cfg, "penalty_factor", 1.0))
+            self._logs = bool(read(overlong_buffer_cfg, "log", False))
+            if max_resp_len is None or not 0 < self._buffer <= max_resp_len or self._factor < 0:
+                raise ConfigError(
+                    "an overlong buffer within the longest response",
+                    f"len {self._buffer}, max_resp_len {max_resp_len}, penalty_factor {self._factor}",
+                    "say 0 < overlong_buffer_cfg.len <= max_resp_len and penalty_factor >= 0, or enable: false",
+                )
+
+    def _text(self, text: str) -> str:
+        return text.removesuffix(getattr(self.tokenizer, "eos_token", None) or "")
+
+    def _reward(self, sample: Sample, result: Result) -> tuple[float, Mapping[str, Any]]:
+        extra = dict(result.extra) or {"acc": result.score}
+        if not self._buffer or self.max_resp_len is None:
+            return result.score, extra
+        penalty = _overlong_penalty(sample.length, self.max_resp_len, self._buffer, self._factor)
+        if self._logs:
+            extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return result.score + penalty, extra
+
+
+class BatchRewardManager(NaiveRewardManager):
+    """Scores all responses in one call: `f(data_sources=, solution_strs=, ground_truths=, extra_infos=, **options)`.
+
+    The scorer gives one number or dict per sample. `deadline_s` is for the whole call; `reward_kwargs` are its options.
+    The batch gets the scores as `acc` (B,).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: ScoreFunction,
+        reward_fn_key: str = "data_source",
+        *,
+        deadline_s: float = 300.0,
+        workers: int = 0,
+        on_error: OnError = "raise",
+        **reward_kwargs: object,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            num_examine,
+            compute_score,
+            reward_fn_key,
+            deadline_s=deadline_s,
+            workers=workers,
+            on_error=on_error,
+        )
+        self.reward_kwargs = reward_kwargs
+
+    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+        results = self._scorer.together(samples, self.reward_kwargs)
+        data.batch["acc"] = torch.tensor([result.score for result in results], dtype=torch.float32)
+        return results
+
+
+_MISSING = object()
+
+
+def read(config: Any, key: str, default: object = None) -> Any:
+    """A key of a mapping, or an attribute of an object shaped like one; the default where it is absent or None."""
+    value = config.get(key, _MISSING) if hasattr(config, "get") else getattr(config, key, _MISSING)
+    return default if value is _MISSING or value is None else value
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Per name one value per row; None where a row has none of that name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

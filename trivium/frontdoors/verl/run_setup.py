@@ -1,0 +1,231 @@
+"""The arguments of a RayPPOTrainer as a RunConfig, with the rows and the reward functions of this process in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trivium.config import RunConfig, config_from_mapping
+from trivium.errors import ConfigError
+from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
+from trivium.frontdoors.verl.group_rewards import GroupRewards, RewardedOnTake, as_manager
+from trivium.frontdoors.verl.prompts import CutRenderer
+from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager
+from trivium.frontdoors.verl.roles import Needs
+from trivium.frontdoors.verl.translation import VerlConfig, run_dir_of, translated
+from trivium.protocols import Renderer
+from trivium.runtime.build import algorithm_of
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.types import Batch
+
+_VALIDATION = "val"
+
+
+@dataclass
+class RunSetup:
+    """What a run is made of, from verl's arguments. Raises ConfigError and DataError for what cannot work."""
+
+    config: Any
+    """Of verl's shape, or a RunConfig."""
+    tokenizer: Any
+    reward_fn: Any = None
+    val_reward_fn: Any = None
+    train_dataset: Any = None
+    val_dataset: Any = None
+    collate_fn: Any = None
+    train_sampler: Any = None
+    device_name: str | None = None
+    reward_model: Callable[[Batch], list[float]] | None = None
+    """The scores of Role.RewardModel, where it is mapped."""
+
+    def __post_init__(self) -> None:
+        self.from_run_config = isinstance(self.config, RunConfig)
+        self.verl = VerlConfig({} if self.from_run_config else self.config)
+        """The config; verl's defaults where a RunConfig was passed."""
+        self.device = self._device()
+        self._chat = ChatRenderer(self.tokenizer)
+        truncation = self.verl["data.truncation"]
+        self.renderer: Renderer = (
+            self._chat
+            if self.from_run_config or truncation == "error"
+            else CutRenderer(self._chat, self.verl["data.max_prompt_length"], truncation)
+        )
+        self.rewards: GroupRewards | None = None
+        """None where the RunConfig's own rewards are used."""
+        self.run_config = self._over_run_config(self.config) if self.from_run_config else self._translated()
+        self.val_rewards = self.rewards if self.val_reward_fn is None else self._group_rewards(self.val_reward_fn)
+        self._refuse_unsupported()
+
+    @cached_property
+    def needs(self) -> Needs:
+        """The models that the run has a use for. Raises ConfigError for one that no role holds."""
+        config, needed = self.run_config, algorithm_of(self.run_config).needs
+        if "teacher" in needed or "teacher_top" in needed:
+            raise ConfigError(
+                f"algorithm.kind {config.algorithm.kind!r}",
+                "no role of RayPPOTrainer holds a teacher",
+                "use `trivium.run` for distillation",
+            )
+        return Needs(
+            critic=config.algorithm.has_critic,
+            reference="ref" in needed,
+            reference_in_actor=getattr(config.train, "lora", None) is not None,
+            reward_model=bool(self.verl["reward_model.enable"]) or self.reward_model is not None,
+        )
+
+    # ------------------------------------------------------------------ the RunConfig
+
+    def _translated(self) -> RunConfig:
+        verl = self.verl
+        train = self._data(
+            self._rows(self.train_dataset, "train"),
+            taskset="train",
+            origin="the training set",
+            batch=verl["data.train_batch_size"],
+            sampler=self.train_sampler,
+            shuffle=bool(verl["data.shuffle"]),
+            seed=verl["data.seed"] or 0,
+            orders=Path(run_dir_of(verl)) / "order",
+        )
+        tasks = {"train": DatasetTasks.Config.of(train)}
+        validation = self._rows(self.val_dataset, "val")
+        mapping = translated(verl, rows=train.epoch_length, has_validation=bool(validation), device=self.device)
+        if validation:
+            tasks[_VALIDATION] = self._validation(validation)
+        self.rewards = self._group_rewards(self.reward_fn)
+        buffer = {"kind": "memory", "strategy": RewardedOnTake.Config.by(self.rewards)}
+        return config_from_mapping({**mapping, "buffer": buffer, "tasks": tasks})
+
+    def _over_run_config(self, config: RunConfig) -> RunConfig:
+        """The RunConfig with the datasets and reward functions that were passed beside it."""
+        schedule, mapping = config.schedule, config.model_dump(exclude_unset=True)
+        tasks: dict[str, Any] = dict(config.tasks)
+        if self.train_dataset is not None:
+            train = self._data(
+                rows_of(self.train_dataset, "train_dataset"),
+                taskset="train",
+                origin="the training set",
+                batch=schedule.groups_per_step,
+                sampler=self.train_sampler,
+                shuffle=schedule.shuffle,
+                seed=config.run.seed,
+                orders=Path(config.run.dir) / "order",
+            )
+            tasks["train"] = DatasetTasks.Config.of(train)
+        elif self.train_sampler is not None or self.collate_fn is not None:
+            raise ConfigError(
+                "a train_sampler or collate_fn with a RunConfig",
+                "its tasks are read by the config's own source",
+                "pass train_dataset too, or set schedule.curriculum",
+            )
+        if self.val_dataset is not None:
+            tasks[_VALIDATION] = self._validation(rows_of(self.val_dataset, "val_dataset"))
+            mapping["evaluation"] = {"taskset": _VALIDATION, **mapping.get("evaluation", {})}
+        if self.reward_fn is not None or not config.rewards:
+            self.rewards = self._group_rewards(self.reward_fn)
+            mapping["buffer"] = {**mapping.get("buffer", {}), "strategy": RewardedOnTake.Config.by(self.rewards)}
+            mapping["rewards"] = []
+        return config_from_mapping({**mapping, "tasks": tasks})
+
+    def _refuse_unsupported(self) -> None:
+        config = self.run_config
+        if config.stages or config.run.mode != "both":
+            raise ConfigError(
+                "RayPPOTrainer over a RunConfig",
+                "it has `stages`, or another run.mode than both",
+                "use `trivium.run` for such a run",
+            )
+        if config.slots_are_settled:
+            raise ConfigError(
+                "schedule.deterministic ahead of the trainer",
+                "the workers' engines keep the newest weights alone",
+                "set schedule.max_staleness or schedule.deterministic back",
+            )
+        if config.checkpoint.asynchronous:
+            # Roles that share processes would meet in one process group from several threads, in no order.
+            raise ConfigError(
+                "checkpoint.asynchronous with RayPPOTrainer",
+                "its workers save while training waits",
+                "set checkpoint.asynchronous: false, or use `trivium.run` for such a run",
+            )
+        model = getattr(config.model, "path", None)
+        if model is None:
+            return
+        saved, chat = hf_tokenizer(model), self._chat
+        ends = ChatRenderer(saved).eos_token_ids if saved.chat_template is not None else chat.eos_token_ids
+        if saved.get_vocab() != self.tokenizer.get_vocab() or ends != chat.eos_token_ids:
+            # The rollout engines read the model directory's tokenizer.
+            raise ConfigError(
+                f"the tokenizer of the model {model}",
+                "the one passed has other tokens, or ends turns otherwise",
+                "pass the model's own: hf_tokenizer(model path)",
+            )
+
+    # ------------------------------------------------------------------ data
+
+    def _rows(self, dataset: RowDataset | None, split: str) -> list[Any]:
+        """The rows of a dataset, or of the files that the config names."""
+        if dataset is not None:
+            return rows_of(dataset, f"{split}_dataset")
+        files = self.verl[f"data.{split}_files"]
+        if not files:
+            if split == "val":
+                return []
+            raise ConfigError("training data", "neither train_dataset nor data.train_files", "pass one of the two")
+        return some_rows(
+            read_files(files, f"data.{split}_files"),
+            self.verl[f"data.{split}_max_samples"],
+            shuffle=split == "train" and bool(self.verl["data.shuffle"]),
+            seed=self.verl["data.seed"] or 0,
+        )
+
+    def _data(self, rows: Sequence[Any], **options: Any) -> Data:
+        verl = self.verl
+        data = Data(rows, prompt_key=verl["data.prompt_key"], collate_fn=self.collate_fn, **options)
+        if self.from_run_config:
+            return data
+        return data.within(
+            verl["data.max_prompt_length"],
+            self._chat,
+            truncation=verl["data.truncation"],
+            filtered=bool(verl["data.filter_overlong_prompts"]),
+        )
+
+    def _validation(self, rows: Sequence[Any]) -> DatasetTasks.Config:
+        data = self._data(rows, taskset=_VALIDATION, origin="the validation set", batch=1)
+        return DatasetTasks.Config.of(replace(data, batch=max(1, len(data.rows))))  # what is kept is one batch
+
+    # ------------------------------------------------------------------ rewards
+
+    def _group_rewards(self, reward_fn: RewardManager | None) -> GroupRewards:
+        """Rewards by a reward function, or by what the config names."""
+        if reward_fn is None:
+            if self.from_run_config:
+                raise ConfigError(
+                    "rewards", "neither `rewards` in the RunConfig nor a reward_fn", "give one of the two"
+                )
+            kwargs = self.verl["reward_model.reward_kwargs"] or {}
+            reward_fn = load_reward_manager(self.config, self.tokenizer, num_examine=0, **kwargs)
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        return GroupRewards(as_manager(reward_fn, self.tokenizer), pad, self.reward_model)
+
+    def _device(self) -> str:
+        """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there, and for other devices."""
+        name = self.device_name or self.verl["trainer.device"]
+        if name is None and self.from_run_config:
+            name = getattr(self.config.train, "device", "auto")
+        if name in (None, "auto"):
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        name = name.partition(":")[0]  # a worker finds its own among those that Ray gives it
+        if name not in ("cpu", "cuda"):
+            raise ConfigError(f"device_name {name!r}", "training is built for cpu and cuda", "name one of the two")
+        if name == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device_name {name!r}", "no GPU that torch can use", "pass device_name='cpu'")
+        return name

@@ -1,0 +1,193 @@
+"""Scores samples: one call of a scorer for each, with a deadline, and with an error that names the sample.
+
+A scorer of verl is `f(data_source=, solution_str=, ground_truth=, extra_info=)`, plain or `async`, and returns a number
+or a dict whose `score` is one. Plain ones are called one after the other in a thread, or side by side in `workers`
+processes: only there can one be stopped that holds the interpreter. `async` ones wait side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, Protocol, TypeVar
+
+from trivium.concurrency import Threads, gather_or_cancel
+from trivium.config import RewardConfig
+from trivium.errors import ConfigError, RewardError, TriviumError
+from trivium.registry import resolve
+from trivium.rewards.calls import RewardCall, finite_number
+from trivium.rewards.isolated import IsolatedReward
+
+T = TypeVar("T")
+
+_WAITING = 32
+"""Calls of an `async` scorer that may wait at the same time."""
+_START_S = 60.0
+"""What a process may take to start and import the scorer; its own alarm keeps the deadline of the call."""
+_DO = "fix the scorer; the `on_error: NUMBER` of a manager gives such samples that reward, and counts them"
+
+OnError = float | Literal["raise"]
+"""What a sample that cannot be scored means: an error, or this reward (and it is reported that it failed)."""
+
+
+class Scorable(Protocol):
+    """What a scorer is called with, and what errors call it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row as a scorer of verl sees it."""
+
+    row: int
+    uid: str
+    data_source: str
+    prompt: str
+    response: str
+    length: int
+    """Response tokens."""
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        truth = repr(self.ground_truth)
+        shown = truth if len(truth) <= 60 else truth[:57] + "..."
+        uid = f" of {self.uid}" if self.uid else ""
+        return f"sample {self.row}{uid} (data source {self.data_source!r}, ground truth {shown})"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.response,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The score of one sample."""
+
+    score: float
+    extra: Mapping[str, Any]
+    """The other entries of a scorer's dict, `score` included where it gave one."""
+    error: RewardError | None = None
+    """Why there was no score, where `score` stands in for one."""
+
+
+class Scorer:
+    """A scorer, its deadline, and what becomes of samples that it cannot score.
+
+    `deadline_s` is for one call. Raises ConfigError for `workers` of a function that no other process could import.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], deadline_s: float = 300.0, workers: int = 0, on_error: OnError = "raise"
+    ) -> None:
+        if not (on_error == "raise" or (isinstance(on_error, Real) and math.isfinite(on_error))):
+            raise ConfigError("on_error of a reward manager", repr(on_error), "say 'raise', or a finite number")
+        if deadline_s <= 0:
+            raise ConfigError("deadline_s of a reward manager", str(deadline_s), "say how many seconds a call may take")
+        self._on_error = on_error
+        if workers:
+            function = _isolated(function, deadline_s, workers)
+        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s=_START_S if workers else 0.0)
+        self._at_once = workers or (_WAITING if self._call.is_async else 1)
+
+    def each(self, samples: Sequence[Scorable]) -> list[Result]:
+        """One call per sample. Raises RewardError, naming the first sample without a score, unless told otherwise."""
+        return run_here(self._all(samples))
+
+    def together(self, samples: Sequence[Sample], options: Mapping[str, Any]) -> list[Result]:
+        """One call with lists (`data_sources`, `solution_strs`, `ground_truths`, `extra_infos`) and the options."""
+        if not samples:
+            return []
+        lists = {f"{name}s": [sample.arguments[name] for sample in samples] for name in samples[0].arguments}
+        outcome = run_here(self._call(**{**lists, **options}))
+        if not isinstance(outcome, Exception):
+            tolist = getattr(outcome, "tolist", None)
+            outcome = outcome if tolist is None else tolist()
+            if not isinstance(outcome, Sequence) or isinstance(outcome, str) or len(outcome) != len(samples):
+                count = f"{len(outcome)} results" if isinstance(outcome, Sequence) else f"a {type(outcome).__name__}"
+                outcome = ValueError(f"{count} for {len(samples)} samples")
+        if not isinstance(outcome, Exception):
+            return [self._result(sample, result) for sample, result in zip(samples, outcome, strict=True)]
+        if self._on_error == "raise":
+            raise _error(f"scores of {len(samples)} samples, the first being {samples[0].name}", outcome)
+        return [self._result(sample, outcome) for sample in samples]
+
+    async def _all(self, samples: Sequence[Scorable]) -> list[Result]:
+        places = asyncio.Semaphore(self._at_once)
+
+        async def one(sample: Scorable) -> Result:
+            async with places:
+                return self._result(sample, await self._call(**sample.arguments))
+
+        if self._at_once == 1:
+            return [await one(sample) for sample in samples]
+        return await gather_or_cancel(map(one, samples))
+
+    def _result(self, sample: Scorable, outcome: object) -> Result:
+        """The result of an outcome: what the scorer returned, or the exception it ended with."""
+        if isinstance(outcome, Exception):
+            named = _error(f"a score of {sample.name}", outcome)
+        else:
+            extra: dict[str, Any] = dict(outcome) if isinstance(outcome, Mapping) else {}
+            try:
+                return Result(finite_number(extra.get("score", outcome)), extra)
+            except ValueError as error:
+                named = _error(f"a score of {sample.name}", error, raised=False)
+        if self._on_error == "raise":
+            raise named
+        return Result(float(self._on_error), {}, named)
+
+
+def _error(asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
+    """The error of what a scorer `raised`, or of a result that is no number."""
+    if isinstance(cause, TriviumError):
+        problem = f"{cause.found} ({cause.asked})"
+    else:
+        problem = f"{type(cause).__name__}: {cause}" if raised else str(cause)
+    error = RewardError(asked, problem, _DO)
+    error.__cause__ = cause
+    return error
+
+
+def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, from an event loop of its own: also where the caller is itself inside one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1, "rewards") as other:
+        return other.submit(asyncio.run, coroutine).result()
+
+
+def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> Callable[..., Any]:
+    """The function in child processes, called with the keywords that it is bound to besides."""
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        options = {**function.keywords, **options}
+        function = function.func
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    where = str(inspect.getsourcefile(function)) if module.startswith("trivium_user_") else module
+    if not name.isidentifier() or module in ("", "__main__") or resolve("rewards", f"{where}:{name}") is not function:
+        raise ConfigError(
+            "a scorer in processes of its own",
+            f"{function!r} cannot be imported there",
+            "give a function of a module or of a file, or leave `workers` at 0",
+        )
+    mapping = {"kind": f"{where}:{name}", "name": "compute_score", "workers": workers}
+    return functools.partial(IsolatedReward(RewardConfig.model_validate(mapping), deadline_s), **options)

@@ -1,0 +1,414 @@
+"""RayPPOTrainer: verl's trainer object over Trivium's parts. It has no loop of its own: `loops.run` trains."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trivium.board import MemoryBoard
+from trivium.checkpoint.atomic import MANIFEST, atomic_write
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.cluster.session import connect
+from trivium.cluster.stage_spec import StageSpec
+from trivium.concurrency import usable_cores
+from trivium.config import RunConfig, build
+from trivium.config.resume import fingerprint
+from trivium.errors import RunDirError, TriviumError, first_cause
+from trivium.evaluate import Evaluator
+from trivium.explorer import Explorer
+from trivium.frontdoors.verl.data import RowDataset
+from trivium.frontdoors.verl.model_workers import (
+    RoleTrainEngine,
+    WorkerChannel,
+    WorkerConfig,
+    WorkerRolloutEngine,
+    rm_scores,
+)
+from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+from trivium.frontdoors.verl.roles import by_model, chosen_roles, start_groups
+from trivium.frontdoors.verl.run_setup import RunSetup
+from trivium.frontdoors.verl.validation import Validator
+from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+from trivium.loops import Parts
+from trivium.loops import run as run_parts
+from trivium.protocols import Algorithm, Monitor, Renderer, TrainEngine, WeightChannel
+from trivium.randomness import permutation
+from trivium.runtime.build import (
+    Endpoints,
+    Stage,
+    TrainStage,
+    algorithm_of,
+    attached,
+    build_buffer,
+    build_explorer,
+    build_monitor,
+    build_parts,
+    build_schedule,
+    build_synchronizer,
+    build_trainer,
+)
+from trivium.runtime.launch import run
+from trivium.runtime.logs import logging_to
+from trivium.trainer import Trainer
+from trivium.types import Batch, Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ADOPTED = "taken_up.txt"
+"""Names the checkpoint of another run that this one began with."""
+_HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
+"""What a run directory holds that a checkpoint refers to."""
+
+
+@dataclass(frozen=True)
+class _TrainerStage(Stage):
+    """A stage whose messages are rendered as the user's tokenizer does it."""
+
+    user_renderer: Renderer
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.user_renderer
+
+
+@dataclass
+class _OverridableTrainer(Trainer):
+    """A Trainer that saves through a method that users override."""
+
+    owner: Any = None
+
+    async def save_checkpoint(self) -> None:
+        await asyncio.to_thread(self.owner._save_checkpoint)
+
+    async def save_now(self) -> None:
+        """Saves; what an override calls."""
+        await super().save_checkpoint()
+
+
+@dataclass
+class _OverridableValidator(Validator):
+    """A validator that is called through a method that users override."""
+
+    owner: Any = None
+
+    async def run(self, version: int) -> Metrics:
+        self.owner._validating = asyncio.get_running_loop(), self, version
+        metrics = await asyncio.to_thread(self.owner._validate)
+        self.owner._show_generations(version, self.samples_seen)
+        return {**self.results, **metrics}
+
+    async def validate(self, version: int) -> Metrics:
+        """Validates; what an override calls."""
+        return await super().run(version)
+
+
+class RayPPOTrainer:
+    """Trains with PPO and its relatives: the driver of worker groups on Ray.
+
+    `init_workers()` starts the processes, `fit()` trains and returns what `summary.json` says. `_validate`,
+    `_save_checkpoint` and `_load_checkpoint` may be overridden.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: Mapping[Role, Any],
+        resource_pool_manager: ResourcePoolManager | None,
+        ray_worker_group_cls: Callable[..., RayWorkerGroup] = RayWorkerGroup,
+        processor: object = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: RowDataset | None = None,
+        val_dataset: RowDataset | None = None,
+        collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        train_sampler: Iterable[int] | None = None,
+        device_name: str | None = None,
+    ) -> None:
+        """`config` has verl's shape (`config_table.TABLE` says what each key becomes), or is a RunConfig.
+
+        A dataset is anything sized and indexable whose rows have the RLHF schema; without one, `data.train_files` and
+        `data.val_files` are read. A reward function is a reward manager, `compute_score(data_source, solution_str,
+        ground_truth, extra_info)` or `f(prompt, completion, **columns)`; without one, the config names it, and
+        validation uses that of training. Raises ConfigError and DataError for everything that cannot work, before
+        anything starts.
+        """
+        self.config: Any = config  # users read it in their own terms
+        self.tokenizer, self.processor = tokenizer, processor
+        self.role_worker_mapping, self.ray_worker_group_cls = dict(role_worker_mapping), ray_worker_group_cls
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.collate_fn, self.train_sampler = collate_fn, train_sampler
+        self._setup = RunSetup(
+            config,
+            tokenizer,
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            collate_fn=collate_fn,
+            train_sampler=train_sampler,
+            device_name=device_name,
+            reward_model=self._model_scores if Role.RewardModel in self.role_worker_mapping else None,
+        )
+        self.run_config, self.device_name, self._verl = self._setup.run_config, self._setup.device, self._setup.verl
+        self._needs = self._setup.needs
+        self._roles = chosen_roles(self.role_worker_mapping, self._needs)
+        self.resource_pool_manager = resource_pool_manager or self._default_pools()
+        self._views: dict[Role, RayWorkerGroup] = {}
+        self._groups: list[RayWorkerGroup] = []
+        self._trainer: _OverridableTrainer | None = None
+        self._monitor: Monitor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._validating: tuple[asyncio.AbstractEventLoop, _OverridableValidator, int] | None = None
+        self._last: Metrics = {}
+
+    # ------------------------------------------------------------------ what users call
+
+    def init_workers(self) -> None:
+        """Reserves the pools, starts the worker groups and loads their models: critic, reference, reward model, actor
+        and its rollout engine. Raises ConfigError where the cluster has too few CPUs or GPUs."""
+        if self._groups:
+            raise TriviumError("init_workers()", "the workers are there already", "call it once, or shutdown() first")
+        run_dir = Path(self.run_config.run.dir).resolve()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        connect(self._verl["ray_kwargs"] or {}, self._verl["ray_init"] or {})
+        if not self.resource_pool_manager.resource_pool_dict:
+            self.resource_pool_manager.create_resource_pool()
+        threads = self.run_config.cluster.threads or max(1, usable_cores() // self.resource_pool_manager.get_n_gpus())
+        reward_model = self._verl["reward_model.model.path"]
+        reward_model = None if reward_model is None else Path(reward_model).expanduser().resolve()
+        worker_config = WorkerConfig(StageSpec.of(self._stage(run_dir, threads)), reward_model)
+        with logging_to(run_dir, "log.txt"):
+            self._views, self._groups = start_groups(
+                self._roles,
+                self.resource_pool_manager,
+                self.ray_worker_group_cls,
+                worker_config,
+                self._needs,
+                run_dir=run_dir,
+                threads=threads,
+                deadline_s=self.run_config.sync.deadline_s,
+            )
+            models = by_model(self._views, self._needs)
+            self._engine = RoleTrainEngine(
+                models,
+                algorithm_of(self.run_config),
+                longest=self.run_config.engine.sampling.max_new_tokens,
+                sequence=getattr(self.run_config.train, "sequence_parallel", 1),
+            )
+            if Role.RewardModel in self._views:
+                self._views[Role.RewardModel].init_model()
+            self._engine.prepare()
+            self._actor = models["policy"]
+            self._rollout = WorkerRolloutEngine(self._actor)
+
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end, from the latest checkpoint of `trainer.default_local_dir` where there is one. Returns the
+        summary, with the last validation's metrics under `validation`.
+
+        Raises the first cause of whatever stopped it.
+        """
+        if not self._groups:
+            raise TriviumError("fit()", "there are no workers", "call init_workers() first")
+        if self._verl["trainer.val_only"]:
+            return {"validation": self._validate_alone()}
+        self._adopt_checkpoint()
+        try:
+            summary = run(self.run_config, self._session)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        return summary | ({"validation": self._last} if self._last else {})
+
+    def shutdown(self) -> None:
+        """Ends the workers and gives the pools back."""
+        for group in self._groups:
+            group.shutdown()
+        self._groups, self._views = [], {}
+        self.resource_pool_manager.release()
+
+    @property
+    def global_steps(self) -> int:
+        """Train steps behind the policy."""
+        return self._trainer.train_step_num if self._trainer is not None else 0
+
+    # ------------------------------------------------------------------ what users override
+
+    def _validate(self) -> Metrics:
+        """Generates and scores the validation set with the current policy; its metrics. Further ones that an override
+        returns are logged where they are declared: `val-aux/...` is."""
+        assert self._validating is not None, "the training calls it"
+        loop, validator, version = self._validating
+        return asyncio.run_coroutine_threadsafe(validator.validate(version), loop).result()
+
+    def _save_checkpoint(self) -> None:
+        """Saves models, optimizers, data order, KL controller and counters of this step."""
+        assert self._trainer is not None, "the training calls it"
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self._trainer.save_now(), self._loop).result()
+
+    def _load_checkpoint(self) -> int:
+        """Puts the workers where the run left off, or at its start; how many train steps that is."""
+        assert self._trainer is not None, "the training calls it"
+        self._trainer.prepare()
+        return self._trainer.train_step_num
+
+    # ------------------------------------------------------------------ running stages
+
+    @contextmanager
+    def _session(
+        self, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+    ) -> Generator[TrainStage]:
+        """Trains stages: the loops here, models and rollouts in the workers."""
+        monitor = self._monitor = build_monitor(config, run_dir, latest)
+        try:
+            yield partial(self._train_stage, store=store, monitor=monitor, board=MemoryBoard())
+        finally:
+            self._monitor = None
+            monitor.close()
+
+    def _train_stage(
+        self,
+        stage: Stage,
+        resume: Checkpoint | None,
+        record: dict[str, Any],
+        *,
+        store: CheckpointStore,
+        monitor: Monitor,
+        board: MemoryBoard,
+    ) -> dict[str, Any]:
+        stage = self._rendered(stage)
+        endpoints = self._endpoints(stage, board, fingerprint(stage.config))
+        trainer_class = partial(_OverridableTrainer, owner=self)
+        made = build_trainer(stage, endpoints, store, resume, monitor, record, self._attached_engine, trainer_class)
+        trainer = self._trainer = cast(_OverridableTrainer, made)
+        if not self._setup.from_run_config:
+            skip_start, skip_end = not self._verl["trainer.val_before_train"], self._verl["trainer.test_freq"] <= 0
+            trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
+        parts = self._build_parts(stage, endpoints, trainer)
+        self._load_checkpoint()
+        asyncio.run(self._run(parts))
+        self._last = parts.evaluator.results if isinstance(parts.evaluator, Validator) else {}
+        return trainer.run_record
+
+    async def _run(self, parts: Parts) -> None:
+        self._loop = asyncio.get_running_loop()
+        await run_parts(parts)
+
+    def _validate_alone(self) -> Metrics:
+        """Validates the latest checkpoint, or the model as it is, and trains nothing."""
+        run_dir = Path(self.run_config.run.dir).resolve()
+        stage, latest = self._rendered(self._stage(run_dir)), CheckpointStore(run_dir / "checkpoints").latest()
+        endpoints = self._endpoints(stage, MemoryBoard())
+        engine = self._attached_engine(stage, algorithm_of(stage.config), endpoints.channel)
+        engine.prepare()
+        if latest is not None:
+            engine.load(latest.path)
+        parts = self._build_parts(stage, endpoints)
+        explorer, validator = parts.explorer, parts.evaluator
+        assert explorer is not None
+        assert validator is not None, "translation refuses val_only without validation data"
+
+        async def validated() -> Metrics:
+            await asyncio.to_thread(engine.sync_weight)
+            await explorer.adopt(engine.version, endpoints.channel)
+            return await validator.run(engine.version)
+
+        return asyncio.run(validated())
+
+    def _rendered(self, stage: Stage) -> Stage:
+        """The stage, rendering as the user's tokenizer does."""
+        return _TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
+
+    def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: str) -> Endpoints:
+        synchronizer = build_synchronizer(stage.config, board, *fingerprints)
+        return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, WorkerChannel(self._actor))
+
+    def _build_parts(self, stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None) -> Parts:
+        """The half of a run that explores and validates: judged as one batch, reported per data source as in verl."""
+        explorer: Explorer = build_explorer(stage, engine=self._rollout)
+        explorer.must_judge = explorer.must_judge and self._setup.rewards is None
+        parts = build_parts(stage, endpoints, trainer, explorer)
+        if not isinstance(parts.evaluator, Evaluator):
+            return parts
+        source_key = self._verl["data.reward_fn_key"]
+        rewards = self._setup.val_rewards
+        validator = _OverridableValidator(**vars(parts.evaluator), rewards=rewards, source_key=source_key, owner=self)
+        return replace(parts, evaluator=validator)
+
+    def _attached_engine(self, stage: Stage, algorithm: Algorithm, channel: WeightChannel) -> TrainEngine:
+        """The engine over the workers, as far as it had come."""
+        self._engine.algorithm = algorithm
+        self._engine.version = stage.first_version
+        return attached(self._engine, stage, channel)
+
+    def _show_generations(self, version: int, samples: list[dict[str, Any]]) -> None:
+        """A table of some samples of a validation, the same ones every time."""
+        count = self._verl["trainer.log_val_generations"]
+        if count and self._monitor is not None:
+            ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
+            chosen = permutation(len(ordered), "val_generations")[:count]
+            self._monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])
+
+    def _adopt_checkpoint(self) -> None:
+        """With `resume_path`, makes that checkpoint the latest one of the run directory."""
+        path = self._verl["trainer.resume_from_path"]
+        if self._verl["trainer.resume_mode"] == "resume_path" and path is not None:
+            store = CheckpointStore(Path(self.run_config.run.dir).resolve() / "checkpoints")
+            _adopt_checkpoint(Path(path).resolve(), store)
+
+    # ------------------------------------------------------------------ workers
+
+    def _model_scores(self, batch: Batch) -> list[float]:
+        return rm_scores(self._views[Role.RewardModel], batch)
+
+    def _default_pools(self) -> ResourcePoolManager:
+        counts = [self._verl["trainer.n_gpus_per_node"]] * self._verl["trainer.nnodes"]
+        return ResourcePoolManager(
+            {"global_pool": counts}, dict.fromkeys(self._roles, "global_pool"), device_name=self.device_name
+        )
+
+    def _stage(self, run_dir: Path, threads: int = 0) -> Stage:
+        config = self.run_config
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+        if threads:
+            config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"threads": threads})})
+        return Stage(config, 0, 0, True, run_dir, model_dir)
+
+
+def _adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
+    """Makes a checkpoint of another run the latest one of a run directory, and the history of its run the history of
+    this one: what came after the checkpoint is cut off when the run goes on."""
+    run_dir = store.directory.parent
+    if not (source / MANIFEST).is_file():
+        raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
+    newest, mark = store.steps()[-1:], run_dir / _ADOPTED
+    if newest and mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
+        return  # an earlier session adopted it: this one goes on from the latest
+    if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():
+        return
+    if newest:
+        raise RunDirError(
+            f"resume from {source}",
+            f"{store.directory} has checkpoints up to step {newest[0]}",
+            "choose another default_local_dir, or resume_mode: auto to go on from the latest",
+        )
+    store.directory.mkdir(parents=True, exist_ok=True)
+    staging = store.directory / f".{source.name}.partial"
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(source, staging)
+    for name in _HISTORY:
+        history = source.parent.parent / name
+        if history.is_dir():
+            shutil.copytree(history, run_dir / name, dirs_exist_ok=True)
+        elif history.is_file():
+            shutil.copyfile(history, run_dir / name)
+    atomic_write(mark, str(source))
+    staging.rename(store.directory / source.name)

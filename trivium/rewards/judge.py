@@ -1,0 +1,226 @@
+"""How rewards are called. A reward is a function or an object with
+
+    f(prompt: str, completion: str, **columns) -> float                     # or `async def`
+    f(prompt: str, completions: list[str], **columns) -> list[float]        # compares the members of a group
+
+`prompt` is the last user message of the task, `completion` the text of the last turn, and the columns of the task are
+passed by the names in the signature (all of them where it has `**columns`). `kind: my_rewards.py:mine` in the config
+is enough to use one. A result that is not a finite number is an error of that trajectory, never a score of 0.
+
+A reward of the first kind starts as soon as its trajectory is finished. One of the second kind waits for the whole
+group, and gets the members that have not failed so far, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trivium.concurrency import Threads
+from trivium.config import RewardConfig, build
+from trivium.errors import ConfigError, DataError, RewardError
+from trivium.registry import resolve
+from trivium.rewards.calls import RewardCall, described, finite_number
+from trivium.rewards.isolated import IsolatedReward
+from trivium.types import Task, Trajectory
+
+_THREADS = 32
+"""Plain rewards that may compute at the same time."""
+
+Scores = dict[str, float] | RewardError
+"""Each component by label with its weight applied, or why there is no score."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """One reward and what its signature asks for."""
+
+    label: str
+    weight: float
+    call: RewardCall
+    required: frozenset[str]
+    optional: frozenset[str]
+    takes_all: bool
+    compares: bool
+    """Whether it judges the members of a group against each other."""
+
+    def missing(self, columns: Collection[str]) -> list[str]:
+        return sorted(self.required - set(columns))
+
+    async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
+        """What the reward returned, or the exception it ended with."""
+        if missing := self.missing(task.columns):
+            return _missing_columns([(self.label, missing)], task.columns)
+        wanted = task.columns.keys() - {"prompt", *completion} if self.takes_all else self.required | self.optional
+        columns = {name: task.columns[name] for name in wanted if name in task.columns}
+        return await self.call(prompt=_prompt(task), **completion, **columns)
+
+    def weighted(self, task: Task, result: object) -> float | RewardError:
+        """The component's part of the reward, or a RewardError that says what came instead of a finite number."""
+        if isinstance(result, Exception):
+            return self.raised(task, result)
+        try:
+            score = finite_number(result) * self.weight
+        except ValueError as error:
+            return self.error(task, str(error))
+        return score if math.isfinite(score) else self.error(task, f"{result} with weight {self.weight}")
+
+    def one_each(self, task: Task, result: object, count: int) -> Sequence[Any] | RewardError:
+        """What the reward gave each member of a group, or a RewardError for all of them."""
+        if isinstance(result, Exception):
+            return self.raised(task, result)
+        if isinstance(result, np.ndarray):
+            result = result.tolist()
+        if isinstance(result, Sequence) and not isinstance(result, str | bytes) and len(result) == count:
+            return result
+        shown = f"{len(result)} of them" if isinstance(result, Sequence) else described(result)
+        return self.error(task, f"{shown} for {count} completions", "one number per completion")
+
+    def raised(self, task: Task, cause: Exception) -> RewardError:
+        error = self.error(task, f"{type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def error(self, task: Task, found: str, wanted: str = "a finite number") -> RewardError:
+        return RewardError(
+            f"{wanted} from reward {self.label!r} for task {task.task_id!r}",
+            found,
+            "fix the reward: this trajectory is left out, not scored 0",
+        )
+
+
+class Judge:
+    """Calls every reward of a run. Any number of trajectories and groups may be judged at the same time.
+
+    It sets no deadline: cancelling a call stops it after the plain reward it is in, and kills a reward that runs in a
+    process of its own.
+    """
+
+    def __init__(self, components: Sequence[_Component]) -> None:
+        self._components = tuple(components)
+        self._own = [component for component in components if not component.compares]
+        self._comparing = [component for component in components if component.compares]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the components, in the config's order."""
+        return tuple(component.label for component in self._components)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raises DataError, naming every reward whose columns are not among these (those of a first task, say)."""
+        missing = [(c.label, names) for c in self._components if (names := c.missing(columns))]
+        if missing:
+            raise _missing_columns(missing, columns)
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Scores:
+        """What the rewards that look at one trajectory give it."""
+        results = await _outcomes(self._own, task, {"completion": trajectory.completion})
+        scores: dict[str, float] = {}
+        for component, result in zip(self._own, results, strict=True):
+            score = component.weighted(task, result)
+            if isinstance(score, RewardError):
+                return score
+            scores[component.label] = score
+        return scores
+
+    async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scores]:
+        """Per trajectory, in order: what the rewards that look at all of them give it."""
+        completions = [trajectory.completion for trajectory in trajectories]
+        results = await _outcomes(self._comparing, task, {"completions": completions})
+        scores: list[Scores] = [{} for _ in trajectories]
+        for component, result in zip(self._comparing, results, strict=True):
+            given = component.one_each(task, result, len(trajectories))
+            for i, known in enumerate(scores):
+                score = given if isinstance(given, RewardError) else component.weighted(task, given[i])
+                if isinstance(known, RewardError):
+                    continue
+                if isinstance(score, RewardError):
+                    scores[i] = score
+                else:
+                    known[component.label] = score
+        return scores
+
+
+async def _outcomes(
+    components: Sequence[_Component], task: Task, completion: Mapping[str, str | list[str]]
+) -> list[Any]:
+    """What each reward returned, or the exception it ended with: plain ones one after the other, then `async` ones
+    concurrently."""
+    outcomes: dict[str, Any] = {}
+    for component in components:
+        if not component.call.is_async:
+            outcomes[component.label] = await component.outcome(task, completion)
+    waiting = [component for component in components if component.call.is_async]
+    results = await asyncio.gather(*(component.outcome(task, completion) for component in waiting))
+    outcomes |= {component.label: result for component, result in zip(waiting, results, strict=True)}
+    return [outcomes[component.label] for component in components]
+
+
+def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> Judge:
+    """Builds the rewards of a config; raises ConfigError for one that cannot be called, MissingPackage for one whose
+    package is not installed. Nothing in a worker process lives through a call of more than `deadline_s`."""
+    threads = Threads(_THREADS, "a reward")
+    components = [_component(config, threads, deadline_s) for config in configs]
+    labels = [component.label for component in components]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ConfigError("rewards with different names", f"{', '.join(twice)} twice", "give each its own `name`")
+    return Judge(components)
+
+
+def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Component:
+    function, parameters = _callable(config, deadline_s)
+    by_name = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    judged = {"completion", "completions"} & by_name.keys()
+    if "prompt" not in by_name or len(judged) != 1:
+        raise ConfigError(
+            f"the reward {config.kind}",
+            f"it takes ({', '.join(parameters)})",
+            "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
+        )
+    columns = {name: p for name, p in by_name.items() if name not in ("prompt", *judged)}
+    required = frozenset(name for name, p in columns.items() if p.default is p.empty)
+    return _Component(
+        config.label,
+        config.weight,
+        RewardCall(function, threads),
+        required,
+        frozenset(columns) - required,
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+        compares="completions" in judged,
+    )
+
+
+def _callable(config: RewardConfig, deadline_s: float) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
+    """What to call, and the parameters of what it stands for; a reward with workers is built in them alone."""
+    target = resolve("rewards", config.kind)
+    described_by = target if isinstance(target, type) and config.workers else build("rewards", config)
+    if described_by is target and isinstance(target, type):
+        method = inspect.getattr_static(target, "__call__", None)
+        parameters = dict([*inspect.signature(method).parameters.items()][1:]) if inspect.isfunction(method) else None
+    else:
+        parameters = inspect.signature(described_by).parameters if callable(described_by) else None
+    if parameters is None:
+        raise ConfigError(f"the reward {config.kind}", f"a {type(target).__name__}", "name a function or a class")
+    return IsolatedReward(config, deadline_s) if config.workers else described_by, parameters
+
+
+def _missing_columns(missing: Sequence[tuple[str, list[str]]], columns: Collection[str]) -> DataError:
+    return DataError(
+        "tasks with the columns that the rewards read",
+        "; ".join(f"reward {label!r} lacks {', '.join(names)}" for label, names in missing)
+        + f"; there are: {', '.join(sorted(columns)) or 'none'}",
+        "name the columns so in the task source, or give the reward's parameter a default",
+    )
+
+
+def _prompt(task: Task) -> str:
+    """The text of the last user message; of the last message where there is none from a user."""
+    texts = [message.content for message in task.prompt if message.role == "user"]
+    return (texts or [message.content for message in task.prompt])[-1] if task.prompt else ""

@@ -1,0 +1,159 @@
+"""The child process of the sandbox: gives up every right that it has, then runs untrusted code.
+
+python -s -P -S -B sandbox_main.py CHANNEL GIVEN      two descriptors: the parent's socket, a file for the check's value
+
+This file runs by itself, with nothing but the standard library, and imports nothing from the rest of the project. It
+reads its order from the channel, reports `{"missing": {limit: why}}` there, and closes it before the code begins. What
+the file holds in the end may have been written by the code itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import resource
+import struct
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
+_CLONE_NEWUSER = 0x10000000
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_CAPABILITIES_3 = 0x20080522
+_READ_ANYWHERE = 1 << 2
+"""CAP_DAC_READ_SEARCH: an interpreter installed for root alone stays readable; Landlock says what else is."""
+
+_WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
+_REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
+_MOVE, _TRUNCATE = 1 << 13, 1 << 14
+_HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+"""Landlock version -> every right over files that it knows."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    channel, given = int(sys.argv[1]), int(sys.argv[2])
+    with os.fdopen(channel, "rb", closefd=False) as requests:
+        order = json.loads(requests.readline())
+    missing = confine(order)
+    os.write(channel, json.dumps({"missing": missing}).encode() + b"\n")
+    os.close(channel)
+    if set(missing) - set(order["without"]):
+        return
+    os.chdir(order["folder"])
+    sys.argv = ["solution.py"]
+    sys.path[:] = [*sys.path, *order["packages"]]
+    sys.setrecursionlimit(10_000)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if order["expression"] is None:
+        os.close(given)
+    code, expression, statements = (order.pop(k) for k in ("code", "expression", "statements"))
+    exec(compile(code, "solution.py", "exec"), names)
+    if expression is not None:
+        names.update(order["names"])
+        exec(compile(statements, "check.py", "exec"), names)
+        value = repr(eval(compile(expression, "check.py", "eval"), names))
+        os.write(given, value.encode())
+
+
+def confine(order: dict[str, Any]) -> dict[str, str]:
+    """Gives up every right that the order does not leave; returns the limits that this machine does not enforce."""
+    missing: dict[str, str] = {}
+    if sys.platform != "linux":
+        return dict.fromkeys(("memory", "files", "network", "processes"), f"{sys.platform} offers no means")
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    counted = _change_user(order["uid"], order["folder"])
+    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+    if os.getppid() != order["parent"]:
+        sys.exit("the parent process has ended")
+    for name, limits in order["limits"].items():
+        if name != "NPROC" or counted:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
+    if error := _landlock(order["readable"], order["folder"]):
+        missing["files"] = error
+    if not order["filters"]:
+        missing |= dict.fromkeys(("network", "processes"), "no table of system calls for this machine")
+    elif error := _seccomp(base64.b64decode(order["filters"][counted])):
+        missing |= dict.fromkeys(("network", "processes"), error)
+    return missing
+
+
+def _change_user(uid: int, folder: str) -> bool:
+    """Becomes a user of this run alone, who owns the folder. Returns whether the kernel now counts this process's
+    threads apart from all others; where it does not, the filter allows none."""
+    if os.geteuid() != 0:
+        alone = _libc.unshare(_CLONE_NEWUSER) == 0  # the same user in a namespace of its own
+        _keep_capabilities(0)
+        return alone
+    try:
+        _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.chown(folder, uid, uid)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:  # a root that may not change who it is
+        os.chown(folder, os.getuid(), -1)
+        _keep_capabilities(_READ_ANYWHERE)
+        return False
+    _keep_capabilities(_READ_ANYWHERE)
+    return True
+
+
+def _keep_capabilities(kept: int) -> None:
+    """Drops every capability but these; all of them where even these are not there to keep."""
+    header, number = struct.pack("=Ii", _CAPABILITIES_3, 0), _CAPSET.get(os.uname().machine)
+    for mask in (kept, 0) if number else ():  # without a number there is no filter either, and that is refused
+        if _libc.syscall(number, header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)) == 0:
+            return
+
+
+def _landlock(readable: list[str], folder: str) -> str:
+    """Opens `readable` for reading, `folder` and /dev/null for writing too, and nothing else; returns what is wrong."""
+    version = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return f"Landlock is not available ({_error()})"
+    files = _HANDLED[max(v for v in _HANDLED if v <= version)]
+    attributes = struct.pack("=QQQ", files, 0b11, 0b11)  # no TCP, no abstract sockets, no signals to processes outside
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rules = _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
+    if rules < 0:
+        return f"Landlock gives no rule set ({_error()})"
+    read, write = _READ_FILE | _READ_DIR, _WRITE_FILE | _TRUNCATE
+    everything = read | write | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_FILE | _MOVE
+    grants = [(path, read) for path in readable] + [("/dev/null", _READ_FILE | write), (folder, everything)]
+    for path, rights in grants:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # what is not there needs no grant
+        if not os.path.isdir(path):
+            rights &= _READ_FILE | write
+        rule = struct.pack("=Qi", rights & files, descriptor)
+        if _libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) != 0:
+            return f"Landlock refuses a rule for {path} ({_error()})"
+        os.close(descriptor)
+    if _libc.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
+        return f"Landlock does not take effect ({_error()})"
+    os.close(rules)
+    return ""
+
+
+def _seccomp(instructions: bytes) -> str:
+    """Installs the filter; returns what is wrong."""
+    held = ctypes.create_string_buffer(instructions, len(instructions))
+    fprog = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(held))
+    if _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.c_char_p(fprog), 0, 0) != 0:
+        return f"seccomp filters are not available ({_error()})"
+    return ""
+
+
+def _error() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
+if __name__ == "__main__":
+    main()

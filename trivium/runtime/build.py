@@ -1,0 +1,520 @@
+"""RunConfig -> the parts of a stage. The one file that knows every package."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers.utils.logging import disable_progress_bar
+
+from trivium.algorithms import GroupAlgorithm, build_algorithm
+from trivium.algorithms.explain import explain as explain_algorithm
+from trivium.board import Board, MemoryBoard
+from trivium.buffers.pipeline import Pipeline
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.concurrency import usable_cores
+from trivium.config import RunConfig, build
+from trivium.errors import ConfigError
+from trivium.evaluate import Evaluator, RemoteEvaluator
+from trivium.explorer import Explorer
+from trivium.loops import Explore, Parts, explore_loop
+from trivium.monitors.fanout import FanOut
+from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
+from trivium.registry import resolve
+from trivium.rewards.judge import make_judge
+from trivium.schedule import Curriculum, Schedule
+from trivium.synchronizer import Synchronizer
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.trainer import Cadence, Trainer
+from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
+from trivium.types import SERVED, TRAINER, Metrics, capabilities_of
+
+if TYPE_CHECKING:
+    from trivium.training.data_parallel import RankGroup
+
+disable_progress_bar()  # transformers' own bars would break into the console's table
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run and where it stands in it."""
+
+    config: RunConfig
+    number: int
+    first_version: int
+    is_last: bool
+    run_dir: Path
+    model_dir: Path
+    """The weights it starts from; also the frozen reference, where one is needed."""
+
+    @property
+    def evaluated(self) -> bool:
+        evaluation = self.config.evaluation
+        return evaluation.taskset is not None and (self.is_last or evaluation.every > 0)
+
+    @property
+    def num_explorers(self) -> int:
+        """How many explorers a run in one process, or on Ray, starts: one evaluates where none fills the buffer."""
+        if capabilities_of(resolve("buffers", self.config.buffer.kind)).explored:
+            return self.config.cluster.explorers
+        return int(self.evaluated)
+
+    @property
+    def threads(self) -> int:
+        return self.config.cluster.threads or max(1, usable_cores() // ranks_here())
+
+    @property
+    def renderer(self) -> Renderer:
+        return ChatRenderer(hf_tokenizer(str(self.model_dir)))
+
+
+TrainStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
+"""(stage, checkpoint to continue from, record of the run) -> record: trains one stage to its end."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """A process's connections to what the roles of a stage share: each process has endpoints of its own."""
+
+    buffer: Buffer
+    synchronizer: Synchronizer
+    channel: WeightChannel
+
+
+def run_name(config: RunConfig) -> str:
+    """What separate commands call the run in a shared buffer."""
+    return config.run.name or Path(config.run.dir).name
+
+
+def explorer_name(config: RunConfig) -> str:
+    """The name of the explorer that this process is, unlike any other process's."""
+    return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def shares_buffer(config: RunConfig) -> bool:
+    """Whether roles in other processes reach the buffer of a stage; such a buffer brings a board with it."""
+    return any(capabilities_of(resolve("buffers", stage.buffer.kind)).shared for stage in config.stage_configs())
+
+
+def open_board(config: RunConfig) -> Board:
+    """The board: that of this process, or the one that comes with the first buffer that several processes share. All
+    stages meet on one, those too that read files."""
+    for stage in config.stage_configs():
+        buffer = resolve("buffers", stage.buffer.kind)
+        if capabilities_of(buffer).shared:
+            return buffer.open_board(stage.buffer, name=run_name(config))
+    return MemoryBoard()
+
+
+def claim_name(config: RunConfig, run_dir: Path) -> None:
+    """Makes the run's name its own wherever its stages share buffers: before it opens a board of that name. Raises
+    ConfigError where another run has it."""
+    for stage in config.stage_configs():
+        buffer = resolve("buffers", stage.buffer.kind)
+        if capabilities_of(buffer).shared:
+            buffer.claim(stage.buffer, name=run_name(config), run_dir=run_dir)
+
+
+def build_synchronizer(config: RunConfig, board: Board, settings: str = "") -> Synchronizer:
+    """One role's view of the board; `settings` is what separate commands must agree on.
+
+    On a shared board roles may be processes without a handle: heartbeats show that they live. On
+    Ray the board is always shared, and handles tell.
+    """
+    sync = config.sync
+    apart = shares_buffer(config) if config.cluster.kind == "ray" else not isinstance(board, MemoryBoard)
+    return Synchronizer(
+        board,
+        deadline_s=sync.deadline_s,
+        style=sync.style,
+        interval=sync.interval,
+        collective=capabilities_of(resolve("channels", sync.method)).collective,
+        heartbeat_s=sync.heartbeat_s if apart else None,
+        settings=settings,
+    )
+
+
+def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
+    config = stage.config
+    return build(
+        "buffers",
+        config.buffer,
+        schedule=schedule,
+        rollouts=stage.run_dir / "rollouts" / f"stage-{stage.number}",
+        renderer=stage.renderer,
+        deadline_s=config.sync.deadline_s,
+        name=f"{run_name(config)}/stage-{stage.number}",
+    )
+
+
+def kept_versions(config: RunConfig) -> int:
+    """How many of the newest versions can be had. Explorers of a resumed run may need every one since the oldest that a
+    pending slot is sampled with."""
+    return config.max_staleness // config.sync.interval + 2
+
+
+def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
+    """The end of the channel that belongs to `role`."""
+    config = stage.config
+    return resolve("channels", config.sync.method)(
+        keep=kept_versions(config),
+        directory=Path(config.sync.dir) if config.sync.dir else stage.run_dir / "sync",
+        synchronizer=synchronizer,
+        role=role,
+    )
+
+
+def local_endpoints(stage: Stage, synchronizer: Synchronizer, role: str) -> Endpoints:
+    """Endpoints whose buffer and channel are of this process."""
+    return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
+
+
+def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
+    """The checkpoints of a run directory, kept as the config says."""
+    checkpoint = config.checkpoint
+    return CheckpointStore(
+        run_dir / "checkpoints",
+        keep=checkpoint.keep,
+        keep_best=checkpoint.keep_best,
+        save_strategy=checkpoint.save_strategy,
+        remote=checkpoint.remote,
+        deadline_s=config.sync.deadline_s,
+    )
+
+
+BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
+
+
+def build_trainer(
+    stage: Stage,
+    endpoints: Endpoints,
+    store: CheckpointStore,
+    resume: Checkpoint | None,
+    monitor: Monitor,
+    record: dict[str, Any],
+    make_engine: BuildTrainEngine | None = None,
+    make: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+    """The trainer of a stage, nothing loaded yet. `make_engine` makes its engine where that is not of this process
+    alone; `make` is the Trainer, or a user's kind of one."""
+    config, buffer = stage.config, endpoints.buffer
+    algorithm = replace(algorithm_of(config), first_version=stage.first_version)
+    schedule = build_schedule(stage)
+    strategy = build(
+        "sample_strategies",
+        config.buffer.strategy,
+        buffer=buffer,
+        schedule=schedule,
+        renderer=stage.renderer,
+        tasks=partial(_build_tasks, config),
+        algorithm=algorithm,
+    )
+    return make(
+        engine=(make_engine or build_train_engine)(stage, algorithm, endpoints.channel),
+        buffer=buffer,
+        strategy=strategy,
+        channel=endpoints.channel,
+        synchronizer=endpoints.synchronizer,
+        schedule=schedule,
+        monitor=monitor,
+        checkpoints=store,
+        cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
+        evaluator=RemoteEvaluator(endpoints.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
+        resume=resume,
+        max_failed_fraction=config.workflow.max_failed_fraction,
+        saves_asynchronously=config.checkpoint.asynchronous,
+        enable_preview=config.run.enable_preview,
+        record=record,
+        name=TRAINER,
+    )
+
+
+def build_parts(
+    stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None, explorer: Explorer | None = None
+) -> Parts:
+    """What this process runs of a stage: the trainer, an explorer, or both."""
+    return Parts(
+        endpoints.buffer,
+        build_schedule(stage) if trainer is None else trainer.schedule,
+        endpoints.synchronizer,
+        endpoints.channel,
+        trainer,
+        explorer,
+        evaluator=_build_evaluator(stage, explorer) if explorer is not None and stage.evaluated else None,
+        stage=stage.number,
+        is_last=stage.is_last,
+        explore=explore_loop if explorer is None else _explore_function(stage),
+    )
+
+
+def _explore_function(stage: Stage) -> Explore:
+    """What fills the buffer."""
+    if stage.config.run.mode != "serve":
+        return explore_loop
+    from trivium.serving.serve import serve_agents  # its packages are optional
+
+    return serve_agents(stage.config, stage.run_dir, make_judge(stage.config.rewards).check_columns)
+
+
+def algorithm_of(config: RunConfig) -> GroupAlgorithm:
+    """The algorithm of a stage's config, with what follows from the rest of the config settled."""
+    section = config.algorithm.settled(config)
+    return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
+
+
+def build_schedule(stage: Stage) -> Schedule:
+    config, schedule = stage.config, stage.config.schedule
+    tasks, order = _build_tasks(config, "train"), schedule.curriculum
+    stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
+    return Schedule(
+        tasks=tasks,
+        seed=config.run.seed,
+        stage=stage.number,
+        first_version=stage.first_version,
+        groups_per_step=schedule.groups_per_step,
+        stored_per_step=stored,
+        group_size=schedule.group_size,
+        max_staleness=config.max_staleness,
+        sync_interval=config.sync.interval,
+        deterministic=schedule.deterministic,
+        shuffle=schedule.shuffle,
+        curriculum=None if order is None else Curriculum.of(tasks, order.column, order.easy_first, order.spread),
+        max_attempts=schedule.max_attempts,
+        over_rollout=math.ceil(schedule.over_rollout * (schedule.groups_per_step - stored)),
+        steps=schedule.steps,
+    )
+
+
+def _build_tasks(config: RunConfig, name: str) -> TaskSource:
+    return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
+
+
+def build_engine(stage: Stage) -> RolloutEngine:
+    """The rollout engine, its model loaded."""
+    renderer = stage.renderer
+    return build(
+        "engines",
+        stage.config.engine,
+        model_dir=stage.model_dir,
+        eos_token_ids=renderer.eos_token_ids,
+        decode=renderer.decode,
+        threads=stage.threads,
+    )
+
+
+def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
+    """An explorer that samples with `engine`, or with one of its own."""
+    config, workflow = stage.config, stage.config.workflow
+    judge = make_judge(config.rewards, workflow.deadline_s)
+    for taskset in {"train", config.evaluation.taskset or "train"}:
+        if config.tasks[taskset].kind != SERVED:  # what agents bring is checked when they say it
+            judge.check_columns(_build_tasks(config, taskset)[0].columns)
+    engine = engine or build_engine(stage)
+    return Explorer(
+        engine=engine,
+        renderer=stage.renderer,
+        workflow=build("workflows", workflow),
+        judge=judge,
+        sampling=config.engine.sampling.sampling(),
+        max_context=engine.max_context,
+        deadline_s=workflow.deadline_s,
+        max_concurrent=workflow.max_concurrent,
+        max_retries=workflow.max_retries,
+        min_members=workflow.min_members,
+        max_failed_fraction=workflow.max_failed_fraction,
+        failure_window=max(16, config.schedule.groups_per_step),
+        greedy_baseline=algorithm_of(config).greedy_baseline,
+        must_judge=config.algorithm.reads_rewards or stage.evaluated,
+        name=name,
+        in_flight=config.sync.in_flight,
+        operators=(Pipeline(config.buffer),) if config.buffer.operators else (),
+    )
+
+
+def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
+    config, evaluation = stage.config, stage.config.evaluation
+    assert evaluation.taskset is not None
+    return Evaluator(
+        explorer=explorer,
+        tasks=_build_tasks(config, evaluation.taskset),
+        taskset=evaluation.taskset,
+        seed=config.run.seed,
+        samples=evaluation.samples,
+        k=evaluation.k,
+        sampling=evaluation.sampling.sampling(),
+        threshold=evaluation.threshold,
+        max_failed_fraction=config.workflow.max_failed_fraction,
+    )
+
+
+def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
+    """The train engine that the trainer drives: of this process, or of all ranks that torchrun started."""
+    if launched_ranks() == 1:
+        return build_rank_engine(stage, algorithm, channel)
+    from trivium.training.torchrun import TorchrunRanks
+
+    def make() -> tuple[Ranks, TrainEngine]:
+        engine = build_rank_engine(stage, algorithm, channel)
+        return cast(Any, engine).ranks, engine
+
+    announcement = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
+    group = TorchrunRanks(train_device(stage.config), announcement, make)
+    return distributed_engine(group, stage, algorithm, channel)
+
+
+def distributed_engine(
+    group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel
+) -> TrainEngine:
+    """The driver's engine over ranks that each hold what `build_rank_engine` makes."""
+    from trivium.training.data_parallel import DistributedTrainEngine
+
+    engine = DistributedTrainEngine(
+        group,
+        algorithm,
+        max_response_length=stage.config.engine.sampling.max_new_tokens,
+        first_version=stage.first_version,
+    )
+    return attached(engine, stage, channel)
+
+
+def serve_train_rank(config: RunConfig) -> None:
+    """What a rank does that torchrun started and that is not the first: builds its engine of each stage, and does what
+    the first one says, to the end of the run."""
+    from trivium.training.torchrun import serve_rank
+
+    def make(announcement: dict[str, Any]) -> TrainEngine:
+        stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
+        return build_rank_engine(stage, algorithm_of(stage.config), None)
+
+    serve_rank(train_device(config), make)
+
+
+def build_rank_engine(
+    stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel | None, **further: object
+) -> TrainEngine:
+    """The train engine of one process, which meets the other ranks where there are any. Only the first rank needs a
+    channel. `further`: see `TorchTrainEngine`."""
+    config = stage.config
+    if algorithm.teacher is not None:
+        _check_vocabulary(algorithm.teacher.path, stage.model_dir)
+    if launched_ranks() > 1:
+        if not capabilities_of(resolve("train", config.train.kind)).multiple_ranks:
+            raise ConfigError(
+                f"train.kind {config.train.kind!r} on {launched_ranks()} ranks",
+                "it trains in one process",
+                "use train.kind torch, or start one process",
+            )
+        further["ranks"] = join_ranks(
+            sequence=cast(Any, config.train).sequence_parallel,
+            shard=cast(Any, config.train).shard,
+            device=train_device(config),
+            deadline_s=collective_deadline(config),
+        )
+    sampled = capabilities_of(resolve("buffers", config.buffer.kind)).sampled
+    engine = build(
+        "train",
+        config.train,
+        model_dir=stage.model_dir,
+        algorithm=algorithm,
+        # Expert data was not sampled at any temperature.
+        temperature=config.engine.sampling.temperature if sampled else 1.0,
+        max_response_length=config.engine.sampling.max_new_tokens,
+        total_steps=config.schedule.steps,
+        first_version=stage.first_version,
+        seed=config.run.seed,
+        threads=stage.threads,
+        **further,
+    )
+    return attached(engine, stage, channel)
+
+
+def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
+    """The engine with its channel, and who may write its checkpoints at the same time."""
+    if channel is not None:
+        engine.channel = channel
+    engine.save_strategy = stage.config.checkpoint.save_strategy
+    return engine
+
+
+def collective_deadline(config: RunConfig) -> float:
+    """How long ranks wait for each other: longer than the first of them may wait for explorers, in any stage."""
+    return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
+
+
+def train_device(config: RunConfig) -> str:
+    """`cpu` or `cuda`: where this config trains on this machine."""
+    from trivium.training.engine import device_of
+
+    return device_of(getattr(config.train, "device", "cpu")).type
+
+
+def build_single_train_engine(config: RunConfig) -> TrainEngine:
+    """The train engine of the config's first stage, by itself: the caller drives it."""
+    run_dir = Path(config.run.dir)
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    first = config.stage_configs()[0]
+    stage = Stage(first, 0, 0, len(config.stages) < 2, run_dir, model_dir)
+    channel = build_channel(stage, build_synchronizer(first, open_board(first)), TRAINER)
+    return build_train_engine(stage, algorithm_of(first), channel)
+
+
+def _check_vocabulary(teacher: Path, policy: Path) -> None:
+    """Raises ConfigError where a token id means one thing to the teacher and another to the policy."""
+    if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
+        raise ConfigError(
+            f"learn from the teacher {teacher}",
+            f"its tokenizer is not the one of {policy}",
+            "use a teacher with the policy's tokenizer",
+        )
+
+
+def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
+    step = latest.step if latest is not None else 0
+    monitor = FanOut([build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors])
+    if latest is not None:
+        monitor.restore(latest.state["monitor"])
+    return monitor
+
+
+# --------------------------------------------------------------------------- before and after the run
+
+
+def explain(config: RunConfig) -> str:
+    """What each stage of a config minimises, as formulas with the config's values, each part with its source."""
+    stages = config.stage_configs()
+    texts = [
+        explain_algorithm(algorithm_of(stage), getattr(resolve("algorithms", stage.algorithm.kind), "source", ""))
+        for stage in stages
+    ]
+    heads = [f"stage {number}\n" if len(stages) > 1 else "" for number in range(len(stages))]
+    return "\n\n".join(head + text for head, text in zip(heads, texts, strict=True)) + "\n"
+
+
+def evaluate(config: RunConfig, step: int) -> Metrics:
+    """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage."""
+    run_dir = Path(config.run.dir)
+    last = config.stage_configs()[-1]
+    if last.evaluation.taskset is None:
+        raise ConfigError("evaluate a checkpoint", "evaluation.taskset names nothing", "set evaluation.taskset")
+    if step == 0:
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    else:
+        model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
+    metrics = asyncio.run(_evaluate(Stage(last, 0, step, True, run_dir, model_dir)))
+    return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
+
+
+async def _evaluate(stage: Stage) -> Metrics:
+    explorer = build_explorer(stage)
+    try:
+        return await _build_evaluator(stage, explorer).run(explorer.version)
+    finally:
+        await explorer.engine.close()

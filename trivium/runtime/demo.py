@@ -1,0 +1,21 @@
+"""`trivium demo`: the arithmetic recipe, from nothing to a learning curve."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from trivium.config import load_config
+from trivium.monitors.plot import learning_curve
+from trivium.runtime.launch import run
+
+
+def demo(directory: Path, seed: int) -> dict[str, Any]:
+    """Runs recipes/arithmetic.yaml in `directory`; returns its summary and where the learning curve is."""
+    with as_file(files("trivium.runtime") / "arithmetic.yaml") as recipe:
+        config = load_config(recipe, [f"run.dir={directory}", f"run.seed={seed}"])
+    summary = run(config)
+    curve = directory / "learning_curve.png"
+    learning_curve(directory / "metrics.jsonl", curve)
+    return {**summary, "learning_curve": str(curve)}

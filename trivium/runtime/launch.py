@@ -1,0 +1,281 @@
+"""What `trivium run` does: opens the run directory and trains stage after stage, in the mode the config says."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.checkpoint.store import export as export_checkpoint
+from trivium.concurrency import usable_cores
+from trivium.config import RunConfig, build
+from trivium.config.plan import plan_run
+from trivium.config.resume import fingerprint, resume_differences, to_yaml
+from trivium.errors import ConfigError, RunDirError
+from trivium.loops import run as run_parts
+from trivium.phases import verdict
+from trivium.runtime.build import (
+    Stage,
+    TrainStage,
+    build_explorer,
+    build_monitor,
+    build_parts,
+    build_synchronizer,
+    build_trainer,
+    claim_name,
+    collective_deadline,
+    evaluate,
+    explorer_name,
+    local_endpoints,
+    open_board,
+    open_store,
+    run_name,
+    serve_train_rank,
+    shares_buffer,
+    train_device,
+)
+from trivium.runtime.logs import logging_to
+from trivium.synchronizer import Synchronizer
+from trivium.training.device import machine, training_ranks
+from trivium.training.ranks import launched_ranks, this_rank
+from trivium.types import TRAINER
+
+_log = logging.getLogger("trivium")
+_CARRIED = ("accuracy_before", "accuracy_after", "seconds", "time")
+"""What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
+
+
+def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str, Any]:
+    """Does what `run.mode` says and returns a summary; of a training, that written to `summary.json`. `open_session`
+    trains stages elsewhere than the config says.
+
+    Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
+    cause of whatever stopped the run.
+    """
+    if launched_ranks() > 1:
+        _connect_ranks(config)
+        if this_rank() > 0:
+            return train_as_rank(config)
+    if config.run.mode == "bench":
+        return bench(config)
+    if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config)):
+        return explore(config)
+    if open_session is None:
+        open_session = _ray_session if config.cluster.kind == "ray" else _local_session
+    with _open_run_dir(config) as run_dir:
+        claim_name(config, run_dir)
+        store = open_store(config, run_dir)
+        store.discard_unfinished()
+        latest = store.latest()
+        if latest is not None:
+            _log.info("continuing from %s", latest.path.name)
+        record: dict[str, Any] = {}
+        with open_session(config, run_dir, store, latest) as train_stage:
+            for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
+                record.update(train_stage(stage, resume, record))
+        if launched_ranks() > 1:
+            from trivium.training.torchrun import stop_ranks
+
+            stop_ranks(train_device(config))
+        asyncio.run(store.copied())  # what could not be copied on the way has to be now
+        summary = {name: record[name] for name in _CARRIED if record.get(name) is not None}
+        summary = {"steps": store.steps()[-1], **summary}
+        summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
+        _log.info(summary["verdict"])
+        atomic_write(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return {**summary, "run_dir": str(run_dir)}
+
+
+def _connect_ranks(config: RunConfig) -> None:
+    """Raises ConfigError, on every rank, for what several processes of one command cannot do."""
+    from trivium.training.torchrun import connect_ranks
+
+    mode = config.run.mode
+    if mode in ("explore", "bench") or (mode == "serve" and shares_buffer(config)) or config.cluster.kind == "ray":
+        raise ConfigError(
+            f"run.mode {mode!r} with cluster.kind {config.cluster.kind!r} on {launched_ranks()} ranks of torchrun",
+            "torchrun's ranks train together, and nothing else",
+            "start one process; on Ray, cluster.ranks says how many train",
+        )
+    connect_ranks(train_device(config), collective_deadline(config))
+
+
+def train_as_rank(config: RunConfig) -> dict[str, Any]:
+    """Trains as one of the ranks that torchrun started, driven by the first."""
+    run_dir, rank = Path(config.run.dir), this_rank()
+    with logging_to(run_dir, f"log-rank-{rank}.txt"):
+        serve_train_rank(config)
+    return {"rank": rank, "run_dir": str(run_dir)}
+
+
+OpenSession = Callable[[RunConfig, Path, CheckpointStore, Checkpoint | None], AbstractContextManager[TrainStage]]
+"""(config, run directory, its checkpoints, the latest of them) -> what trains its stages."""
+
+
+@contextmanager
+def _local_session(
+    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+) -> Generator[TrainStage]:
+    """Trains stages in this process, and explores beside it unless other processes do (`run.mode: train`)."""
+    monitor, board = build_monitor(config, run_dir, latest), open_board(config)
+
+    def train_stage(stage: Stage, resume: Checkpoint | None, record: dict[str, Any]) -> dict[str, Any]:
+        synchronizer = build_synchronizer(stage.config, board, fingerprint(config))
+        endpoints = local_endpoints(stage, synchronizer, TRAINER)
+        trainer = build_trainer(stage, endpoints, store, resume, monitor, record)
+        explores = stage.config.run.mode != "train" and stage.num_explorers > 0
+        try:
+            explorer = build_explorer(stage, config.run.explorer or "explorer-0") if explores else None
+            parts = build_parts(stage, endpoints, trainer, explorer)
+            trainer.prepare()
+            asyncio.run(run_parts(parts))
+            return trainer.run_record
+        finally:
+            trainer.engine.close()
+
+    try:
+        yield train_stage
+    finally:
+        monitor.close()
+
+
+@contextmanager
+def _ray_session(
+    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
+) -> Generator[TrainStage]:
+    """Trains stages on a Ray cluster, whose processes open run directory and checkpoints themselves."""
+    from trivium.cluster.session import cluster_of
+
+    with cluster_of(config) as train_stage:
+        yield train_stage
+
+
+def _remaining_stages(
+    config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, record: dict[str, Any]
+) -> Iterator[tuple[Stage, Checkpoint | None]]:
+    """Each stage that is not done, and the checkpoint to continue it from; `record` is brought up to date before it. A
+    stage starts from the weights that the one before it saved, with a fresh optimizer."""
+    stages = config.stage_configs()
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    # The steps that stages ended at; earlier than planned where their data did.
+    ends: list[int] = list(latest.state["pinned"]) if latest is not None else []
+    first_version = 0
+    for number, stage_config in enumerate(stages):
+        last_version = first_version + stage_config.schedule.steps
+        if number >= len(ends):
+            resume = latest if latest is not None and latest.step > first_version else None
+            if resume is not None:
+                record.update({name: resume.state[name] for name in _CARRIED if name in resume.state})
+            if resume is None or resume.step < last_version:
+                record |= {"stage": number, "pinned": list(ends)}
+                _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
+                yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
+                latest = None
+            ends.append(store.steps()[-1])
+        first_version = last_version
+        model_dir = store.directory / f"step-{ends[number]:06d}" / "policy"
+
+
+def explore(config: RunConfig) -> dict[str, Any]:
+    """Explores (or serves) and evaluates, stage after stage, for a trainer elsewhere (`run.mode: train`)."""
+    name, run_dir = explorer_name(config), Path(config.run.dir)
+    stages = config.stage_configs()
+    steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
+    board = open_board(config)
+    waiting = build_synchronizer(config, board, fingerprint(config))
+    with logging_to(run_dir, f"log-{name}.txt"):
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
+        number: int | None = -1
+        explored = 0
+        while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
+            _log.info("stage %d: explorer %s begins", number, name)
+            explored += 1
+            stage = Stage(stages[number], number, steps[number], number == len(stages) - 1, run_dir, model_dir)
+            synchronizer = build_synchronizer(stage.config, board).attach(waiting)
+            endpoints = local_endpoints(stage, synchronizer, name)
+            if stage.num_explorers:
+                asyncio.run(run_parts(build_parts(stage, endpoints, explorer=build_explorer(stage, name))))
+            else:
+                asyncio.run(_wait_for_stage_end(synchronizer, name))
+        if not explored:
+            _log.warning("the run %r is finished: there is nothing to explore", run_name(config))
+    return {"explorer": name, "stages_explored": explored, "run_dir": str(run_dir)}
+
+
+async def _wait_for_stage_end(synchronizer: Synchronizer, name: str) -> None:
+    """Waits until a stage that has no use for explorers is over, for as long as its trainer lives."""
+    async with asyncio.TaskGroup() as tasks:
+        monitoring = tasks.create_task(synchronizer.monitor(name))
+        await synchronizer.wait_finished(name)
+        monitoring.cancel()
+
+
+# --------------------------------------------------------------------------- run directory
+
+
+@contextmanager
+def _open_run_dir(config: RunConfig) -> Generator[Path]:
+    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place."""
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirError(
+                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
+            ) from error
+        _claim(config, run_dir)
+        with logging_to(run_dir, "log.txt"):
+            yield run_dir
+
+
+def _claim(config: RunConfig, run_dir: Path) -> None:
+    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        if not config.run.resume:
+            raise RunDirError(
+                f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume"
+            )
+        problems = resume_differences(yaml.safe_load(path.read_text(encoding="utf-8")), config)
+        if problems:
+            raise ConfigError(
+                f"continue the run in {run_dir}",
+                "it began with another config",
+                "choose another run.dir, or put these back:",
+                problems,
+            )
+    atomic_write(path, to_yaml(config))
+    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
+
+
+# --------------------------------------------------------------------------- after the run
+
+
+def bench(config: RunConfig) -> dict[str, Any]:
+    """Evaluates every checkpoint of the run directory in order; one row each in `bench.jsonl`."""
+    run_dir = Path(config.run.dir)
+    rows = [{"step": step, **evaluate(config, step)} for step in CheckpointStore(run_dir / "checkpoints").steps()]
+    if not rows:
+        raise RunDirError(f"bench the checkpoints of {run_dir}", "it has none", "train first")
+    atomic_write(run_dir / "bench.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return {"checkpoints": len(rows), "bench": str(run_dir / "bench.jsonl")}
+
+
+def export(run_dir: Path, step: int | None, out: Path) -> Path:
+    """Writes the policy of a checkpoint (None: the latest) as a plain Hugging Face directory."""
+    store = CheckpointStore(run_dir / "checkpoints")
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise RunDirError(f"export the latest checkpoint of {run_dir}", "it has none", "train first")
+    return export_checkpoint(checkpoint, out)

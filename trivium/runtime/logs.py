@@ -1,0 +1,34 @@
+"""Where the roles of a run write down what happens: a file in the run directory; warnings on the terminal too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+_log = logging.getLogger("trivium")
+
+
+@contextmanager
+def logging_to(run_dir: Path, file_name: str, role: str = "") -> Generator[None]:
+    """The logger `trivium` goes to a file of the run directory while the block runs; warnings to stderr as well.
+
+    Several processes may write to one file, each saying which `role` it is: a record is appended whole.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    format_ = f"{role}: %(message)s" if role else "%(message)s"
+    handler = logging.FileHandler(run_dir / file_name, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
+    terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
+    terminal.setFormatter(logging.Formatter(format_))
+    terminal.setLevel(logging.WARNING)
+    _log.setLevel(logging.INFO)
+    for each in (handler, terminal):
+        _log.addHandler(each)
+    try:
+        yield
+    finally:
+        for each in (handler, terminal):
+            _log.removeHandler(each)
+            each.close()

@@ -1,0 +1,281 @@
+"""A process group for one exchange of weights, separate from torch.distributed's default group, which belongs to
+training.
+
+Every wait checks the board now and then. It ends when a member of the exchange has died, when the trainer has begun
+another exchange, and after `deadline_s` at the latest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from trivium.concurrency import ProgressDeadline
+from trivium.errors import SyncError
+from trivium.synchronizer import Exchange, Synchronizer
+
+CONNECT_S = 15.0
+"""Timeout for two live processes to connect."""
+RENDEZVOUS_S = 60.0
+"""Timeout for all members of an exchange to reach the trainer's store."""
+PIECE_BYTES = 2**28
+"""The most that one broadcast sends."""
+_CHECK_S = 0.25
+"""How often a wait checks the board."""
+_POLL_S = 0.001
+_LOOPBACK = "127.0.0.1"
+_OK = "well"
+ALL_BUCKETS = "whole"
+"""What a member acknowledges at the end, after the buckets."""
+
+
+class ExchangeAborted(Exception):
+    """An exchange that cannot complete, and why."""
+
+
+class NoParticipants(ExchangeAborted):
+    """No member has the buckets that the trainer will not send again."""
+
+
+class ExchangeGroup:
+    """The group of an exchange. Ranks: the trainer is 0, member i is i + 1."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        store: Store,
+        synchronizer: Synchronizer,
+        device: torch.device,
+        *,
+        stream: str = "",
+        has: int = 0,
+    ) -> None:
+        """Connects to the other members; `device` is that of this process's model.
+
+        `has` is the number of buckets of `stream` that the trainer will not send again, or that a member has. A member
+        with fewer than the trainer's takes no part.
+
+        Raises ExchangeAborted, or RuntimeError from torch, where that fails.
+        """
+        self._exchange, self._rank, self._synchronizer = exchange, rank, synchronizer
+        self._deadline = timedelta(seconds=synchronizer.deadline_s)
+        self._store = PrefixStore(f"exchange-{exchange.number}", store)
+        present = self._rendezvous({"host": own_address(), "gpu": _gpu_name(device), "stream": stream, "has": has})
+        self.stream: str = present[0]["stream"]
+        """Which of the trainer's offers is sent."""
+        taking_part = [number for number, each in enumerate(present) if _follows(each, present[0])]
+        if rank not in taking_part or taking_part == [0]:
+            raise (NoParticipants if rank == 0 else ExchangeAborted)(
+                f"it goes on with bucket {present[0]['has']}, and of those before it some never came here"
+            )
+        self._members = {number: exchange.members[number - 1] for number in taking_part[1:]}
+        everyone = [present[number] for number in taking_part]
+        self._place, self._size = taking_part.index(rank), len(taking_part)
+        gpus = [each["gpu"] for each in everyone]
+        # nccl needs a GPU per process; where some have none, or share one, gloo serves all of them on the CPU.
+        by_gpu = all(gpus) and len({*gpus}) == len(gpus) and dist.is_nccl_available()
+        self.device = device if by_gpu else torch.device("cpu")
+        here = all(each["host"] == everyone[0]["host"] for each in everyone)
+        store = PrefixStore("group", self._store)
+        self._backend: Any = self._nccl(store) if by_gpu else self._gloo(store, _LOOPBACK if here else own_address())
+
+    def broadcast_async(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins to broadcast the bytes of a tensor (on `device`) from the trainer; call the result to wait for it."""
+        options = dist.BroadcastOptions()
+        options.timeout = self._deadline
+        flat = tensor.view(-1).view(torch.uint8)
+        works = [self._backend.broadcast([piece], options) for piece in flat.split(PIECE_BYTES)]
+
+        def finish() -> None:
+            for work in works:
+                self._finish(work)
+
+        return finish
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From the trainer to every member, in place."""
+        self.broadcast_async(tensor)()
+
+    def broadcast_object(self, value: object) -> None:
+        """Sends a JSON value from the trainer to every member."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self.broadcast(torch.tensor([len(data)]).to(self.device))
+        self.broadcast(data.to(self.device))
+
+    def receive_object(self) -> Any:
+        """The value of the trainer's `broadcast_object`."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.broadcast(length)
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.broadcast(data)
+        return json.loads(data.cpu().numpy().tobytes())
+
+    def acknowledge(self, part: int | str, problem: str = "") -> None:
+        """A member tells the trainer that it has a bucket (or `ALL_BUCKETS`), or why it rejects it."""
+        self._store.set(f"answer-{self._rank}-{part}", problem or _OK)
+
+    def acknowledge_all(self) -> None:
+        """A member tells the trainer that it has every bucket."""
+        self.acknowledge(ALL_BUCKETS)
+
+    def problems(self, part: int | str) -> dict[str, str]:
+        """The members that do not have a bucket, and why, once all live ones have acknowledged it."""
+        problems: dict[str, str] = {}
+        for rank, name in self._members.items():
+            try:
+                self._wait(lambda rank=rank: self._acknowledgement(rank, part) != "", [name])
+                problems[name] = self._acknowledgement(rank, part)
+            except ExchangeAborted as error:
+                problems[name] = str(error)
+        return {name: problem for name, problem in problems.items() if problem != _OK}
+
+    def delivered(self) -> bool:
+        """Whether a member has acknowledged every bucket."""
+        return any(self._acknowledgement(rank, ALL_BUCKETS) == _OK for rank in self._members)
+
+    def close(self) -> None:
+        """Drops the connections, which ends the waits at their other ends at once."""
+        self._backend = None
+
+    def _acknowledgement(self, rank: int, part: int | str) -> str:
+        key = f"answer-{rank}-{part}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    # ------------------------------------------------------------------ connecting
+
+    def _rendezvous(self, info: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank publishes about itself, once all have: from here on they connect without delay."""
+        ranks = range(len(self._exchange.members) + 1)
+        self._store.set(f"here-{self._rank}", json.dumps(info))
+        self._wait(
+            lambda: self._store.check([f"here-{rank}" for rank in ranks]),
+            self._exchange.members,
+            RENDEZVOUS_S,
+            f"not all of the trainer and {', '.join(self._exchange.members)} came to {self._exchange.address} within "
+            f"{RENDEZVOUS_S:.0f} s: do all machines reach that address? (GLOO_SOCKET_IFNAME names another interface)",
+        )
+        return [json.loads(self._store.get(f"here-{rank}")) for rank in ranks]
+
+    def _gloo(self, store: Store, host: str) -> dist.ProcessGroupGloo:
+        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=CONNECT_S)
+        return dist.ProcessGroupGloo(store, self._place, self._size, options)
+
+    def _nccl(self, store: Store) -> dist.ProcessGroupNCCL:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._deadline
+        return dist.ProcessGroupNCCL(store, self._place, self._size, options)
+
+    # ------------------------------------------------------------------ waiting
+
+    def _finish(self, work: dist.Work) -> None:
+        try:
+            self._wait(work.is_completed, [*self._members.values()])
+        except BaseException:
+            self._abandon(work)
+            raise
+        work.wait()  # raises what went wrong
+
+    def _wait(
+        self, done: Callable[[], bool], waited_for: Sequence[str], timeout_s: float | None = None, overdue: str = ""
+    ) -> None:
+        """Returns once `done`. Raises ExchangeAborted where that cannot happen any more, or (`overdue`) in time."""
+        deadline = ProgressDeadline(timeout_s or self._deadline.total_seconds())
+        check = time.monotonic() + _CHECK_S
+        while not done():
+            if time.monotonic() > check:
+                check = time.monotonic() + _CHECK_S
+                if reason := self._synchronizer.abort_reason(self._exchange, waited_for):
+                    raise ExchangeAborted(reason)
+            if not deadline.left_s:
+                raise ExchangeAborted(overdue or f"nothing came for {deadline.seconds:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _abandon(self, work: dist.Work) -> None:
+        """gloo ends an operation only at its timeout, and dropping its group waits for that. So another thread keeps
+        both until then."""
+        self._backend.abort()
+        threading.Thread(target=_hold, args=(work, self._backend), name="abandoned-exchange", daemon=True).start()
+
+
+def _follows(member: dict[str, Any], trainer: dict[str, Any]) -> bool:
+    """Whether a member has every bucket that the trainer will not send again."""
+    return (member["has"] if member["stream"] == trainer["stream"] else 0) >= trainer["has"]
+
+
+def _hold(work: dist.Work, backend: object) -> None:
+    while not work.is_completed():
+        time.sleep(_CHECK_S)
+    del backend
+
+
+def open_store() -> TCPStore:
+    """The trainer's rendezvous store, on a free port of every interface."""
+    return TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+
+
+def join_store(address: str) -> TCPStore:
+    """A member's client of the trainer's store."""
+    host, port = endpoint(address)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port of an `address` as seen from here: the loopback for one on this machine."""
+    host, _, port = address.rpartition(":")
+    return _LOOPBACK if host == own_address() else host, int(port)
+
+
+def refuses_connections(address: str) -> bool:
+    """Whether no process listens there any more."""
+    try:
+        socket.create_connection(endpoint(address), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False  # a network failure proves nothing; the heartbeat will tell
+    return False
+
+
+def own_address() -> str:
+    """The address at which other machines reach this one: of the interface that GLOO_SOCKET_IFNAME names, else of the
+    default route; the loopback where there is neither."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            return _address_of(interface, probe)
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; connecting a datagram socket sends nothing
+        except OSError:
+            return _LOOPBACK
+        return probe.getsockname()[0]
+
+
+def _address_of(interface: str, probe: socket.socket) -> str:
+    get_address = 0x8915  # SIOCGIFADDR
+    try:
+        answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+    except OSError as error:
+        raise SyncError(
+            f"the address of GLOO_SOCKET_IFNAME={interface}", str(error), "name an interface with an IPv4 address"
+        ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _gpu_name(device: torch.device) -> str:
+    """A unique name of the GPU; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

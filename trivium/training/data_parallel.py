@@ -1,0 +1,174 @@
+"""The train engine of a driver: cuts every batch into shares, one per data rank, and joins the results."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trivium.models.loss import LossDenominators
+from trivium.phases import Phase
+from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.training.balance import partition, workload
+from trivium.training.batching import count, units
+from trivium.training.engine import SCORED_BY, TorchTrainEngine
+from trivium.training.snapshot import wait_until_written
+from trivium.types import AnyArray, Batch, Metrics
+
+
+class RankGroup(Protocol):
+    """Processes that each hold a train engine (`TorchTrainEngine`), driven together. Raises RoleFailed where one
+    dies."""
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a batch is cut into."""
+        ...
+
+    def run_on_all_ranks(self, method: str, *args: object) -> Any:
+        """`method(*args)` of `RankVerbs` on every rank; what the first one returns."""
+        ...
+
+    def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
+        """`method(*shares[i], *args)` on the ranks of data rank i; one result per data rank."""
+        ...
+
+    def close(self) -> None:
+        """Frees the ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One data rank's part of a mini-batch."""
+
+    version: int
+    """Train steps behind the policy: where the schedule of the learning rate stands."""
+    batch: Batch
+
+
+class RankVerbs:
+    """What a rank runs for the driver: the other side of `DistributedTrainEngine`, around the rank's own engine."""
+
+    def __init__(self, engine: TorchTrainEngine) -> None:
+        self.engine = engine
+
+    def score(self, share: Share, what: str) -> Sequence[AnyArray]:
+        self.engine.version = share.version
+        return self.engine.score(share.batch, what)
+
+    def update(self, share: Share, role: str, objective: Objective, totals: LossDenominators) -> Metrics:
+        self.engine.version = share.version
+        return self.engine.update(role, share.batch, objective, totals)
+
+    def sync_weight(self, version: int) -> bool:
+        self.engine.version = version
+        return self.engine.sync_weight()
+
+    def save(self, version: int, directory: Path) -> None:
+        self.engine.version = version
+        self.engine.save(directory)
+
+    def begin_saving(self, version: int, directory: Path, report: str) -> None:
+        self.engine.version = version
+        self.engine.begin_saving_on_rank(directory, report)
+
+    def load(self, directory: Path) -> int:
+        self.engine.load(directory)
+        return self.engine.version
+
+    def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class DistributedTrainEngine(TrainEngine):
+    """Several ranks as one engine. The driver holds per-token arrays, never a weight."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        algorithm: Algorithm,
+        *,
+        max_response_length: int,
+        first_version: int = 0,
+        groups: Mapping[str, RankGroup] | None = None,
+    ) -> None:
+        """`group` holds the models of all roles but those that `groups` names. `max_response_length` as the ranks'
+        engines have it."""
+        self.algorithm, self.version = algorithm, first_version
+        self._group, self._by_role = group, dict(groups or {})
+        self._groups = list(dict.fromkeys([group, *self._by_role.values()]))
+        self._max_response_length = max_response_length
+
+    def prepare(self) -> None:
+        for group in self._groups:
+            group.run_on_all_ranks("prepare")
+
+    def score(self, batch: Batch, what: str) -> list[AnyArray]:
+        role, _ = SCORED_BY.get(what, ("policy", what))  # the ranks refuse an unknown score
+        group = self._group_of(role)
+        rows = shares_of([[row] for row in range(len(batch))], batch, group.data_size)
+        results = group.scatter("score", [(Share(self.version, batch.select(share)),) for share in rows], what)
+        scores: list[AnyArray] = [np.empty(0, np.float32)] * len(batch)
+        for share, result in zip(rows, results, strict=True):
+            for row, scored in zip(share, result, strict=True):
+                scores[row] = scored
+        return scores
+
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        group, denominators = self._group_of(role), count(batch, self._max_response_length)
+        rows = shares_of(units(batch, objective.unit), batch, group.data_size)
+        shares = [(Share(self.version, batch.select(share)),) for share in rows]
+        return group.scatter("update", shares, role, objective, denominators)[0]
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        return self._group.run_on_all_ranks("utilisation", dict(phases))
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model in the driver's memory: for tools and tests. A run's weights travel from the ranks
+        themselves (`sync_weight`)."""
+        yield from self._group_of("policy").run_on_all_ranks("exported_weights")
+
+    def sync_weight(self) -> bool:
+        return self._group_of("policy").run_on_all_ranks("sync_weight", self.version)
+
+    def save(self, directory: Path) -> None:
+        for group in self._groups:
+            group.run_on_all_ranks("save", self.version, directory)
+
+    def begin_saving(self, directory: Path) -> Callable[[], None] | None:
+        report = f".{uuid.uuid4().hex}.json"
+        self._group.run_on_all_ranks("begin_saving", self.version, directory, report)
+        return partial(wait_until_written, directory / report)
+
+    def load(self, directory: Path) -> None:
+        for group in self._groups:
+            self.version = group.run_on_all_ranks("load", directory)
+
+    def save_weights(self, directory: Path) -> None:
+        self._group_of("policy").run_on_all_ranks("save_weights", directory)
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+
+    def _group_of(self, role: str) -> RankGroup:
+        return self._by_role.get(role, self._group)
+
+
+def shares_of(units: Sequence[Sequence[int]], batch: Batch, num_shares: int) -> list[list[int]]:
+    """The rows of each of `num_shares` shares of nearly equal work, whole units each; a share may be empty.
+
+    The rows keep their order within a share.
+    """
+    work = [sum(workload(len(batch.experiences[row])) for row in rows) for rows in units]
+    return [[row for unit in sorted(chosen) for row in units[unit]] for chosen in partition(work, num_shares)]

@@ -1,0 +1,458 @@
+"""The train engine of one process: CPU or one GPU, weights in float32, micro-batches packed.
+
+The process may be one of several ranks: parameters are sharded over them, each is given its share of every batch, and
+all ranks must call every verb.
+
+Precision: weights, gradients, optimizer state and the head are float32 (float64 for tests); `bfloat16` runs the
+backbone's matrix products and attention under autocast, which casts from the float32 master weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import Field
+
+from trivium.config import RunConfig, TrainConfig, free
+from trivium.config.model_shape import ModelShape, read_shape
+from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
+from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.lora import (
+    ADAPTER_STEM,
+    LoraConfig,
+    adapter_off,
+    adapter_parameters,
+    describe_adapter,
+    merged_state,
+    pushed_adapter,
+)
+from trivium.models.loss import LossDenominators
+from trivium.phases import Phase
+from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.registry import resolve
+from trivium.training.flops import measured_peak, utilisation
+from trivium.training.fsdp import full_tensor, shard
+from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
+from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
+from trivium.training.ranks import ALONE, Ranks
+from trivium.training.snapshot import (
+    Snapshot,
+    TensorFile,
+    read_tensors,
+    take_snapshot,
+    weight_files,
+    write_in_background,
+)
+from trivium.types import AnyArray, Batch, Capabilities, Metrics, capabilities_of
+
+SCORED_BY = {
+    "old": ("policy", "log_prob"),
+    "log_prob": ("policy", "log_prob"),
+    "entropy": ("policy", "entropy"),
+    "sum_pi_squared": ("policy", "sum_pi_squared"),
+    "mean_discriminant": ("policy", "mean_discriminant"),
+    "ref": ("reference", "log_prob"),
+    "teacher": ("teacher", "log_prob"),
+    "teacher_top": ("teacher", "top"),
+    "values": ("critic", "values"),
+}
+"""Score -> (role whose model computes it, name of the score in `Learner.score`)."""
+_METRIC_NAME = {
+    "policy": "policy",
+    "reference": "reference",
+    "teacher": "teacher",
+    "critic": "value",
+    "reward": "reward",
+}
+_EXACT_IDS = 2**24
+"""Token ids below this are exact as float32, which is what columns hold."""
+_ADAPTER = "policy-adapter"
+_WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
+_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
+
+
+class TorchTrainEngine(TrainEngine):
+    """Policy, and where the algorithm asks for them critic, reward model, frozen reference and frozen teacher, in this
+    process."""
+
+    capabilities = Capabilities(multiple_ranks=True)
+
+    class Config(TrainConfig):
+        """How the models are trained."""
+
+        kind: str = "torch"
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+        """Arithmetic of the backbone; weights, optimizer and head are float32 at least."""
+        device: str = "auto"
+        """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+        max_tokens_per_micro_batch: int = free(16384, ge=1)
+        """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
+        that share sequences (`sequence_parallel`) take so many each. Decides memory and speed, never the gradient."""
+        gradient_checkpointing: bool = False
+        """Trades a second forward pass for memory: activations of one layer at a time."""
+        sequence_parallel: int = Field(default=1, ge=1)
+        """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
+        shard: int = Field(default=0, ge=0)
+        """Ranks that parameters are sharded over, and replicated across the rest (HSDP); 0 takes all."""
+        cpu_offload: bool = False
+        """Keeps parameters, gradients and optimizer state of sharded models in host memory between their uses."""
+        max_grad_norm: float = Field(default=1.0, gt=0)
+        """The gradient of a whole mini-batch is scaled down to this norm."""
+        optimizer: OptimizerConfig = OptimizerConfig()
+        """The policy's optimizer, or the reward model's where that is what is trained."""
+        critic_optimizer: OptimizerConfig | None = None
+        """The critic's; nothing means the same as the policy's."""
+        peak_flops: float | None = free(None, gt=0)
+        """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
+        lora: LoraConfig | None = None
+        """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            if self.critic_optimizer is not None and not run.algorithm.has_critic:
+                yield Problem(
+                    f"{where}.critic_optimizer",
+                    "an optimizer for a critic",
+                    f"the algorithm {run.algorithm.kind!r} trains none",
+                    "leave the key out, or use algorithm.kind ppo",
+                )
+            if self.lora is not None:
+                yield from self.lora.own_problems(f"{where}.lora")
+                adopts = capabilities_of(resolve("engines", run.engine.kind)).adopts_adapters
+                if self.lora.push == "adapter" and not adopts:
+                    yield Problem(
+                        f"{where}.lora.push",
+                        "an adapter that explorers add themselves",
+                        f"engine.kind {run.engine.kind!r} cannot",
+                        "set it to merged",
+                    )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_dir: Path,
+        algorithm: Algorithm,
+        temperature: float,
+        max_response_length: int,
+        total_steps: int,
+        first_version: int = 0,
+        seed: int,
+        threads: int,
+        ranks: Ranks = ALONE,
+        roles: Collection[str] | None = None,
+    ) -> None:
+        """`temperature` is the sampling temperature and `max_response_length` the limit of one completion, in tokens:
+        `seq-mean-token-sum-norm` divides by it. The schedule of the learning rate begins at `first_version` (where
+        earlier stages left off) and has `total_steps` train steps.
+
+        `seed` draws the head of a critic or reward model; `threads` is set by every verb for the thread that calls it.
+        `ranks` are the processes that train together; `roles` are the models that this one holds: all that the
+        algorithm has a use for, unless other processes hold some.
+        """
+        self.config, self.algorithm = config, algorithm
+        self._model_dir, self._temperature = model_dir, temperature
+        self._max_response_length = max_response_length
+        self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
+        self._threads, self.version = threads, first_version
+        self.ranks, self._roles = ranks, roles
+        self._device = ranks.device if ranks.size > 1 else device_of(config.device)
+        self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self._learners: dict[str, Learner] = {}
+        self._shapes: dict[str, ModelShape] | None = None
+
+    def prepare(self) -> None:
+        """Loads models and optimizers from the initial model directory."""
+        self._open(self._model_dir, self._model_dir, self._model_dir)
+
+    def score(self, batch: Batch, what: str) -> list[AnyArray]:
+        """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
+
+        Raises DataError for a sequence that is longer than the model's context.
+        """
+        torch.set_num_threads(self._threads)
+        if what not in SCORED_BY:
+            raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(SCORED_BY)}")
+        role, kind = SCORED_BY[what]
+        return self._learner(role).score(batch, kind)
+
+    def update(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
+        """One optimizer step of one role, at the learning rate that belongs to the current train step. `batch` is this
+        rank's share of the mini-batch, and `totals` the counts of the whole; None where the share is the whole.
+
+        Raises, weights untouched, TriviumError when the gradient is not finite, and DataError for a sequence that is
+        longer than the model's context.
+        """
+        torch.set_num_threads(self._threads)
+        learner = self._learner(role)
+        taken = self.version - self._first_version
+        lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
+        return learner.update(
+            batch,
+            cast(TrainableObjective, objective),
+            lr,
+            self.config.max_grad_norm,
+            step=taken,
+            who=f"the {role} in train step {self.version + 1}",
+            totals=totals,
+        )
+
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """Model FLOPs over the peak of all ranks. The policy stands for critic, reward model and reference."""
+        if self._shapes is None:
+            self._shapes = self._read_shapes()
+        if not self._shapes:
+            return {}
+        torch.set_num_threads(self._threads)
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else self._dtype
+        peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
+        role_of = {what: role for what, (role, _) in SCORED_BY.items()}
+        adapted = self.config.lora is not None
+        return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, adapter=adapted)
+
+    def _read_shapes(self) -> dict[str, ModelShape]:
+        """By role; empty where a config.json does not have the sizes."""
+        teacher = {} if self.algorithm.teacher is None else {"teacher": self.algorithm.teacher.path}
+        try:
+            own = read_shape(self._model_dir)
+            roles = dict.fromkeys(("policy", "critic", "reward", "reference"), own)
+            return {**roles, **{role: read_shape(path) for role, path in teacher.items()}}
+        except DataError:
+            return {}
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's parameters and persistent buffers by Hugging Face name, in the model's order; tied ones once.
+
+        Each is unsharded, and gathered when it is iterated over: all ranks must iterate over all of them.
+        """
+        module, names = self._policy.module, self._policy.names
+        if self.config.lora is not None:
+            yield from merged_state(module, names)
+            return
+        state = module.state_dict()
+        for name in names:
+            yield name, full_tensor(state[name])
+
+    def sync_weight(self) -> bool:
+        """Offers the current weights to the explorers, from the first rank; the others take part in the gathers.
+        Whether they were delivered; only the first rank returns true."""
+        lora = self.config.lora
+        alone = lora is not None and lora.push == "adapter"
+        weights = pushed_adapter(self._policy.module) if alone else self.export_weights()
+        delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
+        for _ in weights:  # every rank takes part in every gather, though the channel may have refused the weights
+            pass
+        return delivered
+
+    def save(self, directory: Path) -> None:
+        """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
+        what is large in several numbered files. With LoRA `policy/` is merged, and `policy-adapter/` is what peft would
+        write.
+
+        The files are the same on any number of ranks; each rank writes some of them, when `checkpoint.save_strategy`
+        lets it.
+        """
+        self._snapshot(copy=False).write(directory)
+
+    def begin_saving(self, directory: Path) -> Callable[[], None]:
+        return partial(self._snapshot(copy=True).write, directory)
+
+    def begin_saving_on_rank(self, directory: Path, report: str) -> None:
+        """The same for a rank that runs other commands before the files are written: progress is in the file `report`
+        (`snapshot.wait_until_written`)."""
+        write_in_background(self._snapshot(copy=True), directory, report)
+
+    def load(self, directory: Path) -> None:
+        """Opens what `save` wrote, on whatever number of ranks; the reference still comes from the initial model
+        directory."""
+        counters = directory / "engine.json"
+        if not counters.is_file():
+            raise RunDirError(f"load the train engine from {directory}", "no engine.json there", "choose a checkpoint")
+        self._open(directory / "policy", directory / "critic", directory / "reward", directory / _ADAPTER)
+        for role, learner in self._learners.items():
+            if learner.optimizer is not None:
+                for state in read_tensors(directory, f"{role}-optimizer"):
+                    learner.optimizer.restore(state)
+        self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
+
+    def save_weights(self, directory: Path) -> None:
+        """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
+        files = weight_files(self._policy, "")
+        take_snapshot(files, self.ranks, self.save_strategy, self._add_companions, copy=False).write(directory)
+
+    def _snapshot(self, *, copy: bool) -> Snapshot:
+        """What a checkpoint of this moment consists of."""
+        files: list[TensorFile] = []
+        for role, learner in self._learners.items():
+            if role == "policy" or learner.optimizer is not None:
+                files += weight_files(learner.model, f"{role}/")
+            if learner.optimizer is not None:
+                files.append(TensorFile(f"{role}-optimizer", learner.optimizer.state()))
+        adapted = self.config.lora is not None and "policy" in self._learners
+        if adapted:
+            files.append(TensorFile(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module), single=True))
+        version = self.version
+
+        def finish(directory: Path) -> None:
+            if "policy" in self._learners:
+                self._add_companions(directory / "policy")
+            if adapted:
+                describe_adapter(self._policy.module, directory / _ADAPTER)
+            (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
+
+        return take_snapshot(files, self.ranks, self.save_strategy, finish, copy=copy)
+
+    def _add_companions(self, directory: Path) -> None:
+        """The files of the initial model that training does not change: tokenizer, template, licence."""
+        skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS) for p in self._model_dir.glob(pattern)}
+        for file in self._model_dir.iterdir():
+            if file.is_file() and file not in skip:
+                shutil.copyfile(file, directory / file.name)
+
+    def close(self) -> None:
+        """Frees the models."""
+        self._learners = {}
+
+    @property
+    def _policy(self) -> LanguageModel:
+        return cast(LanguageModel, self._learner("policy").model)
+
+    def _learner(self, role: str) -> Learner:
+        if role not in self._learners:
+            raise TriviumError(
+                f"the {role} of the train engine",
+                f"it holds {', '.join(self._learners) or 'nothing yet'}",
+                "declare the score or objective in the algorithm, and call prepare() first",
+            )
+        return self._learners[role]
+
+    def _optimizer_config(self, role: str) -> OptimizerConfig:
+        critic = self.config.critic_optimizer if role == "critic" else None
+        return critic or self.config.optimizer
+
+    def _open(self, policy: Path, critic: Path, reward: Path, adapter: Path | None = None) -> None:
+        """Only the roles that the algorithm has a use for. With LoRA the policy is the initial model and an `adapter`,
+        or the adapter that it begins with."""
+        how: dict[str, Any] = {
+            "dtype": self._dtype,
+            "device": self._device,
+            "autocast": self.config.dtype == "bfloat16",
+            "sequence": self.ranks.sequence,
+        }
+        trained = {objective.role for objective in self.algorithm.objectives}
+        roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
+        if self._roles is not None:
+            roles &= set(self._roles)
+        lora = self.config.lora
+        if lora is not None and "policy" not in trained:
+            raise ConfigError(
+                "train.lora: an adapter of the policy",
+                f"the algorithm {self.algorithm.name!r} trains " + (", ".join(sorted(trained)) or "nothing"),
+                "leave the section out",
+            )
+        torch.set_num_threads(self._threads)
+        self._learners = {}
+        if "policy" in roles:
+            model = LanguageModel(policy if lora is None else self._model_dir, temperature=self._temperature, **how)
+            if lora is not None:
+                model.adapt(lora, seed=self._seed, adapter=adapter)
+            self._add("policy", model, trained="policy" in trained)
+        if "critic" in roles:
+            self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
+        if "reward" in roles:
+            self._add("reward", ScoreModel(reward, seed=self._seed, **how), trained=True)
+        if "reference" in roles:
+            self._add_reference(how)
+        if "teacher" in roles:
+            self._add_teacher(how)
+
+    def _add_reference(self, how: dict[str, Any]) -> None:
+        """The policy as the stage began with it. With LoRA that is the policy with its adapter off, where it is here
+        and its adapter began as nothing."""
+        lora = self.config.lora
+        if lora is not None and lora.path is None and "policy" in self._learners:
+            off = partial(adapter_off, self._policy.module)
+            self._learners["reference"] = self._learner_of("reference", self._policy, score_context=off)
+            return
+        reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
+        if lora is not None:
+            reference.adapt(lora, seed=self._seed)
+        self._add("reference", reference, trained=False)
+
+    def _add_teacher(self, how: dict[str, Any]) -> None:
+        """The teacher speaks of the distribution at the same temperature, over the same tokens."""
+        teacher = self.algorithm.teacher
+        if teacher is None:
+            raise TriviumError(
+                f"the teacher of the algorithm {self.algorithm.name!r}",
+                "it needs one and names none",
+                "say algorithm.teacher.path",
+            )
+        model = LanguageModel(teacher.path, temperature=self._temperature, **how)
+        if model.vocabulary != self._policy.vocabulary:
+            raise TriviumError(
+                f"distill {teacher.path} into {self._model_dir}",
+                f"the teacher has {model.vocabulary} tokens, the policy {self._policy.vocabulary}",
+                "use a teacher with the policy's tokenizer and an output layer of the same size",
+            )
+        if "teacher_top" in self.algorithm.needs and model.vocabulary > _EXACT_IDS:
+            raise TriviumError(
+                f"the top-k tokens of the teacher {teacher.path}",
+                f"its vocabulary has {model.vocabulary} tokens",
+                f"use a loss that reads the teacher's log-probabilities alone: columns hold ids below {_EXACT_IDS}",
+            )
+        self._add("teacher", model, trained=False, top_k=min(teacher.top_k, model.vocabulary))
+
+    def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> None:
+        optimizer = None
+        if not trained:
+            model.requires_grad_(False)
+        elif self.config.gradient_checkpointing:
+            checkpoint_gradients(model.module)
+        shard(
+            model,
+            self.ranks,
+            trained=trained,
+            bfloat16=self.config.dtype == "bfloat16",
+            cpu_offload=self.config.cpu_offload,
+        )
+        if trained:
+            network = model if isinstance(model, ValueModel) else model.module
+            optimizer = Optimizer(network, self._optimizer_config(role))
+        self._learners[role] = self._learner_of(role, model, optimizer=optimizer, top_k=top_k)
+
+    def _learner_of(
+        self,
+        role: str,
+        model: LanguageModel | ValueModel,
+        *,
+        optimizer: Optimizer | None = None,
+        top_k: int = 0,
+        score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Learner:
+        return Learner(
+            model,
+            _METRIC_NAME[role],
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            max_response_length=self._max_response_length,
+            optimizer=optimizer,
+            top_k=top_k,
+            ranks=self.ranks,
+            score_context=score_context,
+        )
+
+
+def device_of(name: str) -> torch.device:
+    """The device that `train.device` means here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
+    return device

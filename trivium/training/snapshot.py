@@ -1,0 +1,318 @@
+"""What a train engine keeps on disk: safetensors files of bounded size, each written by one of the ranks.
+
+Which tensors make a file follows from their sizes alone, so the files are the same whatever number of ranks wrote them,
+and any number of ranks reads them. A model's files are a plain Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.errors import RoleFailed, RunDirError
+from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
+from trivium.models.lora import base_state, has_adapter, merged_tensor
+from trivium.training.fsdp import full_tensor
+from trivium.training.ranks import Ranks
+from trivium.types import SaveStrategy
+
+SHARD_BYTES = 2**31
+"""What one file holds at most, unless a single tensor is larger."""
+DEADLINE_S = 3600.0
+"""How long the ranks wait for the slowest of them to write its files."""
+_INDEX = "model.safetensors.index.json"
+_BEAT_S, _SILENT_S, _POLL_S = 0.5, 120.0, 0.05
+"""How often a save in the background reports progress; how long it may be silent; how often its report is read."""
+
+Named = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Tensors that are saved together: `<stem>.safetensors`, or several numbered files where they are many."""
+
+    stem: str
+    """Path in the checkpoint, without the ending."""
+    tensors: Named
+    """By name; sharded tensors in a sharded model."""
+    model: PreTrainedModel | None = None
+    """The model whose weights they are, if they are one's: its directory is one that transformers loads."""
+    gather: Callable[[Named, str], torch.Tensor] | None = None
+    """Makes the full tensor of a name, where that is more than the tensor unsharded."""
+    single: bool = False
+    """Whether its readers expect one file, however large."""
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """What is saved under a name. All ranks must call it."""
+        return full_tensor(self.tensors[name]) if self.gather is None else self.gather(self.tensors, name)
+
+    def files(self, limit: int) -> list[tuple[str, list[str]]]:
+        """(path, names of the tensors) of each file, in order."""
+        parts: list[list[str]] = []
+        size = 0
+        # What transformers converts when it saves may be made of any number of tensors: they stay in one file.
+        in_one_file = self.single or bool(getattr(self.model, "_weight_conversions", None))
+        for name, tensor in self.tensors.items():
+            if not parts or (size + tensor.nbytes > limit and not in_one_file):
+                parts.append([])
+                size = 0
+            parts[-1].append(name)
+            size += tensor.nbytes
+        if len(parts) < 2:
+            return [(f"{self.stem}.safetensors", [*self.tensors])]
+        return [(f"{self.stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
+
+    def converted(self, tensors: Named) -> dict[str, torch.Tensor]:
+        """With the names and shapes that they have on disk."""
+        if self.model is None:
+            return dict(tensors)
+        ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
+        return revert_weight_conversion(self.model, {n: t for n, t in tensors.items() if n not in ignored})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint in the memory of the ranks: this rank has the tensors of the files that it writes."""
+
+    ranks: Ranks
+    turn: int
+    """When this rank writes: at the same time as those with the same number."""
+    turns: int
+    files: Mapping[str, tuple[TensorFile, Named]]
+    """Path in the checkpoint -> the tensors that are written there."""
+    models: Mapping[str, PreTrainedModel]
+    """By path of their directories in the checkpoint."""
+    finish: Callable[[Path], None]
+    """Writes the other files of the checkpoint; the first rank calls it, last."""
+    in_background: bool
+    """Whether the ranks train while it is written."""
+
+    def write(self, directory: Path) -> None:
+        """Writes every file, the ranks in turns; on return all of them are there.
+
+        All ranks must call it. Raises this rank's own error, and RunDirError where another rank failed.
+        """
+        for turn in range(self.turns):
+            self._on_all_ranks(self._write_own if turn == self.turn else None, directory)
+        self._on_all_ranks(self._conclude if self.ranks.rank == 0 else None, directory)
+
+    def _write_own(self, directory: Path) -> None:
+        for path, (file, tensors) in self.files.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            converted = {name: tensor.contiguous() for name, tensor in file.converted(tensors).items()}
+            save_file(converted, directory / path, {"format": "pt"})
+
+    def _conclude(self, directory: Path) -> None:
+        for path, model in self.models.items():
+            _describe(model, directory / path)
+        self.finish(directory)
+
+    def _on_all_ranks(self, write: Callable[[Path], None] | None, directory: Path) -> None:
+        """Writes, and waits for all ranks; a failure of one is raised on all."""
+        problem = ""
+        try:
+            if write is not None:
+                write(directory)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            problems = self._all_gather(problem)
+        for rank, each in enumerate(problems):
+            if each:
+                raise RunDirError(f"rank {rank}'s part of {directory.name}", each, "fix the cause and run it again")
+
+    def _all_gather(self, problem: str) -> list[str]:
+        """Each rank's problem."""
+        if self.ranks.size == 1:
+            return []
+        problems: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(problems, problem, group=_groups()[self.in_background])
+        return problems
+
+
+def weight_files(model: LanguageModel | ValueModel, folder: str) -> list[TensorFile]:
+    """The weights of a model, for a directory `folder` (`policy/`): the plain Hugging Face model, and the head of a
+    critic or reward model beside it."""
+    if isinstance(model, LanguageModel) and has_adapter(model.module):
+        base = base_state(model.module)
+        merging = partial(merged_tensor, model.module)
+        return [TensorFile(f"{folder}model", {name: base[name] for name in model.names}, model.module, merging)]
+    if isinstance(model, LanguageModel):
+        state = model.module.state_dict()
+        return [TensorFile(f"{folder}model", {name: state[name] for name in model.names}, model.module)]
+    state = model.state_dict()
+    inner, head = (
+        {name.removeprefix(part): state[name] for name in model.names if name.startswith(part)}
+        for part in ("module.", f"{VALUE_HEAD}.")
+    )
+    return [TensorFile(f"{folder}model", inner, model.module), TensorFile(f"{folder}{VALUE_HEAD}", head)]
+
+
+def take_snapshot(
+    tensor_files: Sequence[TensorFile],
+    ranks: Ranks,
+    strategy: SaveStrategy,
+    finish: Callable[[Path], None],
+    *,
+    copy: bool,
+) -> Snapshot:
+    """Gathers the tensors of a checkpoint, each once: file i in the memory of rank i mod size. All ranks must call it.
+
+    With `copy` nothing of it is memory that training writes to. `finish`: see `Snapshot`.
+    """
+    turn, turns = _turns(ranks, strategy)
+    files: dict[str, tuple[TensorFile, Named]] = {}
+    parts = [(file, path, names) for file in tensor_files for path, names in file.files(SHARD_BYTES)]
+    for number, (file, path, names) in enumerate(parts):
+        is_own, tensors = number % ranks.size == ranks.rank, dict[str, torch.Tensor]()
+        for name in names:
+            tensor = file.gathered(name)
+            if is_own:
+                on_cpu = tensor.cpu()
+                tensors[name] = on_cpu.clone() if copy and _shares_memory(on_cpu, file.tensors[name]) else on_cpu
+        if is_own:
+            files[path] = file, tensors
+    models = {str(Path(file.stem).parent): file.model for file in tensor_files if file.model is not None}
+    return Snapshot(ranks, turn, turns, files, models, finish, in_background=copy)
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    local = other.to_local() if isinstance(other, DTensor) else other
+    return one.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+
+
+def read_tensors(directory: Path, stem: str) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors that were saved under a stem, file by file. Raises RunDirError where there are none."""
+    paths = [directory / f"{stem}.safetensors"]
+    if not paths[0].is_file():
+        paths = sorted(directory.glob(f"{stem}-*-of-*.safetensors"))
+    if not paths:
+        raise RunDirError(f"read {stem} from {directory}", "no such files", "resume with what was trained before")
+    for path in paths:
+        yield load_file(path)
+
+
+def _describe(model: PreTrainedModel, folder: Path) -> None:
+    """Writes what transformers reads beside the weights: the model's config and, where there are several weight files,
+    their index."""
+    model.save_pretrained(folder / "about", state_dict={})
+    for path in (folder / "about").iterdir():
+        if path.suffix == ".safetensors":
+            path.unlink()
+        else:
+            path.replace(folder / path.name)
+    (folder / "about").rmdir()
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        file_of: dict[str, str] = {}
+        for shard in shards:
+            with safe_open(shard, framework="pt") as file:
+                file_of |= dict.fromkeys(file.keys(), shard.name)
+        size = sum(shard.stat().st_size for shard in shards)
+        index = {"metadata": {"total_size": size}, "weight_map": file_of}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+@cache
+def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Process groups of saves that training waits for, and of saves in the background: training may be in a collective
+    call of its own, or in another save, meanwhile."""
+    foreground, background = (dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S)) for _ in range(2))
+    assert isinstance(foreground, dist.ProcessGroup)
+    assert isinstance(background, dist.ProcessGroup)
+    return foreground, background
+
+
+@cache
+def _hosts(size: int) -> tuple[str, ...]:
+    """The machine of each rank."""
+    hosts: list[Any] = [socket.gethostname()]
+    if size > 1:
+        hosts = [None] * size
+        dist.all_gather_object(hosts, socket.gethostname(), group=_groups()[0])
+    return tuple(hosts)
+
+
+def _turns(ranks: Ranks, strategy: SaveStrategy) -> tuple[int, int]:
+    """(the turn of this rank, how many turns there are): ranks of one turn write at the same time."""
+    hosts = _hosts(ranks.size)
+    match strategy:
+        case SaveStrategy.UNRESTRICTED:
+            return 0, 1
+        case SaveStrategy.SINGLE_NODE:
+            nodes = list(dict.fromkeys(hosts))
+            return nodes.index(hosts[ranks.rank]), len(nodes)
+        case SaveStrategy.SINGLE_PROCESS | SaveStrategy.SINGLE_THREAD:  # a rank writes in one thread
+            return ranks.rank, ranks.size
+
+
+# --------------------------------------------------------------------------- in the background
+
+
+def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> None:
+    """Writes in a thread of this rank. The first rank reports progress in the file `report` of the directory, for
+    `wait_until_written`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    done: Future[None] = Future()
+
+    def write() -> None:
+        try:
+            snapshot.write(directory)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def report_progress() -> None:
+        beats = 0
+        while not done.done():
+            atomic_write(directory / report, json.dumps({"beats": (beats := beats + 1)}))
+            wait([done], _BEAT_S)
+        error = done.exception()
+        problem = "" if error is None else f"{type(error).__name__}: {error}"
+        atomic_write(directory / report, json.dumps({"done": True, "problem": problem}))
+
+    threading.Thread(target=write, name="trivium-save", daemon=True).start()
+    if snapshot.ranks.rank == 0:
+        threading.Thread(target=report_progress, name="trivium-save-report", daemon=True).start()
+
+
+def wait_until_written(report: Path) -> None:
+    """Returns once what `write_in_background` writes is on disk. Raises RunDirError if it failed, RoleFailed where it
+    stays silent."""
+    seen, last_change = "", time.monotonic()
+    while True:
+        text = report.read_text(encoding="utf-8") if report.is_file() else ""
+        if text != seen:
+            seen, last_change = text, time.monotonic()
+        progress = json.loads(text or "{}")
+        if progress.get("done"):
+            report.unlink()
+            if progress["problem"]:
+                raise RunDirError(f"write {report.parent.name}", progress["problem"], "fix the cause and run it again")
+            return
+        if time.monotonic() - last_change > _SILENT_S:
+            raise RoleFailed("trainer rank 0", f"its save was silent for {_SILENT_S:.0f} s")
+        time.sleep(_POLL_S)
