@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import chdir, contextmanager, suppress
 from functools import cache
 from multiprocessing import forkserver
@@ -125,3 +125,19 @@ def _work(
     finally:
         threading._shutdown()
         atexit._run_exitfuncs()
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def survivors(pids: Iterable[int], seconds: float = 30) -> list[int]:
+    """The processes that still run after so long: Ray ends an actor, and what it owned, some time after its command."""
+    remaining, end = [*pids], time.monotonic() + seconds
+    while (remaining := [pid for pid in remaining if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return remaining

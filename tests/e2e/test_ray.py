@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.ray_parts import Run, run_command
 from tests.e2e.test_kill import outcome_of
+from tests.processes import survivors
 
 HERE = Path(__file__).parent
 PLAIN, STAGED = str(HERE / "ray.yaml"), str(HERE / "tiny.yaml")
@@ -117,7 +118,7 @@ def test_the_death_of_any_other_role_ends_the_run_naming_it_and_the_same_command
         assert f"found: {role} failed: " in run.said
         for part in ("asked: ", "do: "):
             assert part in run.said
-        assert not [name for name, pid in run.pids().items() if alive(pid)]
+        assert not survivors(run.pids().values())
     run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address))
     assert run.code == 0, run.said
     assert "continuing from step-" in run.log
@@ -129,7 +130,7 @@ def test_the_cause_reaches_the_terminal(ray_address: str, tmp_path: Path) -> Non
     assert run.code == 1, run.said
     assert "explorer-0 failed: Unheard: the simulator is not licensed on this machine" in run.said
     assert "in __init__" in run.log, "the traceback of the role"
-    assert not [name for name, pid in run.pids().items() if alive(pid)]
+    assert not survivors(run.pids().values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
@@ -146,18 +147,7 @@ def test_a_command_with_a_ray_of_its_own_that_is_interrupted_leaves_nothing_behi
     run = run_command(tmp_path / "run", PLAIN, "cluster.kind=ray", "schedule.steps=100", meanwhile=interrupt)
     assert run.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], run.said
     assert len(seen) > 5
-    end = time.monotonic() + 10
-    while any(map(alive, seen)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not [pid for pid in seen if alive(pid)]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not survivors(seen)
 
 
 def below(pid: int) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ray_parts import Run, run_command
+from tests.processes import survivors
 
 PLAIN = str(Path(__file__).parent / "ray.yaml")
 
@@ -43,7 +44,7 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_com
     assert run.ended - killed < 30
     assert "found: trainer-rank-1 failed: " in run.said
     assert {"trainer", "trainer-rank-0", "trainer-rank-1", "explorer-0"} <= run.pids().keys()
-    assert not [name for name, pid in run.pids().items() if alive(pid)]
+    assert not survivors(run.pids().values())
     run = run_command(tmp_path / "run", *arguments)
     assert run.code == 0, run.said
     assert "continuing from step-" in run.log
@@ -51,11 +52,3 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_run_by_name_and_the_same_com
     assert [row["step"] for row in rows if "train/version" in row] == list(range(1, 13))
     checkpoint = run.dir / "checkpoints" / "step-000012"
     assert json.loads((checkpoint / "engine.json").read_text()) == {"version": 12}
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

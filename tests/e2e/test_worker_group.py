@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.e2e.ray_workers import Broken, Counting, Talking, Traced
+from tests.processes import survivors
 from trivium.cluster.actors import ActorDied
 from trivium.cluster.pools import Placement, ResourcePool, _placements
 from trivium.errors import ConfigError, DataError, RoleFailed, TriviumError
@@ -292,7 +293,7 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
         if "broken-rank-" in line and ": process" in line
     ]
     assert len(pids) == 2
-    assert gone(pids)
+    assert not survivors(pids)
     with pytest.raises(ConfigError, match="it is no Worker"):
         RayClassWithInitArgs(dict)
 
@@ -319,23 +320,12 @@ def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: A
         asyncio.run(group.watch())
     group.shutdown()
     assert time.monotonic() - killed < 30
-    assert gone(pids)
+    assert not survivors(pids)
     with pytest.raises(TriviumError, match="the group was shut down"):
         group.first()
     group.shutdown()  # once more changes nothing
     assert pool.placements == ()
     assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
-
-
-def gone(pids: list[int]) -> bool:
-    return eventually(lambda: not any(map(alive, pids)))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def eventually(happened: Any) -> bool:
