@@ -18,8 +18,8 @@ TriviumError
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 
 class TriviumError(Exception):
@@ -118,6 +118,22 @@ class RoleFailed(TriviumError):
 
     def __reduce__(self) -> tuple[type[RoleFailed], tuple[str, str]]:
         return type(self), (self.role, self.cause)  # by its own arguments, where it travels between processes
+
+
+def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) -> str:
+    """`str(value)` (or `repr`) as text that can be stored and printed, whatever the value is: shortened beyond `limit`
+    characters, lone surrogates escaped; where `str` itself raises, the text says so."""
+    try:
+        shown = text(value)
+    except Exception as error:
+        shown = f"a {type(value).__name__} whose text raises {type(error).__name__}"
+    shown = shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+    return shown.encode(errors="backslashreplace").decode()
+
+
+def described(value: object) -> str:
+    """A value and its type, shortened, for error texts."""
+    return f"{text_of(value, 80, repr)} of type {type(value).__name__}"
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trivium.concurrency import gather_or_cancel, left_behind, wait_for
-from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing
-from trivium.policy import EngineFailure, Policy, PromptTooLong
+from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing, text_of
+from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
 from trivium.types import Failure, Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -203,7 +201,8 @@ class Explorer:
         policy = Policy(self.engine, self.renderer, sampling, key, self.max_context)
         try:
             earned = await wait_for(until - time.monotonic(), self.workflow.run(task, policy), ended=policy.end)
-            rewards, metrics = _finite("reward", earned or {}), _finite("metric", policy.metrics)
+            rewards = {} if earned is None else named_numbers("reward", earned)
+            metrics = named_numbers("metric", policy.metrics, largest=MAX_METRIC)
             return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
         except EngineFailure:
             raise
@@ -267,7 +266,7 @@ class Explorer:
                 side = "deadline"
             case _:
                 side = "workflow"
-        message = str(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
+        message = text_of(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
         if side == "deadline" and (number := left_behind()):
             message += f"\n{number} call(s) of plain functions that were given up still run in their threads"
         return Failure(side, type(error).__name__, message)
@@ -289,13 +288,3 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
         "fix the cause and start another run.dir (failed rollouts are part of this run), or raise "
         "workflow.max_failed_fraction if this many failures are normal",
     )
-
-
-def _finite(what: str, numbers: Mapping[str, object]) -> dict[str, float]:
-    """What a workflow gave, as floats; anything that is not a finite number is a RewardError."""
-    floats: dict[str, float] = {}
-    for name, value in numbers.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"a finite number for {what} {name!r}", f"the workflow gave {value!r}", "give floats")
-        floats[name] = float(value)
-    return floats

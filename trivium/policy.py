@@ -3,19 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from trivium.errors import RolloutError, TriviumError
+from trivium.errors import RewardError, RolloutError, TriviumError, described, text_of
 from trivium.types import Completion, IntArray, Message, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
     from trivium.protocols import Renderer, RolloutEngine
     from trivium.randomness import SampleKey
     from trivium.types import Task
+
+
+MAX_REWARD = 1e9
+"""The largest reward, by magnitude: training computes in float32, which holds the square of such a number and sums of
+it. 1e39 is infinite there, and makes every gradient NaN."""
+MAX_METRIC = 1e38
+"""The largest metric of a workflow: float32 holds it."""
+_MAX_NAME, _MAX_STATE = 200, 1 << 20
+
+
+def finite_number(value: object, largest: float = MAX_REWARD) -> float:
+    """The number that user code gave (a Python number, or a NumPy or torch scalar). Raises ValueError, which says what
+    came instead of a finite number of at most `largest`."""
+    try:
+        item = getattr(value, "item", None)
+        number = item() if item is not None and getattr(value, "shape", None) == () else value
+        if not isinstance(number, Real | np.bool_):
+            raise ValueError(described(value))
+        number = float(number)
+    except ValueError:
+        raise
+    except OverflowError:
+        raise ValueError("a number too large for a float") from None
+    except Exception as error:
+        raise ValueError(f"a {type(value).__name__} that raises {type(error).__name__} when it is read") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{number}, which is not a finite number")
+    if abs(number) > largest:
+        raise ValueError(f"{number:g}, and {largest:g} is the largest that can be used")
+    return number
+
+
+def named_numbers(
+    what: str, numbers: object, *, source: str = "the workflow", largest: float = MAX_REWARD
+) -> dict[str, float]:
+    """Rewards (or other numbers) by name as floats: the one check of what user code or a request gives.
+
+    Raises RewardError for what is no mapping, a name that is not short printable text, and whatever `finite_number`
+    refuses.
+    """
+    if not isinstance(numbers, Mapping):
+        raise RewardError(f"{what}s by name", f"{source} gave {described(numbers)}", "give {'name': number}")
+    checked: dict[str, float] = {}
+    for name, value in cast("Mapping[object, object]", numbers).items():
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_NAME):
+            raise RewardError(
+                f"a {what} with a name", f"{source} named it {described(name)}", "use short printable text"
+            )
+        try:
+            checked[name] = finite_number(value, largest)
+        except ValueError as error:
+            raise RewardError(f"a finite number for {what} {name!r}", f"{source} gave {error}", "give floats") from None
+    return checked
 
 
 class PromptTooLong(RolloutError):
@@ -103,7 +158,7 @@ class Policy:
         """The turn with its reward and the name of the state it was sampled in, in the record as well.
 
         Estimators that tell turns apart read both. The reward is a part of the trajectory's, not an addition to it.
-        Raises RolloutError for a turn that is not in the record.
+        Raises RolloutError for a turn that is not in the record, RewardError for a reward that cannot be used.
         """
         record = self._rollout.turns
         path = next((path for path, known in record.items() if known is turn), None)
@@ -111,7 +166,8 @@ class Policy:
             raise RolloutError(
                 "credit for a turn", "it is not in the record", "credit what `generate` returned, and once"
             )
-        credited = replace(turn, reward=reward, state=state)
+        reward = named_numbers("reward", {"of a turn": reward})["of a turn"]
+        credited = replace(turn, reward=reward, state=text_of(state, _MAX_STATE))
         record[path] = credited
         return credited
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from trivium import concurrency
+from trivium.buffers.journal import encode_group
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RewardError, RolloutError, RolloutsFailing
@@ -111,9 +112,30 @@ async def test_a_broken_engine_is_nobodys_bad_rollout() -> None:
         await play(explorer(break_after=2))
 
 
-@pytest.mark.parametrize("number", [float("nan"), "one", None])
+class Unreadable(float):
+    """A number that cannot be read, or shown."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        float("nan"),
+        "one",
+        None,
+        1e39,
+        1e308,
+        pytest.param(2**5000, id="huge"),
+        pytest.param(Unreadable(), id="unreadable"),
+    ],
+)
 @pytest.mark.parametrize("where", ["reward", "metric"])
-async def test_what_is_no_finite_number_fails_the_rollout(number: Any, where: str) -> None:
+async def test_what_is_no_number_that_can_be_used_fails_the_rollout(number: Any, where: str) -> None:
     async def gives(task: Task, policy: Policy) -> dict[str, Any]:
         await policy.generate(task.prompt)
         if where == "metric":
@@ -124,6 +146,62 @@ async def test_what_is_no_finite_number_fails_the_rollout(number: Any, where: st
     group = await play(explorer(gives), 1)
     assert group.trajectories[0].failure is not None
     assert group.trajectories[0].failure.side == "reward"
+
+
+@pytest.mark.parametrize(
+    "earned", [{5: 1.0}, {"\ud800": 1.0}, {"": 1.0}, {"a\0b": 1.0}, {"x" * 999: 1.0}, 1.0, [("a", 1)]]
+)
+async def test_rewards_without_a_name_that_can_be_stored_fail_the_rollout(earned: Any) -> None:
+    async def gives(task: Task, policy: Policy) -> Any:
+        await policy.generate(task.prompt)
+        return earned
+
+    group = await play(explorer(gives), 1)
+    (failure,) = [t.failure for t in group.trajectories if t.failure is not None]
+    assert (failure.side, failure.kind) == ("reward", "RewardError")
+    assert encode_group(group)
+
+
+MUTE = """
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+RAISED = {"mute": Mute(), "surrogate": ValueError("\\ud800"), "long": ValueError("x" * 10**6), "key": KeyError(Mute())}
+
+def judged(prompt, completion, which):
+    raise RAISED[which]
+"""
+
+
+@pytest.mark.parametrize("which", ["mute", "surrogate", "long", "key"])
+@pytest.mark.parametrize("by", ["workflow", "reward"])
+async def test_an_exception_of_any_text_is_a_failure_that_can_be_journaled(which: str, by: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MUTE)
+
+    async def gives(task: Task, policy: Policy) -> dict[str, float]:
+        await policy.generate(task.prompt)
+        return {} if by == "reward" else resolve("rewards", f"{tmp_path}/mine.py:judged")("", "", which)
+
+    playing = explorer(gives)
+    if by == "reward":
+        playing.judge = make_judge([RewardConfig(kind=f"{tmp_path}/mine.py:judged")])
+    group = await playing.rollout(replace(TASK, columns={"which": which}), keys(1))
+    (failure,) = [t.failure for t in group.trajectories if t.failure is not None]
+    assert failure.side == by
+    assert 0 < len(failure.message) < 10_000
+    assert encode_group(group)
+
+
+async def test_what_a_turn_is_credited_with_is_checked() -> None:
+    async def gives(task: Task, policy: Policy) -> dict[str, float]:
+        policy.credit(await policy.generate(task.prompt), state="\ud800", reward=1e39 if next(calls) else 1.0)
+        return {"played": 1.0}
+
+    calls = iter(range(2))
+    group = await play(explorer(gives), 2)
+    assert [t.failure and t.failure.side for t in group.trajectories] == [None, "reward"]
+    assert encode_group(group)
 
 
 async def test_numpy_numbers_are_numbers() -> None:

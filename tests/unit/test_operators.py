@@ -156,9 +156,9 @@ def test_what_reward_shaping_does_about_missing_numbers_and_impossible_ones() ->
     done = after({**section, "missing": "skip", "op": "div"}, given)
     assert done.trajectories[1] is given.trajectories[1]
     assert done.trajectories[0].failure == Failure(
-        "operator", "RewardError", "the reward, div 1 * steps (0), is not finite"
+        "operator", "RewardError", "the reward, div 1 * steps (0), cannot be used: division by zero"
     )
-    huge = group(member(0, 1e300, steps=1e300))
+    huge = group(member(0, 1e8, steps=1e30))
     assert after({**section, "op": "mul"}, huge).trajectories[0].failure is not None
     with pytest.raises(DataError, match=r"a component 'exact'[\s\S]*set the operator's name"):
         after({**section, "name": "exact"}, group(member(0, 1.0, steps=1.0)))
@@ -294,9 +294,9 @@ def _with(**change: Any) -> Callable[[Group], object]:
         (lambda given: replace(given, version=0), "another epoch, attempt or version"),
         (_altered, "whose turns were rewritten"),
         (lambda given: replace(given, trajectories=(replace(given.trajectories[0], index=8),)), "not given"),
-        (_with(rewards={"exact": float("nan")}), "nan as the reward 'exact' of member 0"),
+        (_with(rewards={"exact": float("nan")}), "nan of type float as the reward 'exact' of member 0"),
         (_with(rewards={"exact": np.float32(1.0)}), "as the reward 'exact'"),
-        (_with(metrics={"n": "three"}), "'three' as the metric 'n' of member 0"),
+        (_with(metrics={"n": "three"}), "'three' of type str as the metric 'n' of member 0"),
     ],
 )
 def test_an_answer_that_is_no_version_of_the_group_is_named(

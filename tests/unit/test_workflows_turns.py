@@ -199,14 +199,15 @@ class Answers(Remembers):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "None instead of (messages, reward, done)"),
+        (None, "None of type NoneType instead of (messages, reward, done)"),
         ([[], 1.0], "instead of (messages, reward, done)"),
-        (["text", 1.0, True], "'text' instead of a sequence of trivium.types.Message"),
+        (["text", 1.0, True], "'text' of type str instead of a sequence of trivium.types.Message"),
         ([[{"role": "user"}], 1.0, True], "instead of a sequence"),
-        ([[], float("nan"), True], "reward nan instead of a finite number"),
-        ([[], "1", True], "reward '1' instead of a finite number"),
-        ([[], True, True], "reward True instead of a finite number"),
-        ([[], 1.0, 1], "done 1 instead of true or false"),
+        ([[], float("nan"), True], "as the reward nan, which is not a finite number"),
+        ([[], "1", True], "as the reward '1' of type str"),
+        ([[], 1e39, True], "as the reward 1e+39, and 1e+09 is the largest that can be used"),
+        ([[], True, True], "as the reward True of type bool"),
+        ([[], 1.0, 1], "done 1 of type int instead of true or false"),
         ([[], 1.0, False], "no message to answer"),
     ],
 )

@@ -165,7 +165,7 @@ def encode_group(group: Group) -> bytes:
                 "greedy": None if group.greedy is None else _pack_trajectory(group.greedy),
             }
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"journal the rollouts of task {group.task.task_id!r}",
             f"a column or metric that is not a JSON value ({error}); columns: {sorted(group.task.columns)}",

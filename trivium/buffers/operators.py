@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
@@ -12,7 +11,8 @@ import numpy as np
 from pydantic import Field
 
 from trivium.config import Plugin
-from trivium.errors import DataError
+from trivium.errors import DataError, RewardError
+from trivium.policy import named_numbers
 from trivium.types import Capabilities, Failure, Group, Trajectory
 
 
@@ -117,12 +117,10 @@ class RewardShaping:
             )
         number = config.weight * member.metrics[config.metric]
         try:
-            rewards = self._changed(member.rewards, number)
-        except ZeroDivisionError:
-            rewards = {"quotient": math.nan}
-        if all(math.isfinite(reward) for reward in rewards.values()):
-            return replace(member, rewards=rewards)
-        message = f"the reward, {config.op} {config.weight:g} * {config.metric} ({number:g}), is not finite"
+            return replace(member, rewards=named_numbers("reward", self._changed(member.rewards, number)))
+        except (ZeroDivisionError, RewardError) as error:
+            problem = error.found if isinstance(error, RewardError) else "division by zero"
+        message = f"the reward, {config.op} {config.weight:g} * {config.metric} ({number:g}), cannot be used: {problem}"
         return replace(member, failure=Failure("operator", "RewardError", message))
 
     def _changed(self, rewards: Mapping[str, float], number: float) -> dict[str, float]:

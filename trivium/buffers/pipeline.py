@@ -6,13 +6,13 @@ where too many fail (`workflow.max_failed_fraction`). Evaluations do not go thro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
 from trivium.config import BufferConfig, Plugin, build
-from trivium.errors import ConfigError, DataError, RolloutsFailing, TriviumError
+from trivium.errors import ConfigError, DataError, RewardError, RolloutsFailing, TriviumError, described, text_of
+from trivium.policy import MAX_METRIC, MAX_REWARD, named_numbers
 from trivium.protocols import Operator
 from trivium.types import Group, Trajectory
 
@@ -65,7 +65,7 @@ def _applied(name: str, operator: Operator, group: Group) -> object:
     except Exception as error:
         raise DataError(
             f"the operator {name!r} on a group of task {group.task.task_id!r}",
-            f"it raised {type(error).__name__}: {error}",
+            f"it raised {type(error).__name__}: {text_of(error)}",
             "fix the operator; a group that it cannot use is refused with group.refused('why')",
         ) from error
 
@@ -105,10 +105,15 @@ def _members(members: Iterable[Trajectory]) -> set[tuple[int, ...]]:
 
 
 def _not_numbers(members: Iterable[Trajectory]) -> str:
-    """The first reward or metric that is not a finite number; empty where all are."""
+    """The first reward or metric that is not a Python number, or cannot be used; empty where all are."""
     for member in members:
-        for what, numbers in (("reward", member.rewards), ("metric", member.metrics)):
+        for what, numbers, largest in (("reward", member.rewards, MAX_REWARD), ("metric", member.metrics, MAX_METRIC)):
             for name, value in numbers.items():
-                if not isinstance(cast(object, value), int | float) or not math.isfinite(value):
-                    return f"{value!r} as the {what} {name!r} of member {member.index}"
+                try:
+                    usable = isinstance(cast(object, value), int | float)
+                    named_numbers(what, {name: value}, largest=largest)
+                except RewardError:
+                    usable = False
+                if not usable:
+                    return f"{described(value)} as the {what} {name!r} of member {member.index}"
     return ""

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from trivium.concurrency import CancellationEscaped, Threads, wait_for
 
@@ -61,25 +57,3 @@ def _is_async(function: RewardFunction) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def finite_number(result: object) -> float:
-    """The number that a function returned; raises ValueError, saying what came instead of a finite one."""
-    item = getattr(result, "item", None)
-    if item is not None and getattr(result, "shape", None) == ():
-        result = item()
-    if not isinstance(result, Real | np.bool_):
-        raise ValueError(described(result))
-    try:
-        number = float(result)
-    except OverflowError:
-        raise ValueError("a number too large for a float") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{number}, which is not a finite number")
-    return number
-
-
-def described(value: object) -> str:
-    """A value and its type, shortened, for error texts."""
-    shown = repr(value)
-    return f"{shown if len(shown) < 80 else shown[:77] + '...'} of type {type(value).__name__}"

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from trivium.errors import text_of
 from trivium.rewards.child import to_json
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
         result = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         return to_json({"result": result})
     except Exception as error:
-        return to_json({"error": f"{type(error).__name__}: {error}"})  # the parent raises it
+        return to_json({"error": f"{type(error).__name__}: {text_of(error)}"})  # the parent raises it
 
 
 async def _awaited(result: Awaitable[T]) -> T:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,10 @@ import numpy as np
 
 from trivium.concurrency import Threads
 from trivium.config import RewardConfig, build
-from trivium.errors import ConfigError, DataError, RewardError
+from trivium.errors import ConfigError, DataError, RewardError, described, text_of
+from trivium.policy import finite_number
 from trivium.registry import resolve
-from trivium.rewards.calls import RewardCall, described, finite_number
+from trivium.rewards.calls import RewardCall
 from trivium.rewards.isolated import IsolatedReward
 from trivium.types import Task, Trajectory
 
@@ -66,10 +66,13 @@ class _Component:
         if isinstance(result, Exception):
             return self.raised(task, result)
         try:
-            score = finite_number(result) * self.weight
+            number = finite_number(result)
         except ValueError as error:
             return self.error(task, str(error))
-        return score if math.isfinite(score) else self.error(task, f"{result} with weight {self.weight}")
+        try:
+            return finite_number(number * self.weight)
+        except ValueError as error:
+            return self.error(task, f"{number:g} with weight {self.weight:g}: {error}")
 
     def one_each(self, task: Task, result: object, count: int) -> Sequence[Any] | RewardError:
         """What the reward gave each member of a group, or a RewardError for all of them."""
@@ -83,7 +86,7 @@ class _Component:
         return self.error(task, f"{shown} for {count} completions", "one number per completion")
 
     def raised(self, task: Task, cause: Exception) -> RewardError:
-        error = self.error(task, f"{type(cause).__name__}: {cause}")
+        error = self.error(task, f"{type(cause).__name__}: {text_of(cause)}")
         error.__cause__ = cause
         return error
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +17,8 @@ from pydantic import Field
 
 from trivium.concurrency import Threads
 from trivium.config import PluginPath, RunConfig, WorkflowConfig, free
-from trivium.errors import ConfigError, Problem, RolloutError, TriviumError
-from trivium.policy import Policy, PromptTooLong
+from trivium.errors import ConfigError, Problem, RolloutError, TriviumError, described, text_of
+from trivium.policy import Policy, PromptTooLong, finite_number
 from trivium.protocols import Environment
 from trivium.registry import resolve
 from trivium.types import Message, Task
@@ -100,7 +98,7 @@ class MultiTurn:
             result = await self._threads.run(partial(function, *args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise _failure(asked, task, f"{type(error).__name__}: {error}") from error
+            raise _failure(asked, task, f"{type(error).__name__}: {text_of(error)}") from error
 
 
 def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
@@ -127,18 +125,22 @@ def environment_of(config: MultiTurn.Config) -> Callable[..., Any]:
 def _step(step: object, asked: str, task: Task) -> tuple[tuple[Message, ...], float, bool]:
     """`(messages, reward, done)` as an environment gave it, checked."""
     if not isinstance(step, tuple) or len(step) != 3:
-        raise _failure(asked, task, f"{step!r:.80} instead of (messages, reward, done)")
+        raise _failure(asked, task, f"{described(step)} instead of (messages, reward, done)")
     messages, reward, done = step
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        raise _failure(asked, task, f"reward {reward!r:.80} instead of a finite number")
+    try:
+        if isinstance(reward, bool):
+            raise ValueError(described(reward))  # `done` in its place
+        earned = finite_number(reward)
+    except ValueError as error:
+        raise _failure(asked, task, f"as the reward {error}") from None
     if not isinstance(done, bool | np.bool_):
-        raise _failure(asked, task, f"done {done!r:.80} instead of true or false")
-    return _messages(messages, asked, task), float(reward), bool(done)
+        raise _failure(asked, task, f"done {described(done)} instead of true or false")
+    return _messages(messages, asked, task), earned, bool(done)
 
 
 def _messages(messages: object, asked: str, task: Task) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
-        raise _failure(asked, task, f"{messages!r:.80} instead of a sequence of trivium.types.Message")
+        raise _failure(asked, task, f"{described(messages)} instead of a sequence of trivium.types.Message")
     return tuple(messages)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trivium.errors import DataError
+from trivium.policy import finite_number
 from trivium.types import Experience, Group, Trajectory, experiences_of
 
 Rows = slice | Sequence[int] | npt.NDArray[Any] | Tensor
@@ -165,8 +166,10 @@ def scored_rows(reward: Tensor, view: BatchView, extra: Mapping[str, Sequence[An
 
 
 def _scored(row: int, tokens: Tensor, length: int, extra: dict[str, Any]) -> Scored:
-    if not bool(tokens.isfinite().all()):
-        raise DataError(f"a finite reward of sample {row}", f"{float(tokens.sum())}", "fix the reward manager")
+    try:
+        total = finite_number(tokens.sum())
+    except ValueError as error:
+        raise DataError(f"a finite reward of sample {row}", str(error), "fix the reward manager") from None
     given = tokens.nonzero().flatten().tolist()
     if length and given and given[-1] >= length:
         raise DataError(
@@ -174,7 +177,7 @@ def _scored(row: int, tokens: Tensor, length: int, extra: dict[str, Any]) -> Sco
             f"{float(tokens[given[-1]])} at {given[-1]}",
             "put it on token `valid_response_length - 1`",
         )
-    return Scored(float(tokens.sum()), given[-1] if given and length else length - 1, extra)
+    return Scored(total, given[-1] if given and length else length - 1, extra)
 
 
 # --------------------------------------------------------------------------- rows

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from pydantic import PrivateAttr
 
@@ -19,6 +16,7 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
 from trivium.frontdoors.verl.reward_loading import RewardManager, compute_reward
 from trivium.frontdoors.verl.scorer import Scorer
+from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
 from trivium.types import Batch, Capabilities, Group, Sample, Trajectory, experiences_of
 
@@ -98,10 +96,9 @@ def _rewarded(member: Trajectory, score: float, extra: Extras) -> Trajectory:
 def number_of(value: object) -> float | None:
     """A finite number among the extra information, which alone can be logged and averaged; None for all else."""
     try:
-        number = float(value) if isinstance(value, Real | np.bool_ | np.number) else math.nan
-    except OverflowError:  # an integer beyond what a float holds
+        return finite_number(value, MAX_METRIC)
+    except ValueError:
         return None
-    return number if math.isfinite(number) else None
 
 
 class RewardedOnTake(DefaultStrategy):

@@ -20,8 +20,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from trivium.concurrency import Threads, gather_or_cancel
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError
+from trivium.policy import finite_number
 from trivium.registry import resolve
-from trivium.rewards.calls import RewardCall, finite_number
+from trivium.rewards.calls import RewardCall
 from trivium.rewards.isolated import IsolatedReward
 
 T = TypeVar("T")
