@@ -96,6 +96,9 @@ class DeadlineExceeded(RolloutError, TimeoutError):
 class RolloutsFailing(TriviumError):
     """More rollouts failed than `workflow.max_failed_fraction` allows."""
 
+    slots: tuple[int, ...] = ()
+    """The slots whose groups hold the failures."""
+
 
 class SyncError(TriviumError):
     """Weights could not be carried from the trainer to an explorer."""

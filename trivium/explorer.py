@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from trivium.concurrency import gather_or_cancel, left_behind, wait_for
 from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing, text_of
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
-from trivium.types import Failure, Group, Sampling, Trajectory
+from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.policy import Workflow
@@ -110,9 +110,12 @@ class Explorer:
         keys = [schedule.key(at, index) for index in range(schedule.group_size)]
         greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
         with self._counted(lease) as count:
-            group = await self.rollout(
-                at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
-            )
+            if lease.recorded is not None and self._can_judge_again:
+                group = await self._judge_again(lease.recorded)
+            else:
+                group = await self.rollout(
+                    at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
+                )
             successful = len(group.alive)
             if self.min_members > 1 and successful < self.min_members:
                 why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
@@ -177,6 +180,23 @@ class Explorer:
         started = time.monotonic()
         scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
+
+    @property
+    def _can_judge_again(self) -> bool:
+        """Whether the judge alone gives rewards: none of a recorded group's are the workflow's or an operator's."""
+        return not (capabilities_of(self.workflow).gives_rewards or self.operators)
+
+    async def _judge_again(self, group: Group) -> Group:
+        """A recorded group with the rewards of all members that only a reward may have failed computed anew."""
+
+        def unjudged(t: Trajectory) -> Trajectory:
+            return replace(t, rewards={}, failure=None) if t.failure is None or t.failure.of_rewards else t
+
+        parts = (group.trajectories, () if group.greedy is None else (group.greedy,))
+        members, baseline = await gather_or_cancel(
+            self.judge_rollouts(group.task, [unjudged(t) for t in part]) for part in parts
+        )
+        return replace(group, trajectories=tuple(members), greedy=baseline[0] if baseline else None)
 
     async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """The trajectory with what it earned by itself, and the seconds it took without waiting for its turn."""
@@ -282,9 +302,12 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
         return
     (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
     beside = f" and {dropped} were dropped with them" if dropped else ""
-    raise RolloutsFailing(
+    error = RolloutsFailing(
         f"at most {max_fraction:.0%} failed trajectories in {what}",
         f"{len(failures)} of {total} failed{beside}; most often ({times} times) the {side}: {kind}: {message}",
-        "fix the cause and start another run.dir (failed rollouts are part of this run), or raise "
-        "workflow.max_failed_fraction if this many failures are normal",
+        "fix the cause and run the same command again: it continues from the last checkpoint, and rolls out or judges "
+        "again what failed (but prompts that are too long and, with schedule.deterministic, rollouts that met their "
+        "deadline); or raise workflow.max_failed_fraction if this many failures are normal",
     )
+    error.slots = tuple(group.slot for group in groups)
+    raise error

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import VersionGone
+from trivium.errors import RolloutsFailing, VersionGone
 from trivium.metrics import aggregate
 from trivium.phases import collecting, measured, phase
 from trivium.types import SCORES, capabilities_of
@@ -86,7 +86,12 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
     rollouts: dict[Lease, asyncio.Task[None]] = {}
 
     async def rollout(lease: Lease) -> None:
-        await buffer.put(explorer.name, await explorer.rollout_slot(schedule, lease))
+        try:
+            group = await explorer.rollout_slot(schedule, lease)
+        except RolloutsFailing as error:
+            await buffer.retry_on_resume(error.slots)
+            raise
+        await buffer.put(explorer.name, group)
 
     async def cancel_rollouts() -> None:
         while True:

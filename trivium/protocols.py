@@ -350,6 +350,12 @@ class Buffer(Protocol):
         says: that many further slots are issued for the same version. Called between two `take` of one step."""
         ...
 
+    async def retry_on_resume(self, slots: Sequence[int]) -> None:
+        """The failures of these slots' groups end the run. The next `restore` frees the slots from the lowest of these,
+        or of those not trained on, whose groups hold failures that a retry may avert (`buffers.slots`); where only
+        rewards failed, with the group as `Lease.recorded`."""
+        ...
+
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         """Groups that were taken before, by slot, as they were."""
         ...

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from trivium.schedule import Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.types import (
     TRAINER,
+    Failure,
     Group,
     Lease,
     Message,
@@ -222,6 +224,7 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
         _check_cancelled_waits,
         _check_restored,
         _check_lost_future,
+        _check_retries,
         _check_close,
     )
     for check in checks:
@@ -442,6 +445,43 @@ async def _check_lost_future(make: MakeBuffer) -> None:
     await again.advance("e", 1)
     _require(await _lease(again) == Lease(4), "in an unordered run nothing is left of versions that are lost")
     _require(_slots(await again.take(2, 0)) == [2, 3], "what older versions sampled stays")
+
+
+async def _check_retries(make: MakeBuffer) -> None:
+    sides = {2: "reward", 3: "workflow", 4: "prompt", 5: "reward"}
+    schedule = _schedule(groups_per_step=6)
+
+    def failed(lease: Lease) -> Group:
+        group = _group(lease)
+        if lease.slot not in sides:
+            return group
+        failure = Failure(sides[lease.slot], "Error", "an outage")
+        return replace(group, trajectories=tuple(replace(t, failure=failure) for t in group.trajectories))
+
+    buffer = await _opened(make, "retries", schedule)
+    for lease in [await _lease(buffer) for _ in range(6)]:
+        await buffer.put("e", failed(lease))
+    kept = await _opened(make, "retries", schedule)
+    _require(_slots(await kept.take(6, 0)) == [*range(6)], "failures are outcomes where they did not end the run")
+    await kept.retry_on_resume(range(6))
+    held = await _retried(await _opened(make, "retries", schedule))
+    again = await _opened(make, "retries", schedule)
+    _require(await _retried(again) == held, "what is not finished in one session is left to the next")
+    for lease in held:
+        await again.put("e", _group(lease))
+    taken = await again.take(6, 0)
+    _require([bool(group.alive) for group in taken] == [True] * 4 + [False, True], "retried groups replace others")
+    last = await _opened(make, "retries", schedule)
+    _require(repr(await last.take(6, 0)) == repr(taken), "a retry ends once its group was put")
+
+
+async def _retried(buffer: Buffer) -> list[Lease]:
+    """The slots of `_check_retries` that are issued again."""
+    held = [await _lease(buffer) for _ in range(3)]
+    _require(held == [Lease(2), Lease(3), Lease(5)], "what a retry may avert is issued again, as the same attempt")
+    recorded = [lease.recorded and lease.recorded.slot for lease in held]
+    _require(recorded == [2, None, 5], "a group of which only rewards failed comes with its slot")
+    return held
 
 
 async def _check_close(make: MakeBuffer) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.errors import RunDirError, TriviumError
+from trivium.errors import RolloutsFailing, RunDirError, TriviumError
 from trivium.explorer import check_failures
 from trivium.loops import train_loop, train_step
 from trivium.metrics import aggregate, declared
@@ -172,7 +172,7 @@ class Trainer:
             groups += sample.groups
             fresh += [group for group in sample.groups if group.slot not in sample.stored_slots]
             rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
-            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
+            await self._check_failures(fresh, version)
             missing = wanted - len(algorithm.filter(groups)[0])
             if not (missing and refills):
                 break
@@ -180,6 +180,14 @@ class Trainer:
         if missing == wanted:
             _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
         return groups, fresh, aggregate(rows) | _origin(groups)
+
+    async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
+        """Raises RolloutsFailing where too many of the step's trajectories failed; a resumed run retries them."""
+        try:
+            check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
+        except RolloutsFailing as error:
+            await self.buffer.retry_on_resume(error.slots)
+            raise
 
     async def _sample(self, count: int, version: int) -> Sample:
         return await self._answering(self.strategy.sample(count, version))

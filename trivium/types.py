@@ -245,6 +245,11 @@ class Failure:
     """The error's class name."""
     message: str
 
+    @property
+    def of_rewards(self) -> bool:
+        """Whether the rollout itself went well, and its rewards could not be computed."""
+        return self.side == "reward" or self.kind == "DeadlineExceeded"
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -287,6 +292,8 @@ class Lease:
     slot: int
     attempt: int = 0
     """How often the slot was leased and given up before."""
+    recorded: Group | None = field(default=None, compare=False, repr=False)
+    """What an earlier session rolled out for it, of which only the rewards failed: they may be computed again."""
 
 
 @dataclass(frozen=True, slots=True)

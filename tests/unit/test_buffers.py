@@ -17,6 +17,7 @@ from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
 from trivium.buffers.journal import Journal, decode_group, encode_group
 from trivium.buffers.memory import MemoryBuffer
+from trivium.buffers.slots import retried
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import DataError, RunDirError, SyncError
 from trivium.explorer import Explorer
@@ -501,3 +502,76 @@ async def test_no_operation_looks_at_every_finished_group(tmp_path: Path, determ
     assert max(lines.values()) <= min(lines.values()) + 10
     assert (len(buf._consumed), len(buf._attempts)) == (0, 0)
     assert (await buf.state())["consumed_below"] == 2010
+
+
+# --------------------------------------------------------------------------- failures that ended the run
+
+
+def failing(slot: int, *failures: Failure | None, refused: str = "") -> Group:
+    made = group(slot)
+    members = tuple(Trajectory(i, made.trajectories[0].turns, {}, failure) for i, failure in enumerate(failures))
+    return dataclasses.replace(made, trajectories=members, dropped=refused)
+
+
+REWARD, WORLD = Failure("reward", "RewardError", "down"), Failure("workflow", "ConnectionError", "down")
+JUDGING, PLAYING = Failure("deadline", "DeadlineExceeded", "slow"), Failure("deadline", "TimeoutError", "slow")
+PROMPT, OPERATOR = Failure("prompt", "PromptTooLong", "long"), Failure("operator", "Duplicate", "twice")
+
+
+@pytest.mark.parametrize(
+    ("failures", "synchronous", "deterministic"),
+    [
+        ((None, REWARD), "judged", "judged"),
+        ((None, JUDGING), "judged", "judged"),
+        ((PROMPT, REWARD), "judged", "judged"),
+        ((WORLD, REWARD), "rolled out", "rolled out"),
+        ((None, PLAYING), "rolled out", "kept"),
+        ((PLAYING, REWARD), "rolled out", "judged"),
+        ((None, PROMPT), "kept", "kept"),
+        ((OPERATOR, None), "kept", "kept"),
+        ((None, None), "kept", "kept"),
+    ],
+)
+def test_what_a_retry_may_avert(failures: tuple[Failure | None, ...], synchronous: str, deterministic: str) -> None:
+    for expected, change in ((synchronous, {}), (deterministic, {"deterministic": True, "max_staleness": 1})):
+        fates = retried(schedule(**change), [failing(1, REWARD), failing(2, *failures)], from_slot=2)
+        assert [("rolled out", "judged")[judged] for _, judged in fates] == [expected] * (expected != "kept")
+
+
+async def test_after_an_outage_every_group_that_was_not_trained_on_is_retried(tmp_path: Path) -> None:
+    """Those of later steps too, whenever they were put; and not those that were."""
+    change: dict[str, Any] = {"max_staleness": 2}
+    buf = await buffer(tmp_path, **change)
+    start = await buf.state()
+    await adopt(buf, "a", 0, 4)
+    for slot in range(3):
+        await buf.put("a", failing(slot, None, REWARD))
+    await buf.take(2, 0)
+    await adopt(buf, "a", 1, 2)
+    await buf.put("a", failing(4, REWARD))
+    await buf.retry_on_resume([g.slot for g in await buf.take(2, 1)])
+    await buf.put("a", failing(3, WORLD))  # it comes before its explorer is stopped
+    again = await buffer(tmp_path / "fresh", **change)
+    again._journal = buf._journal
+    await again.restore(start, 0)
+    leases = await adopt(again, "b", 1, 4)
+    recorded = [(lease.slot, lease.recorded is not None) for lease in leases]
+    assert recorded == [(2, True), (3, False), (4, True), (5, False)]
+    assert [g.slot for g in await again.take(2, 0)] == [0, 1]
+
+
+async def test_what_was_issued_in_place_of_a_dropped_group_is_rolled_out_again_with_it(tmp_path: Path) -> None:
+    buf = await buffer(tmp_path)
+    await adopt(buf, "a", 0, 2)
+    await buf.put("a", failing(0, None))
+    await buf.put("a", failing(1, WORLD, WORLD, refused="0 members succeeded"))
+    assert await adopt(buf, "a", 0, 1) == [Lease(2)]
+    await buf.put("a", failing(2, None, REWARD))  # for the first step, by version 0: in the second it were too stale
+    await buf.retry_on_resume([1])
+    again = await buffer(tmp_path)
+    assert await adopt(again, "b", 0, 1) == [Lease(1)]
+    assert (await again.counts())["dropped"] == 0
+    await again.put("b", failing(1, None))
+    assert [g.slot for g in await again.take(2, 0)] == [0, 1]
+    (lease,) = await adopt(again, "b", 1, 1)
+    assert (lease, lease.recorded) == (Lease(2), None)

@@ -15,20 +15,24 @@ import numpy as np
 import pytest
 
 from trivium import concurrency
+from trivium.board import MemoryBoard
 from trivium.buffers.journal import encode_group
+from trivium.buffers.memory import MemoryBuffer
 from trivium.config import RewardConfig
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RewardError, RolloutError, RolloutsFailing
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
+from trivium.loops import explore_loop
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.randomness import SampleKey
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
+from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Group, Lease, Message, Sampling, Task, Trajectory
+from trivium.types import Capabilities, Group, Lease, Message, Sampling, Task, Trajectory
 from trivium.workflows.multi_turn import MultiTurn
 
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789"))
@@ -600,3 +604,74 @@ async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
     done = await asyncio.gather(*begun, return_exceptions=True)
     assert [bool(group.dropped) for group in done if isinstance(group, Group)].count(True) == 6
     assert not playing._in_progress, "nothing is kept of what has been judged or given up"
+
+
+# --------------------------------------------------------------------------- rewards computed again
+
+
+class Ranks:
+    """Judges by a number that may be missing, and by the order of all members."""
+
+    def __init__(self, **own: float) -> None:
+        self.own = own
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Mapping[str, float] | RewardError:
+        value = self.own.get(f"m{trajectory.index}")
+        return RewardError("a number", "the service is down", "wait") if value is None else {"own": value}
+
+    async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+        return [{"rank": float(len(trajectories))} for _ in trajectories]
+
+
+class Silent(Plays):
+    capabilities = Capabilities(gives_rewards=False)
+
+
+async def reply(task: Task, policy: Policy) -> None:
+    await policy.generate(task.prompt)
+
+
+@pytest.mark.parametrize("gives_rewards", [False, True])
+async def test_a_group_whose_rewards_failed_is_judged_again_where_the_judge_alone_gives_them(
+    gives_rewards: bool,
+) -> None:
+    playing = replace(explorer(), greedy_baseline=True, judge=Ranks(m0=1.0))
+    playing.workflow = (Plays if gives_rewards else Silent)(reply)
+    engine: Any = playing.engine
+    schedule = Schedule([TASK], seed=0, group_size=3)
+    failed = await playing.rollout_slot(schedule, Lease(0, 1))
+    assert [t.failure.side if t.failure else "" for t in failed.rollouts] == ["", "reward", "reward", "reward"]
+    requests = len(engine.requests)
+    playing.judge = Ranks(m0=1.0, m1=2.0, m3=4.0)
+    again = await playing.rollout_slot(schedule, Lease(0, 1, failed))
+    assert (again.slot, again.attempt, again.version, again.group_id) == (0, 1, failed.version, failed.group_id)
+    assert [dict(t.rewards) for t in again.rollouts if t.failure is None] == [
+        {"own": 1.0, "rank": 2.0},
+        {"own": 2.0, "rank": 2.0},
+        {"own": 4.0, "rank": 1.0},
+    ], "compared with all that succeed now; the greedy one by itself"
+    assert again.trajectories[2].failure == failed.trajectories[2].failure
+    assert len(engine.requests) == requests + (4 if gives_rewards else 0)
+    assert (again.turns().__next__() is failed.turns().__next__()) is not gives_rewards
+
+
+async def test_what_an_explorer_dropped_until_it_ended_the_run_is_retried(tmp_path: Path) -> None:
+    playing = replace(explorer(), min_members=2, max_failed_fraction=0.5, failure_window=3)
+    filled(playing, lambda slot, index: True)
+    tasks = [Task(str(i), (Message("user", "1"),)) for i in range(100)]
+    schedule = Schedule(tasks, seed=0, group_size=4, shuffle=False)
+
+    async def opened() -> MemoryBuffer:
+        made = MemoryBuffer(
+            MemoryBuffer.Config(), schedule=schedule, rollouts=tmp_path, renderer=RENDERER, deadline_s=5
+        )
+        await made.restore(None, 0)
+        await made.advance(playing.name, 0)
+        return made
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await explore_loop(playing, await opened(), schedule, Synchronizer(MemoryBoard(), deadline_s=5))
+    assert caught.group_contains(RolloutsFailing, match="in 3 groups in a row")
+    again = await opened()
+    assert await again.counts() == {"evicted": 0, "called_off": 0, "given_up": 0, "dropped": 0}
+    assert await again.lease(playing.name) == Lease(0)

@@ -10,7 +10,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import DataError
 from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
 _log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
+_FAILED = "failed-from"
 
 
 class Journal:
@@ -55,6 +57,32 @@ class Journal:
             kept = [group for group in groups if not lost(group)]
             if len(kept) < len(groups):
                 _replace(path, kept)
+
+    def mark_failed(self, from_slot: int) -> None:
+        """Notes that failures in groups from a slot on end the run, for the session that resumes it."""
+        atomic_write(self.directory / _FAILED, f"{from_slot}\n")
+
+    @property
+    def failed_from(self) -> int | None:
+        """The slot of `mark_failed`; None once `set_aside` has been called."""
+        path = self.directory / _FAILED
+        return int(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def set_aside(self, after_step: int, groups: Sequence[Group]) -> None:
+        """Moves groups of later steps to a file of their own, where they count for nothing."""
+        if groups:
+            slots = {group.slot for group in groups}
+            _replace(self._aside, [*self.read_aside(), *groups])
+            self.strike(after_step, lambda group: group.slot in slots)
+        (self.directory / _FAILED).unlink()
+
+    def read_aside(self) -> list[Group]:
+        """The groups that were set aside, in that order."""
+        return list(self._read_file(self._aside)) if self._aside.is_file() else []
+
+    @property
+    def _aside(self) -> Path:
+        return self.directory / "failed.msgpack"
 
     def _paths(self, after_step: int) -> list[Path]:
         paths = sorted(self.directory.glob("step-*.msgpack"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from trivium.buffers.slots import (
     admitted,
     bound,
     kept_on_resume,
+    log_retries,
+    may_be_judged_again,
     next_attempt,
     not_leased,
     oldest_version,
+    retried,
     waiting_drain,
     waiting_explorer,
     waiting_trainer,
@@ -85,6 +88,8 @@ class MemoryBuffer:
         """A heap of the slots that are to be issued again."""
         self._attempts: dict[int, int] = {}
         """The attempt of slots whose earlier attempts were in vain."""
+        self._recorded: dict[int, Group] = {}
+        """Groups of an earlier session whose rewards are to be computed again, by slot."""
         self._trains = schedule.first_version
         """The version that the next groups taken are for."""
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -116,6 +121,7 @@ class MemoryBuffer:
                 raise not_leased(owner, group, "" if active is None else f" (it is leased: {active})")
             self._journal.append(self.schedule.step_of(slot), group)
             del self._leases[slot]
+            self._recorded.pop(slot, None)
             self._keep(group)
             self._changed.notify_all()
 
@@ -184,6 +190,11 @@ class MemoryBuffer:
             self._trains -= 1  # the next groups are for the same step
             self._changed.notify_all()
 
+    async def retry_on_resume(self, slots: Sequence[int]) -> None:
+        async with self._changed:
+            if slots:
+                self._journal.mark_failed(min(self._floor, *slots))
+
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         steps = sorted({self.schedule.step_of(slot) for slot in slots})
         groups = {group.slot: group for step in steps for group in self._journal.read_step(step)}
@@ -210,11 +221,14 @@ class MemoryBuffer:
             self._floor, self._consumed = restored.consumed_below, set(restored.consumed)
             self._attempts, self._counts = dict(restored.attempts), dict(restored.counts)
             self._trains, self._first_unfinished = version, self._floor
-            for group in self._journaled(restored, version):
+            journaled = self._journaled(restored, version)
+            self._recorded = self._set_aside(restored, version, {group.slot for group in journaled})
+            for group in (*self._recorded.values(), *journaled):
                 if group.attempt:
                     self._attempts[group.slot] = group.attempt
+            for group in journaled:
                 self._keep(group)
-            issued = {*self._consumed, *self._groups, *self._attempts}
+            issued = {*self._consumed, *self._groups, *self._attempts, *self._recorded}
             self._next = max(issued, default=self._floor - 1) + 1
             self._freed = [slot for slot in range(self._floor, self._next) if not self._is_done(slot)]
             self._changed.notify_all()
@@ -224,12 +238,35 @@ class MemoryBuffer:
         after_step = self.schedule.step_of(self._floor) - 1
         if not self.schedule.ordered:  # struck from the journal, or the next resume would keep them
             self._journal.strike(after_step, lambda group: group.newest_version > version)
+        kept = self._kept(self._journal.read(after_step), state, version)
+        if (from_slot := self._journal.failed_from) is not None:
+            failed = retried(self.schedule, list(kept.values()), from_slot)
+            log_retries(failed)
+            final = "rolled out again after failures ended the run"
+            self._journal.set_aside(
+                after_step, [group if judged else group.refused(group.dropped or final) for group, judged in failed]
+            )
+            for group, _ in failed:
+                del kept[group.slot]
+        return list(kept.values())
+
+    def _kept(self, groups: Iterable[Group], state: SlotsState, version: int) -> dict[int, Group]:
+        """Those of the groups that a run resumed at `version` keeps, by slot."""
         kept: dict[int, Group] = {}
-        for group in self._journal.read(after_step):
+        for group in groups:
             if kept_on_resume(self.schedule, state, version, StoredGroup.of(group)):
                 kept.pop(group.slot, None)  # evicted since the checkpoint: the last attempt counts, in its place
                 kept[group.slot] = group
-        return list(kept.values())
+        return kept
+
+    def _set_aside(self, state: SlotsState, version: int, finished: Container[int]) -> dict[int, Group]:
+        """The groups set aside whose rewards are still to be computed again, by slot."""
+        aside = self._kept(self._journal.read_aside(), state, version)
+        return {
+            slot: group
+            for slot, group in aside.items()
+            if slot not in finished and may_be_judged_again(self.schedule, group)
+        }
 
     # ------------------------------------------------------------------ slots
 
@@ -246,7 +283,7 @@ class MemoryBuffer:
             slot = heapq.heappop(self._freed)
         else:
             slot, self._next = self._next, self._next + 1
-        return Lease(slot, self._attempts.get(slot, 0))
+        return Lease(slot, self._attempts.get(slot, 0), self._recorded.get(slot))
 
     def _is_consumed(self, slot: int) -> bool:
         return slot < self._floor or slot in self._consumed
@@ -312,6 +349,7 @@ class MemoryBuffer:
 
     def _retry(self, slot: int) -> None:
         """Issues a slot again after an attempt in vain, or gives it up."""
+        self._recorded.pop(slot, None)
         attempt = next_attempt(self.schedule, self._attempts.get(slot, 0))
         if attempt is None:
             self._counts["given_up"] += 1

@@ -5,15 +5,18 @@ Pure functions of the schedule and a few counts; where slots and groups are stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trivium.concurrency import Waiting
 from trivium.errors import DataError, RunDirError
 from trivium.schedule import Schedule
-from trivium.types import SERVED, Group
+from trivium.types import SERVED, Group, Trajectory
 
+_log = logging.getLogger("trivium")
 COUNTERS: tuple[str, ...] = ("given_up", "refused", "evicted", "called_off", "dropped")
 """What a buffer counts: slots given up after `max_attempts`; groups that were taken and are to be replaced; groups
 evicted as too stale; leases cancelled because their groups would be; groups that the pipeline dropped."""
@@ -108,6 +111,49 @@ def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, group: S
             "the taskset changed: start another run.dir, or restore the tasks",
         )
     return True
+
+
+# --------------------------------------------------------------------------- failures that ended the run
+
+
+def retried(schedule: Schedule, groups: Sequence[Group], from_slot: int) -> list[tuple[Group, bool]]:
+    """The groups from a slot on that do not count after failures ended the run: (group, whether it is enough to compute
+    its rewards again).
+
+    In slot order, a slot that was issued in place of a dropped group was sampled with the version of that group: where
+    the dropped one is rolled out again, all later ones are.
+    """
+    later = [group for group in groups if group.slot >= from_slot]
+    dropped = [group.slot for group in later if group.dropped and _may_succeed(schedule, group.rollouts)]
+    limit = min(dropped, default=math.inf) if schedule.ordered else math.inf
+    return [
+        (group, group.slot < limit and may_be_judged_again(schedule, group))
+        for group in later
+        if group.slot > limit or _may_succeed(schedule, group.rollouts)
+    ]
+
+
+def log_retries(failed: Sequence[tuple[Group, bool]]) -> None:
+    """Says what becomes of the groups that `retried` names."""
+    judged = sum(judged for _, judged in failed)
+    _log.warning(
+        "failures ended this run before: %d group(s) are rolled out again, the rewards of %d computed again",
+        len(failed) - judged,
+        judged,
+    )
+
+
+def may_be_judged_again(schedule: Schedule, group: Group) -> bool:
+    """Whether nothing but rewards failed that a retry may get. What agents rolled out is theirs to roll out again."""
+    rest = [t for t in group.rollouts if t.failure is None or not t.failure.of_rewards]
+    return not (group.dropped or group.task.taskset == SERVED or _may_succeed(schedule, rest))
+
+
+def _may_succeed(schedule: Schedule, rollouts: Iterable[Trajectory]) -> bool:
+    """Whether some that failed may succeed in a retry. Not those whose prompt is too long or that an operator refused,
+    nor, in a deterministic run, those that met their deadline: there it is a recorded outcome."""
+    final = {"prompt", "operator", *(["deadline"] if schedule.deterministic else [])}
+    return any(t.failure is not None and (t.failure.of_rewards or t.failure.side not in final) for t in rollouts)
 
 
 # --------------------------------------------------------------------------- messages

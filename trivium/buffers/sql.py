@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import uuid
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -117,19 +118,19 @@ class SqlBuffer:
     async def lease(self, owner: str, *, wait: bool = True) -> Lease | None:
         """The lowest free slot, if the version of `owner` admits it."""
 
-        def undo(slots: Slots, pair: list[int]) -> None:
-            slots.return_lease(Lease(*pair))
+        def undo(slots: Slots, answer: list[Any]) -> None:
+            slots.return_lease(Lease(*answer[:2]))
 
         if not wait:
-            pair = await self._change(lambda slots: slots.lease(owner), undo=undo)
-            return None if pair is None else Lease(*pair)
-        pair = await self._when(
+            answer = await self._change(lambda slots: slots.lease(owner), undo=undo)
+            return None if answer is None else _lease(answer)
+        answer = await self._when(
             lambda slots: slots.admits(owner),
             lambda slots: slots.lease(owner),
             lambda slots: waiting_explorer(owner, slots.loaded(owner), slots.free_slot()),
             undo=undo,
         )
-        return Lease(*pair)
+        return _lease(answer)
 
     async def put(self, owner: str, group: Group) -> None:
         payload = await asyncio.to_thread(encode_group, group)
@@ -181,6 +182,10 @@ class SqlBuffer:
 
     async def refuse(self, count: int) -> None:
         await self._change(lambda slots: slots.refuse(count), joins=True)
+
+    async def retry_on_resume(self, slots: Sequence[int]) -> None:
+        if slots:
+            await self._change(lambda rows: rows.fail(slots), joins=True)
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return await self._groups(lambda rows: rows.taken(slots))
@@ -376,6 +381,12 @@ def _name_taken(name: str, cause: str) -> ConfigError:
 def _pair(lease: Lease) -> list[int]:
     """A lease as JSON."""
     return [lease.slot, lease.attempt]
+
+
+def _lease(answer: Sequence[Any]) -> Lease:
+    """A lease from what `Slots.lease` answered."""
+    slot, attempt, recorded = answer
+    return Lease(slot, attempt, None if recorded is None else decode_group(b64decode(recorded)))
 
 
 def _run_id(rollouts: Path) -> str:

@@ -8,18 +8,20 @@ FREE -> LEASED -> FINISHED -> CONSUMED             the usual case; a released le
                -> CANCELLED -> CANCELLED_TOLD      could only become too stale; its owner has been told
 
 The next attempt is a FREE row of its own. A slot without rows has never been issued; one without a FREE, LEASED or
-FINISHED row is consumed. The groups are in a table that is only added to: it is the journal. The rules are those of
-`buffers.slots`.
+FINISHED row is consumed. A FREE or LEASED row with an arrival has a group, whose rewards are to be computed again. The
+table of groups is the journal. The rules are those of `buffers.slots`.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from trivium.buffers.journal import decode_group
 from trivium.buffers.slots import (
     COUNTERS,
     SlotsState,
@@ -27,9 +29,11 @@ from trivium.buffers.slots import (
     admitted,
     bound,
     kept_on_resume,
+    log_retries,
     next_attempt,
     not_leased,
     oldest_version,
+    retried,
 )
 from trivium.errors import DataError
 from trivium.schedule import Schedule
@@ -94,6 +98,13 @@ GROUPS = sa.Table(
     sa.Column("attempt", sa.BigInteger, primary_key=True),
     sa.Column("payload", sa.LargeBinary, nullable=False),
 )
+FAILED = sa.Table(
+    "trivium_failed",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("from_slot", sa.BigInteger, nullable=False),
+)
+"""From which slot on failures ended a run, until it is resumed."""
 EXPLORERS = sa.Table(
     "trivium_explorers",
     TABLES,
@@ -135,6 +146,7 @@ class SlotState(StrEnum):
 
 
 _OPEN = (SlotState.FREE, SlotState.LEASED, SlotState.FINISHED)
+_WITH_GROUP = (SlotState.FINISHED, SlotState.CONSUMED, SlotState.EVICTED, SlotState.DROPPED)
 
 
 class Slots:
@@ -166,8 +178,9 @@ class Slots:
         self._check_open()
         return self.free_slot() < bound(self._schedule, self.head, self.head["trains"], self.loaded(owner))
 
-    def lease(self, owner: str) -> Lease | None:
-        """The lowest free slot, if the version of `owner` admits it. Raises StopAsyncIteration like `admits`."""
+    def lease(self, owner: str) -> tuple[int, int, str | None] | None:
+        """(slot, attempt, stored group in base 64 whose rewards are to be computed again) of the lowest free slot, if
+        the version of `owner` admits it. Raises StopAsyncIteration like `admits`."""
         self._check_open()
         version, free = self.loaded(owner), self._first(SlotState.FREE)
         slot, attempt = (self.head["next_slot"], 0) if free is None else (free.slot, free.attempt)
@@ -179,16 +192,19 @@ class Slots:
             self.head["next_slot"] += 1
         else:
             self._run(sa.update(SLOTS).where(*self._this(slot, attempt)).values(row))
-        return Lease(slot, attempt)
+        recorded = None if free is None or free.arrival is None else self.payloads([Lease(slot, attempt)])[0]
+        return slot, attempt, None if recorded is None else b64encode(recorded).decode()
 
     def put(self, owner: str, group: Group, payload: bytes) -> None:
         this = self._this(group.slot, group.attempt)
-        row = self._connection.execute(sa.select(_s.state, _s.owner).where(*this)).one_or_none()
+        row = self._connection.execute(sa.select(_s.state, _s.owner, _s.arrival).where(*this)).one_or_none()
         if row is not None and row.owner == owner and row.state in (SlotState.CANCELLED, SlotState.CANCELLED_TOLD):
             return  # finished before its owner was told, or stopped
         if row is None or row.owner != owner or row.state != SlotState.LEASED:
             state = "" if row is None else f" (it is {row.state}, last leased by {row.owner!r})"
             raise not_leased(owner, group, state)
+        if row.arrival is not None:  # its rewards were computed again
+            self._delete_groups([Lease(group.slot, group.attempt)])
         self._run(sa.insert(GROUPS).values(**self._key(group.slot, group.attempt), payload=payload))
         finished = {
             "state": SlotState.DROPPED if group.dropped else SlotState.FINISHED,
@@ -349,25 +365,53 @@ class Slots:
 
         query = sa.select(SLOTS).where(self._mine, _s.slot >= floor).order_by(_s.slot, _s.attempt)
         rows = self._connection.execute(query).all()
-        kept = {
+        stored = {
             row.slot: row
             for row in rows
             if row.arrival is not None and kept_on_resume(self._schedule, restored, version, _stored_group(row))
         }
-        self._delete([row for row in rows if row.slot not in done], kept)
+        kept = {slot: row for slot, row in stored.items() if row.state in _WITH_GROUP}
+        judged = {slot: row for slot, row in stored.items() if row.state in _OPEN and slot not in kept}
+        judged |= self._retry_failed(kept)
+        self._delete([row for row in rows if row.slot not in done], kept | judged)
         self._consume_open([row for row in rows if row.slot in done])
-        self.head["next_slot"] = max((floor, *(slot + 1 for slot in (*done, *kept, *attempts))))
+        self.head["next_slot"] = max((floor, *(slot + 1 for slot in (*done, *kept, *judged, *attempts))))
         self._insert_finished(sorted(kept.values(), key=lambda row: (self._schedule.step_of(row.slot), row.arrival)))
-        free = (slot for slot in range(floor, self.head["next_slot"]) if slot not in done and slot not in kept)
+        self._insert({**row._asdict(), "state": SlotState.FREE, "owner": None} for row in judged.values())
+        others = {*done, *kept, *judged}
+        free = (slot for slot in range(floor, self.head["next_slot"]) if slot not in others)
         self._insert({**self._key(slot, attempts.get(slot, 0)), "state": SlotState.FREE} for slot in free)
+
+    def fail(self, slots: Sequence[int]) -> None:
+        """Failures of these slots' groups end the run."""
+        below = self.state()["consumed_below"]
+        mine = FAILED.c.buffer == self.head["name"]
+        self._run(sa.delete(FAILED).where(mine))
+        self._run(sa.insert(FAILED).values(buffer=self.head["name"], from_slot=min(below, *slots)))
+
+    def _retry_failed(self, kept: dict[int, sa.Row]) -> dict[int, sa.Row]:
+        """Removes from `kept` what does not count after failures ended the run; returns the rows whose rewards are to
+        be computed again."""
+        mine = FAILED.c.buffer == self.head["name"]
+        from_slot = self._connection.execute(sa.select(FAILED.c.from_slot).where(mine)).scalar_one_or_none()
+        if from_slot is None:
+            return {}
+        self._run(sa.delete(FAILED).where(mine))
+        stored = self.payloads([Lease(slot, row.attempt) for slot, row in kept.items() if slot >= from_slot])
+        failed = retried(self._schedule, [decode_group(payload) for payload in stored], from_slot)
+        log_retries(failed)
+        rows = {group.slot: kept.pop(group.slot) for group, _ in failed}
+        return {group.slot: rows[group.slot] for group, judged in failed if judged}
 
     def _delete(self, rows: Sequence[sa.Row], kept: Mapping[int, sa.Row]) -> None:
         """Deletes rows, and the groups of all that are not `kept`."""
         for part in _parts(sorted({row.slot for row in rows})):
             self._run(sa.delete(SLOTS).where(self._mine, _s.slot.in_(part)))
+        self._delete_groups([row for row in rows if row.arrival is not None and kept.get(row.slot) is not row])
+
+    def _delete_groups(self, attempts: Sequence[Lease] | Sequence[sa.Row]) -> None:
         g = GROUPS.c
-        lost = [row for row in rows if row.arrival is not None and kept.get(row.slot) is not row]
-        for row in lost:
+        for row in attempts:
             mine = g.buffer == self.head["name"]
             self._run(sa.delete(GROUPS).where(mine, g.slot == row.slot, g.attempt == row.attempt))
 
@@ -393,6 +437,7 @@ class Slots:
 
     def wipe(self) -> None:
         """Deletes everything of an earlier run but the buffer's row."""
+        self._run(sa.delete(FAILED).where(FAILED.c.buffer == self.head["name"]))
         _delete_rows(self._connection, self.head)
         self.head |= dict.fromkeys((*COUNTERS, "next_slot", "arrivals"), 0)
 
@@ -430,7 +475,8 @@ class Slots:
 
     def _first(self, state: SlotState) -> sa.Row | None:
         """The row of this state with the lowest slot."""
-        query = sa.select(_s.slot, _s.attempt).where(self._mine, _s.state == state).order_by(_s.slot).limit(1)
+        row = (_s.slot, _s.attempt, _s.arrival)
+        query = sa.select(*row).where(self._mine, _s.state == state).order_by(_s.slot).limit(1)
         return self._connection.execute(query).first()
 
     def _cancelled(self, owner: str) -> tuple[sa.ColumnElement[bool], ...]:
@@ -468,7 +514,7 @@ def forget(connection: sa.Connection, run: str) -> None:
     stages = BUFFERS.c.name.startswith(f"{run}/stage-", autoescape=True)
     for head in connection.execute(sa.select(BUFFERS).where(stages).with_for_update()).all():
         _delete_rows(connection, head._asdict())
-        for table in (EXPLORERS, CALLS):
+        for table in (EXPLORERS, CALLS, FAILED):
             connection.execute(sa.delete(table).where(table.c.buffer == head.name))
     connection.execute(sa.delete(BUFFERS).where(stages))
 
