@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trivium.config import RunConfig
 
-__all__ = ["RunConfig", "run"]
+__version__ = "0.1.0"
+
+__all__ = ["RunConfig", "__version__", "run"]
 
 
-def run(config: RunConfig) -> dict[str, Any]:
-    """Runs what the config describes, continuing what its run directory holds; returns the summary."""
-    from trivium.runtime.launch import run as run_all  # torch and every package come with it
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    rewards: Sequence[Callable[..., object] | str | Mapping[str, Any]] | None = None,
+    tasks: Iterable[object] | Callable[..., object] | Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Runs what the config describes, continuing what its run directory holds; returns the summary.
 
-    return run_all(config)
+    config   a RunConfig, a mapping of the same sections, or the path of a YAML file
+    rewards  in place of the config's: functions `f(prompt, completion, **columns) -> float`, names, or sections such as
+             `{"kind": f, "weight": 0.5}`
+    tasks    in place of the config's `train`: rows (mappings from column to value; a list, a `datasets.Dataset`, any
+             iterable), or a function that returns them; or several tasksets by name
+
+    Rows are kept in the run directory; a run that continues is refused other ones. In a notebook, or wherever an event
+    loop runs, the run has a thread of its own, and this call waits for it.
+
+    Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
+    cause of whatever stopped the run.
+    """
+    from trivium.runtime.given import run_given  # torch and every package come with it
+
+    return run_given(config, rewards, tasks)

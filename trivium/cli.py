@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
+from trivium import __version__
 from trivium.concurrency import usable_cores
 from trivium.config import load_config
 from trivium.config.plan import plan_run, refuse_too_large
 from trivium.errors import ConfigError, TriviumError, first_cause
 
 app = typer.Typer(
-    help="Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +36,22 @@ Overrides = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trivium {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement fine-tuning of language models: one loop, from a laptop to a cluster."""
+    del version
 
 
 @app.command()

@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "datasets": "trivium.tasks.hf:DatasetsTasks",
         "reasoning_gym": "trivium.tasks.generators:ReasoningGymTasks",
         "python": "trivium.tasks.generators:PythonTasks",
+        "given": "trivium.tasks.given:GivenRows",
         "arithmetic": "trivium.tasks.generators:ArithmeticTasks",
         "served": "trivium.tasks.served:ServedTasks",
     },
@@ -283,17 +284,52 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"
 
 
+_GIVEN: dict[str, object] = {}
+"""Objects that a Python caller gave and that no module has under their name: lambdas, inner functions, instances."""
+
+
+def name_of(thing: Callable[..., object]) -> str:
+    """The name by which `resolve` finds a function, a class or a callable object that a Python caller gives. That of an
+    object which its module does not have is known to this process alone (see `is_unnamed`)."""
+    kind = type(thing)
+    qualname: str = getattr(thing, "__qualname__", f"{kind.__qualname__}()")
+    module: str = getattr(thing, "__module__", kind.__module__)
+    if getattr(sys.modules.get(module), qualname, None) is not thing:
+        _GIVEN[f"{module}:{qualname}"] = thing
+    else:
+        _GIVEN.pop(f"{module}:{qualname}", None)
+    return f"{module}:{qualname}"
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether a name stands for an object that a Python caller gave and that no module has under it."""
+    return name.endswith(("()", ">")) or "<locals>" in name
+
+
+def is_only_here(name: str) -> bool:
+    """Whether a name leads to its object in this process alone: other processes have another `__main__`."""
+    return is_unnamed(name) or name.startswith("__main__:")
+
+
 def resolve(kind: str, name: str, base: Path | None = None) -> Any:
     """The object that a name of a kind (`engines`, `rewards`, ...) stands for.
 
     Raises UnknownName for a name that no catalogue knows, ConfigError for a path that cannot be imported or lacks the
     attribute. An import error inside a user's own file passes through with its cause.
     """
+    if name in _GIVEN:
+        return _GIVEN[name]
     path = CATALOGUE[kind].get(name, name)
     module_name, separator, attribute = path.rpartition(":")
     if not separator:
         raise UnknownName(f"{kind}: {name!r}", "no such name", suggest(name, CATALOGUE[kind]))
     module = _load_file(module_name, base) if module_name.endswith(".py") else _load_module(module_name, path)
+    if is_only_here(path) and not hasattr(module, attribute):
+        raise ConfigError(
+            f"{kind}: {path!r}",
+            "a Python script or notebook gave this object to trivium.run, and this process does not have it",
+            "run the script again, or put the object into a module of its own and name it there",
+        )
     if not hasattr(module, attribute):
         raise UnknownName(
             f"{kind}: {path!r}",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.processes import Forked, commands
+from tests.processes import Forked, commands, trivium
+from trivium import __file__ as trivium_file
+from trivium import __version__
 from trivium.metrics import depends_on_machine
 
 BASE = """
@@ -116,6 +122,59 @@ def test_a_run_that_an_outage_ended_continues_once_it_is_over(
 # --------------------------------------------------------------------------- serving
 
 # --------------------------------------------------------------------------- Python and console
+
+ROOT = Path(__file__).parents[2]
+
+CELLS = """
+async def cells():
+    config["run"] = {"dir": "runs/sums"}
+    config["schedule"] = {"steps": 1, "groups_per_step": 2, "group_size": 2}
+    trivium.run(config, rewards=[close, {"kind": lambda prompt, completion: 1.0, "name": "one"}], tasks=rows)
+    config["schedule"]["steps"] = 2
+    try:
+        trivium.run(config, rewards=[close, {"kind": lambda prompt, completion: 1.0, "name": "one"}], tasks=rows[1:])
+    except trivium.errors.ConfigError as error:
+        print(error)
+    trivium.run(config, rewards=[close, {"kind": lambda prompt, completion: 1.0, "name": "one"}], tasks=rows)
+
+
+import asyncio
+asyncio.run(cells())
+"""
+
+
+def test_functions_and_rows_of_a_notebook_are_trained_on_and_recorded(tmp_path: Path) -> None:
+    """The examples of README and docs/python.md, called as in a notebook: within an event loop, and to continue."""
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/python.md"))
+    blocks = [
+        re.search(pattern, text, re.S)
+        for pattern, text in (
+            (r"```python\n# my_rewards.py\n(.*?)```", readme),
+            (r"```python\n(import trivium\nfrom my_rewards.*?)summary = ", readme),
+            (r"```python\n# sums.py\n(.*?)if __name__", page),
+        )
+    ]
+    reward, short, long = (block.group(1) for block in blocks if block is not None)
+    (tmp_path / "my_rewards.py").write_text(reward)
+    (tmp_path / "sums.py").write_text(f"import sys; sys.path.insert(0, '')\n{short}\n{long}\n{CELLS}")
+    with chdir(tmp_path):
+        script = Forked("script", tmp_path / "out", runpy.run_path, "sums.py", {}, "__main__")
+    assert script.wait(240) == 0, script.text
+    assert "tasks.train.digest" in script.text, "other rows are refused"
+    assert "cells.<locals>.<lambda> has no name of its module" in script.text, script.text
+    run_dir = tmp_path / "runs" / "sums"
+    recorded = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert [reward["kind"] for reward in recorded["rewards"]] == ["__main__:close", "__main__:cells.<locals>.<lambda>"]
+    assert Path(recorded["tasks"]["train"]["path"]).parent == run_dir / "tasks"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/component/one"]) for row in rows] == [(1, 1.0), (2, 1.0)]
+
+
+def test_the_version_in_python_and_on_the_command_line(tmp_path: Path) -> None:
+    command = Forked("version", tmp_path / "out", trivium, "--version")
+    assert (command.wait(60), command.text.split()) == (0, ["trivium", __version__])
+    assert (Path(trivium_file).parent / "py.typed").is_file()
+
 
 # --------------------------------------------------------------------------- reward models, preferences, rollouts
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from trivium.errors import Problem, TriviumError, UnknownName
-from trivium.registry import CATALOGUE, resolve, suggest
+from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
 from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
 
 _BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
@@ -260,6 +260,15 @@ class RewardConfig(Plugin):
     @property
     def label(self) -> str:
         return self.name or self.short_name
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if is_only_here(self.kind) and (self.workers or run.cluster.kind == "ray"):
+            yield Problem(
+                where,
+                f"the reward {self.kind} in other processes",
+                "it is of a script or a notebook, which they do not run",
+                "put it into a module of its own, and name or import it from there",
+            )
 
 
 class TrainConfig(Plugin):

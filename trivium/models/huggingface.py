@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trivium.config import ConfigPath, Plugin, RunConfig
+from trivium.config import Plugin, RunConfig
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import DataError, Problem
+from trivium.models.hub import ModelPath, absence
 
 
 class HuggingFaceModel:
@@ -15,8 +16,9 @@ class HuggingFaceModel:
 
     class Config(Plugin):
         kind: str = "hf"
-        path: ConfigPath
-        """Directory with config.json, weights and tokenizer."""
+        path: ModelPath
+        """Directory with config.json, weights and tokenizer; or a Hugging Face id that `hf download` has put into the
+        local cache: it becomes the directory of the version found there."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))
@@ -43,8 +45,4 @@ def missing_model_error(path: Path) -> DataError | None:
     """The error for a directory without a model; None where it has a config.json."""
     if (path / "config.json").is_file():
         return None
-    return DataError(
-        f"load the model {path}",
-        "no config.json there" if path.is_dir() else "no such directory",
-        "give model.path a Hugging Face model directory on this machine",
-    )
+    return DataError(f"load the model {path}", *absence(path))

@@ -23,8 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trivium.config import Config, ConfigPath
+from trivium.config import Config
 from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
+from trivium.models.hub import ModelPath, absence
 from trivium.randomness import stream
 
 _NAME = "default"
@@ -61,9 +62,9 @@ class LoraConfig(Config):
     targets: tuple[str, ...] | None = None
     """Last parts of the names of the layers that get one (`q_proj`, `v_proj`); unset: every linear layer but the
     output layer, and of a mixture of experts those of attention."""
-    path: ConfigPath | None = None
-    """Directory of a peft adapter to start from, with its own rank, alpha and targets; unset: one that changes nothing
-    yet."""
+    path: ModelPath | None = None
+    """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets;
+    unset: one that changes nothing yet."""
     push: Literal["merged", "adapter"] = "merged"
     """What explorers are sent: all weights with the adapter added, or the adapter alone, which they add themselves."""
 
@@ -345,6 +346,8 @@ def _fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pat
 def _unusable(directory: Path) -> tuple[str, str, str] | None:
     """Why there is no adapter in a directory that this module knows: asked, found, do."""
     asked, do = f"the adapter {directory}", "name a directory that peft's save_pretrained wrote, with plain LoRA in it"
+    if not directory.is_dir():
+        return asked, *absence(directory)
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (directory / name).is_file()]
     if missing:
         return asked, f"no {missing[0]} there", do

@@ -23,6 +23,7 @@ from trivium.config.resume import fingerprint, resume_differences, to_yaml
 from trivium.errors import ConfigError, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import verdict
+from trivium.registry import is_unnamed
 from trivium.runtime.build import (
     Stage,
     TrainStage,
@@ -78,6 +79,11 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         latest = store.latest()
         if latest is not None:
             _log.info("continuing from %s", latest.path.name)
+            for reward in config.rewards:
+                if is_unnamed(reward.kind):
+                    _log.warning(
+                        "the reward %s has no name of its module: whether it is the same is unknown", reward.kind
+                    )
         record: dict[str, Any] = {}
         with open_session(config, run_dir, store, latest) as train_stage:
             for stage, resume in _remaining_stages(config, run_dir, store, latest, record):

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trivium.config import ConfigPath, RunConfig
+from trivium.config import RunConfig
 from trivium.errors import DataError, MissingPackage, Problem
+from trivium.models.hub import DatasetPath, absence
 from trivium.registry import suggest
 from trivium.tasks.rows import RowTasks, missing_package
 
@@ -18,8 +19,8 @@ class DatasetsTasks(RowTasks):
     class Config(RowTasks.Config):
         """Which dataset, and how a row becomes a task."""
 
-        path: ConfigPath
-        """The folder, relative to the config."""
+        path: DatasetPath
+        """The folder, relative to the config; or a Hugging Face id whose files are in the local cache."""
         split: str | None = None
         """Which split; may be left out where there is one."""
 
@@ -80,7 +81,7 @@ class DatasetsTasks(RowTasks):
 
 
 def _no_folder(path: str, where: str) -> Problem:
-    return Problem(f"{where}.path", f"the dataset folder {path}", "no such folder", f"correct {where}.path")
+    return Problem(f"{where}.path", f"the dataset folder {path}", *absence(path, "dataset"))
 
 
 def _no_datasets(where: str) -> MissingPackage:

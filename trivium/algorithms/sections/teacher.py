@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from trivium.config import Config, ConfigPath
+from trivium.config import Config
 from trivium.errors import Problem
+from trivium.models.hub import ModelPath
 from trivium.models.huggingface import missing_model_error
 from trivium.types import Teacher
 
@@ -17,8 +18,8 @@ from trivium.types import Teacher
 class TeacherConfig(Config):
     """A model that the policy learns from. It stays as it is."""
 
-    path: ConfigPath
-    """A plain Hugging Face directory, with the policy's tokenizer."""
+    path: ModelPath
+    """A plain Hugging Face directory (or an id in the local cache), with the policy's tokenizer."""
     top_k: int = Field(default=64, ge=1)
     """How many of its most likely tokens (top_k) are stored at each position, where the loss reads them; at most its
     vocabulary."""

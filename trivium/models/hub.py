@@ -1,0 +1,62 @@
+"""Hugging Face ids where a path is asked: what the cache on this machine holds of them. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from trivium.config import config_path
+
+_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""`owner/name`, or the bare name of a model from before there were owners."""
+
+Kind = Literal["model", "dataset"]
+
+
+def _local_path(kind: Kind) -> Callable[[str], str]:
+    def local(name: str) -> str:
+        path = config_path(name)
+        if path.exists() or _ID.fullmatch(name) is None:
+            return str(path)
+        return _cached(name, kind) or name
+
+    return local
+
+
+ModelPath = Annotated[str, AfterValidator(_local_path("model"))]
+"""A field that holds a model directory, or a Hugging Face id whose files are in the local cache. It becomes the
+absolute path of that version of the model."""
+
+DatasetPath = Annotated[str, AfterValidator(_local_path("dataset"))]
+"""The same of a dataset."""
+
+
+def _cached(name: str, kind: Kind) -> str | None:
+    """The directory of the newest version that was downloaded; None where there is none, or not all of it."""
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, repo_type=kind, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    patterns = ("*.safetensors", "*.bin") if kind == "model" else ("**/*",)
+    files = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    return str(folder) if files else None
+
+
+def absence(path: str | Path, kind: Kind = "model") -> tuple[str, str]:
+    """What is found where a path leads nowhere, and what to do: for an error."""
+    if Path(path).is_dir():
+        return "no config.json there", "give a Hugging Face model directory"
+    if Path(path).is_absolute() or _ID.fullmatch(str(path)) is None:
+        return "no such directory", f"give a {kind} directory on this machine, or a Hugging Face id `owner/name`"
+    option = "" if kind == "model" else "--repo-type dataset "
+    return (
+        f"no such directory, and no complete {kind} of this id in the Hugging Face cache of this machine",
+        f"download it once: `hf download {option}{path}`; or give a directory",
+    )

@@ -1,0 +1,133 @@
+"""`trivium.run`: a run of what Python holds (functions, rows, data sets), from a script or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.config import RunConfig, config_from_mapping, read_yaml
+from trivium.config.schema import is_mapping
+from trivium.errors import ConfigError, first_cause
+from trivium.registry import name_of
+from trivium.runtime.launch import run
+from trivium.tasks.given import as_lines, digest_of
+
+T = TypeVar("T")
+
+ConfigSource = RunConfig | Mapping[str, Any] | str | Path
+Reward = Callable[..., object] | str | Mapping[str, Any]
+Rows = Iterable[object] | Callable[..., object] | str | Mapping[str, Any]
+"""Rows, a function that returns them, or a section of the config."""
+
+
+def run_given(
+    config: ConfigSource, rewards: Sequence[Reward] | None = None, tasks: Rows | Mapping[str, Rows] | None = None
+) -> dict[str, Any]:
+    """Runs the config with these rewards and tasks in place of its own; see `trivium.run`."""
+    complete, files = configured(config, rewards, tasks)
+
+    def work() -> dict[str, Any]:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, text)
+        return run(complete)
+
+    try:
+        return beside_a_loop(work)
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+
+
+def configured(
+    config: ConfigSource, rewards: Sequence[Reward] | None, tasks: Rows | Mapping[str, Rows] | None
+) -> tuple[RunConfig, dict[Path, str]]:
+    """The complete config, and the files of rows that it names: each by its path."""
+    base = Path(config).resolve().parent if isinstance(config, str | Path) else None
+    data = _as_mapping(config)
+    if rewards is not None:
+        data["rewards"] = list(rewards)
+    texts: dict[str, str] = {}
+    if tasks is not None:
+        data["tasks"] = dict(data.get("tasks") or {})
+        for name, source in (tasks if is_mapping(tasks) else {"train": tasks}).items():
+            data["tasks"][name], text = _section(data["tasks"].get(name), source, f"tasks[{name!r}]")
+            texts |= {} if text is None else {name: text}
+    # Where the rows are follows from the run directory, which is known once the rest is validated.
+    directory = Path(config_from_mapping(_named(data), base).run.dir).resolve() if texts else Path()
+    files: dict[Path, str] = {}
+    for name, text in texts.items():
+        path = directory / "tasks" / f"{name}-{digest_of(text)}.jsonl"
+        data["tasks"][name]["path"], files[path] = str(path), text
+    return config_from_mapping(_named(data), base), files
+
+
+def _as_mapping(config: ConfigSource) -> dict[str, Any]:
+    if isinstance(config, RunConfig):
+        return config.model_dump(exclude_unset=True)
+    if isinstance(config, str | Path):
+        return read_yaml(Path(config))
+    if not is_mapping(config):
+        raise ConfigError("a config", f"{type(config).__name__}", "give a mapping, a RunConfig or the path of a YAML")
+    return dict(config)
+
+
+def _section(own: object, source: Rows, where: str) -> tuple[Any, str | None]:
+    """A taskset's section of the config, and its rows as text where they were given. What the config says of how a row
+    becomes a task (`template`, `answer`, ...) holds for them, unless it is of another kind of source."""
+    if isinstance(source, str) or is_mapping(source):
+        return source, None
+    columns = {} if not is_mapping(own) or "kind" in own else dict(own)
+    if callable(source):
+        return {**columns, "kind": "python", "source": source}, None
+    text = as_lines(source, where)
+    return {**columns, "kind": "given", "path": "", "digest": digest_of(text)}, text
+
+
+def _named(value: object) -> Any:
+    """The value with functions, classes and callable objects as names, and paths as text."""
+    if isinstance(value, Path):
+        return str(value)
+    if is_mapping(value):
+        return {key: _named(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(part) for part in value]  # pyright: ignore[reportUnknownVariableType]
+    return name_of(value) if callable(value) else value
+
+
+def beside_a_loop(work: Callable[[], T]) -> T:
+    """The result of `work`, which may run event loops of its own: in a thread where this one runs one, as a notebook's
+    does. An interrupt ends it there."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    result: Future[T] = Future()
+
+    def settle() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # raised again in the caller
+            result.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(settle,), name="trivium-run", daemon=True)
+    thread.start()
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        if thread.ident is not None and not result.done():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+            )
+            thread.join(_GRACE_S)
+        raise
+
+
+_GRACE_S = 30.0
+"""How long an interrupted run may take to end."""

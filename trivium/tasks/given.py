@@ -1,0 +1,60 @@
+"""Rows that a Python caller gave: a file of the run directory, named by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trivium.config import ConfigPath, free
+from trivium.errors import DataError
+from trivium.tasks.files import jsonl_rows
+from trivium.tasks.rows import RowTasks, json_value
+
+
+class GivenRows(RowTasks):
+    """Rows that `trivium.run(config, tasks=...)` was given, as it keeps them in the run directory."""
+
+    class Config(RowTasks.Config):
+        """Where the rows are, and how a row becomes a task."""
+
+        path: ConfigPath = free()
+        """The file of JSON lines that `trivium.run` wrote."""
+        digest: str
+        """The hash of the rows: a run that continues must be given the same ones."""
+
+    config: Config
+
+    @property
+    def origin(self) -> str:
+        return self.config.path
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        path = Path(self.config.path)
+        if not path.is_file() or digest_of(path.read_text(encoding="utf-8")) != self.config.digest:
+            raise DataError(
+                f"the rows of tasks.{self.name} in {path}",
+                "not those that the run was given" if path.is_file() else "no such file",
+                "call trivium.run with the same rows again",
+            )
+        return jsonl_rows(self.config.path)
+
+
+def digest_of(text: str) -> str:
+    """The hash of rows written by `as_lines`."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def as_lines(rows: Iterable[object], where: str) -> str:
+    """The rows as JSON lines. Raises DataError for a row that is no mapping of JSON values."""
+    lines: list[str] = []
+    for number, row in enumerate(rows):
+        value = json_value(row, f"{where}, row {number}")
+        if not isinstance(value, dict):
+            raise DataError(
+                f"a row at {where}, row {number}", type(row).__name__, "give a mapping from column to value"
+            )
+        lines.append(json.dumps(value, ensure_ascii=False) + "\n")
+    return "".join(lines)
