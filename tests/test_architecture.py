@@ -57,7 +57,7 @@ PRINTED_WHOLE = {"Plan", "StagePlan"}
 """Config classes that are results: their fields are read in the printed plan."""
 
 LAZY_IMPORTS = {
-    ("trivium", "trivium.runtime.given"): "`from trivium import run`, imported on first use",
+    ("trivium", "trivium.runtime.python_api"): "`from trivium import run`, imported on first use",
     ("trivium.checkpoint.remote", "fsspec"): "imported where a config names a remote directory; torch depends on it",
 }
 """Imports inside functions that the layering would forbid, and why."""

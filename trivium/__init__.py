@@ -33,6 +33,6 @@ def run(
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of whatever stopped the run.
     """
-    from trivium.runtime.given import run_given  # torch and every package come with it
+    from trivium.runtime.python_api import run_given  # torch and every package come with it
 
     return run_given(config, rewards, tasks)

@@ -15,7 +15,7 @@ import pytest
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
 from trivium.registry import is_only_here, is_unnamed, name_of, resolve
-from trivium.runtime.given import beside_a_loop, configured
+from trivium.runtime.python_api import beside_a_loop, configured
 
 CONFIG: dict[str, Any] = {"model": {"kind": "tiny"}, "rewards": ["exact"], "tasks": {"train": {"kind": "arithmetic"}}}
 
@@ -142,7 +142,7 @@ async def test_an_interrupt_beside_a_loop_ends_the_run_in_its_thread() -> None:
     def work() -> None:
         try:
             _thread.interrupt_main()
-            while True:
+            for _ in range(10_000):
                 time.sleep(0.001)
         finally:
             ended.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -117,8 +118,11 @@ def beside_a_loop(work: Callable[[], T]) -> T:
             result.set_exception(error)
 
     thread = threading.Thread(target=copy_context().run, args=(settle,), name="trivium-run", daemon=True)
-    thread.start()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # Its own handler would cancel the task that waits here, which cannot be cancelled.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler) if in_main_thread else None
     try:
+        thread.start()
         return result.result()
     except KeyboardInterrupt:
         if thread.ident is not None and not result.done():
@@ -127,6 +131,9 @@ def beside_a_loop(work: Callable[[], T]) -> T:
             )
             thread.join(_GRACE_S)
         raise
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
 
 
 _GRACE_S = 30.0
