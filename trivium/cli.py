@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -135,13 +135,17 @@ def export(
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Which checkpoint.  [default: the latest]", show_default=False)
     ] = None,
+    role: Annotated[
+        Literal["policy", "reward"],
+        typer.Option("--role", help="The policy, or the reward model as a sequence classifier with one output."),
+    ] = "policy",
     debug: Debug = False,
 ) -> None:
-    """Writes a checkpoint's policy as a plain Hugging Face model directory."""
+    """Writes a checkpoint's policy or reward model as a plain Hugging Face model directory."""
     with Outcome(debug):
-        from trivium.runtime.launch import export as export_step
+        from trivium.runtime.export import export as export_step
 
-        export_step(run, step, out)
+        export_step(run, step, out, role)
         print(f"wrote {out}")
 
 

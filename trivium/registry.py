@@ -45,6 +45,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "math_verify": "trivium.rewards.functions:MathVerify",
         "reasoning_gym": "trivium.rewards.functions:ReasoningGym",
         "by_source": "trivium.rewards.by_source:BySource",
+        "model": "trivium.rewards.model:ModelReward",
     },
     "reward_managers": {
         "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",

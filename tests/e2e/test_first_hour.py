@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.processes import Forked, commands, trivium
 from trivium import __file__ as trivium_file
@@ -177,5 +178,62 @@ def test_the_version_in_python_and_on_the_command_line(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- reward models, preferences, rollouts
+
+SUMS = """
+run: {dir: DIR}
+model: {kind: tiny, alphabet: "0123456789+=", layers: 1, hidden: 32, heads: 2, mlp: 64, max_position: 24}
+cluster: {threads: 1}
+train: {optimizer: {lr: 1.0e-2}}
+monitors: [{kind: jsonl}]
+"""
+PAIRS = """
+tasks: {train: {kind: jsonl, path: pairs.jsonl}}
+buffer: {kind: files}
+algorithm: {kind: reward_model}
+schedule: {steps: 12, groups_per_step: 16, group_size: 2}
+"""
+
+
+def sums(folder: Path, name: str, text: str) -> str:
+    """The path of a config over rows of small numbers (preferred) and large ones."""
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a % 5), "rejected": str(9 - b % 3)} for a in range(8) for b in (1, 7)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = folder / f"{name}.yaml"
+    path.write_text(SUMS.replace("DIR", str(folder / name)) + text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_trained_reward_model_is_exported_and_rewards_another_run(
+    tmp_path: Path, start: Callable[..., Forked]
+) -> None:
+    def ends(code: int, *arguments: str) -> str:
+        command = start("trivium", *arguments)
+        assert command.wait(120) == code, command.text
+        return command.text
+
+    ends(0, "run", sums(tmp_path, "judge", PAIRS))
+    run, out = str(tmp_path / "judge"), str(tmp_path / "out")
+    said = ends(1, "export", run, out)  # nobody trained the policy
+    assert "its policy is the model it started from" in said
+    assert "--role reward" in said
+    ends(0, "export", run, out, "--role", "reward")
+    unexported = f"rewards: [{{kind: model, path: {run}/checkpoints/step-000012/reward}}]"
+    rl = "tasks: {train: {kind: jsonl, path: pairs.jsonl}}\nengine: {sampling: {max_new_tokens: 2}}\n"
+    rl += "schedule: {steps: 8, groups_per_step: 8, group_size: 4}\n"
+    assert "--role reward" in ends(2, "check", sums(tmp_path, "wrong", rl + unexported))
+    ends(0, "run", sums(tmp_path, "policy", f"{rl}rewards: [{{kind: model, path: {out}}}]"))
+    assert "trained: policy" in ends(1, "export", str(tmp_path / "policy"), str(tmp_path / "x"), "--role", "reward")
+    rows = rows_of(tmp_path / "policy")
+    assert rows[-1]["reward/component/model"] > rows[0]["reward/component/model"]
+    tokenizer, model = AutoTokenizer.from_pretrained(out), AutoModelForSequenceClassification.from_pretrained(out)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "3+7="}, {"role": "assistant", "content": completion}], tokenize=False
+        )
+        for completion in ("3", "9")
+    ]
+    chosen, rejected = model(**tokenizer(texts, return_tensors="pt", add_special_tokens=False)).logits[:, 0]
+    assert chosen > rejected
+
 
 # --------------------------------------------------------------------------- documents and examples

@@ -113,6 +113,23 @@ def test_pairs_of_a_file_teach_what_was_preferred(kind: str, pairs: Path, tmp_pa
     assert all(row["train/tokens"] > 0 for row in rows)
 
 
+def test_completions_with_a_label_teach_which_are_desirable(tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": str(answer), "good": answer < 5}
+        for a in range(8)
+        for b in range(8)
+        for answer in [(a + b) % 5 if (a + b) % 2 else 9 - a % 3]
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {**offline(path, "kto"), "schedule": {**OFFLINE["schedule"], "group_size": 1}}
+    done = train(tmp_path / "run", {**data, "algorithm": {"kind": "kto", "label": "good"}})["rows"]
+    assert [row["rollout/trajectories"] for row in done] == [16] * 10
+    assert done[0]["train/preference_chosen"] == done[0]["train/preference_rejected"] == 0  # the reference itself
+    assert done[-1]["train/preference_chosen"] > 0 > done[-1]["train/preference_rejected"]
+    assert "train/preference_accuracy" not in done[-1]  # no completion has another one to compare with
+
+
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward_model"])
 def test_the_best_and_the_worst_of_a_group_are_a_pair(kind: str, tmp_path: Path) -> None:
     rows = train(tmp_path / "run", ONLINE, {"algorithm": {"kind": kind, "mini_batches": 2}})["rows"]

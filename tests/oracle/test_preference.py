@@ -393,6 +393,46 @@ def test_members_that_said_nothing_are_in_no_pair() -> None:
     assert pair_of(Group(0, Task("task", ()), (silent, spoke[1]))) is None
 
 
+def one(label: object, number: int = 0) -> Group:
+    task = Task(f"task-{number}", (), {"label": label})
+    return Group(number, task, (Trajectory(0, (turn(3),)),))
+
+
+@pytest.mark.parametrize("kind", ["kto", "kto_pair"])
+def test_single_completions_with_labels_are_the_same_as_halves_of_pairs(kind: str) -> None:
+    """Slow loop: every desirable completion against none, and every undesirable one."""
+    algorithm = GroupAlgorithm("kto", (preference(kind, beta=0.5),), pairs=True)
+    kept, metrics = algorithm.filter([one(True, 0), one(False, 1), one(1, 2)])
+    assert (len(kept), metrics["rollout/trajectories"]) == (3, 3)
+    batch = algorithm.batch(kept)
+    assert [bool(e.response_mask.any()) for e in batch.experiences] == [True, False, False, True, True, False]
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]]).bool()
+    log_prob = -torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)).double()
+    reference = log_prob - torch.tensor([0.3, 0, 0, -0.2, 0.9, 0])[:, None].double()
+    loss, means = on_rows(preference(kind, beta=0.5), log_prob, mask, reference)
+    c, d = [0.9, 2.7], [-0.6]
+    if kind == "kto":
+        z0 = max(0.0, sum([*c, *d]) / 3)
+        expected = [1 - logistic(0.5 * (x - z0)) for x in c] + [1 - logistic(0.5 * (z0 - x)) for x in d]
+    else:
+        expected = [1 - logistic(0.5 * (x - max(0.0, d[0]))) for x in c]
+        expected += [1 - logistic(0.5 * (max(0.0, sum(c) / 2) - x)) for x in d]
+    assert float(loss) == pytest.approx(sum(expected) / 3)
+    assert means == {
+        "train/preference_chosen": pytest.approx(0.5 * 1.8),
+        "train/preference_rejected": pytest.approx(0.5 * -0.6),
+    }
+    cut, cut_means = on_rows(preference(kind, beta=0.5), log_prob, mask, reference, parts=[[0, 1], [2, 3, 4, 5]])
+    assert float(cut) == pytest.approx(float(loss))
+    assert cut_means == pytest.approx(means)
+
+
+@pytest.mark.parametrize("label", [None, "yes", 2, [True]])
+def test_a_completion_without_a_label_is_refused(label: object) -> None:
+    with pytest.raises(DataError, match=r"'task-0' is desirable.*(?s:.*)algorithm\.label"):
+        batch_of_pairs([one(label)])
+
+
 def test_a_reply_that_is_several_sequences_is_refused() -> None:
     rewritten = Trajectory(0, (turn(3), turn(4)), {"exact": 1.0})  # the second prompt does not hold the first reply
     with pytest.raises(DataError, match="rewrote its history"):

@@ -57,8 +57,12 @@ def test_pairs_come_from_groups_of_two_or_more_or_from_a_file(kind: str) -> None
     assert configured(kind, group_size=8)
     assert configured(kind, "files", group_size=2)
     assert "the best and the worst of a group" in refused(kind, group_size=1)["schedule.group_size"]
-    for size in (1, 8):
-        assert list(refused(kind, "files", group_size=size)) == ["schedule.group_size"]
+    assert list(refused(kind, "files", group_size=8)) == ["schedule.group_size"]
+    if kind == "kto":
+        assert configured({"kind": kind, "label": "good"}, "files", group_size=1)  # rows with a label
+        assert list(refused({"kind": kind, "label": "good"}, "files", group_size=2)) == ["algorithm.label"]
+    else:
+        assert "kto" in refused(kind, "files", group_size=1)["schedule.group_size"]
 
 
 def test_options_reach_the_loss() -> None:

@@ -34,6 +34,10 @@ def mine(prompt, completion, answer, bonus=0.5):
 def everything(prompt, completion, **columns):
     return len(columns)
 
+def reads_all(prompt, completion, prompt_messages, **columns):
+    given = [(message["role"], message["content"]) for message in prompt_messages]
+    return given == [("system", "be brief"), ("user", "1+1="), ("assistant", "hm")] and len(columns)
+
 async def later(completion, prompt, *, answer):
     await asyncio.sleep(0.05)
     return completion == answer
@@ -169,6 +173,12 @@ def test_a_reward_gets_the_last_user_message_the_last_turn_and_the_columns_it_na
     module = sys.modules[resolve("rewards", f"{tmp_path}/my_rewards.py:mine").__module__]
     assert sorted(module.seen) == [("1+1=", "2", "2", 0.5), ("1+1=", "3", "2", 0.5)]
     assert threading.main_thread() not in module.threads
+
+
+def test_a_reward_that_names_prompt_messages_gets_the_whole_prompt(rewards):
+    judge = rewards("reads_all")
+    judge.check_columns([])
+    assert score(judge, task(a=1, prompt_messages="a column"), "2") == [{"reads_all": 1.0}]
 
 
 def test_keyword_catch_all_gets_every_column_but_the_two_that_are_given(rewards):

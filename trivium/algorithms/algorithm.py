@@ -96,6 +96,8 @@ class GroupAlgorithm:
     mini_batches: int = 1
     pairs: bool = False
     """Whether a group is trained on as a pair: its best member and its worst one."""
+    label: str = "label"
+    """The column of the task that says which of the two the only member of a group is."""
     filters: tuple[Filter, ...] = ()
     """Rules that refuse groups, beyond groups without enough rewards, in this order."""
     refill: int = 0
@@ -147,11 +149,13 @@ class GroupAlgorithm:
         refused_by = [self._refused_by(group) for group in groups]
         kept = [group for group, rule in zip(groups, refused_by, strict=True) if rule is None]
         metrics = describe(groups, kept, Counter(rule for rule in refused_by if rule is not None))
-        return kept, metrics | ({"rollout/trajectories": 2 * len(kept)} if self.pairs else {})
+        return kept, metrics | (
+            {"rollout/trajectories": sum(min(2, len(group.trajectories)) for group in kept)} if self.pairs else {}
+        )
 
     def _refused_by(self, group: Group) -> str | None:
         """The rule that refuses a group: too few rewards to compare, or a filter; None for a group to train on."""
-        if self.pairs and pair_of(group) is None:
+        if self.pairs and len(group.trajectories) > 1 and pair_of(group) is None:
             return "no_pair"
         fewest = 1 if self.estimator is None or group.expert else self.estimator.metadata.min_group
         if sum(bool(member.turns) for member in group.alive) < fewest:
@@ -176,7 +180,7 @@ class GroupAlgorithm:
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The experiences of the groups' living members, in order; of a pair, the better member's first."""
-        return batch_of_pairs(groups) if self.pairs else batch_of(groups)
+        return batch_of_pairs(groups, self.label) if self.pairs else batch_of(groups)
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with every column its objectives need; scores named in `needs` must be there already.

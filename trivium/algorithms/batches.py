@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trivium.errors import DataError
 from trivium.randomness import stream, uniforms
-from trivium.types import AnyArray, Batch, Experience, Group, Trajectory, experiences_of
+from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Trajectory, experiences_of
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
@@ -30,14 +30,45 @@ def pair_of(group: Group) -> tuple[Trajectory, Trajectory] | None:
     return (best, worst) if best and worst and best.reward > worst.reward else None
 
 
-def batch_of_pairs(groups: Sequence[Group]) -> Batch:
-    """Two rows for each group that has a pair: the chosen one, the rejected one.
+def labelled(group: Group, column: str) -> tuple[Trajectory | None, Trajectory | None]:
+    """(the completion if it is desirable, the completion if it is not) of a group with one member, by a column of its
+    task: true or false, 1 or 0. Raises DataError for anything else."""
+    label = group.task.columns.get(column)
+    if label not in (0, 1):
+        raise DataError(
+            f"whether the completion of task {group.task.task_id!r} is desirable",
+            f"column {column!r} is {label!r:.80}; the columns are {sorted(group.task.columns)}",
+            "give each row true or false there, or name another column with algorithm.label",
+        )
+    (member,) = group.trajectories
+    return (member, None) if label else (None, member)
+
+
+def batch_of_pairs(groups: Sequence[Group], label: str = "label") -> Batch:
+    """Two rows for each group that has a pair: the chosen one, the rejected one. A group with one member has a row
+    without trained tokens in place of the other (`labelled`).
 
     Raises DataError for a trajectory whose turns rewrote history: it is more than one sequence, and only a single
     sequence has one probability.
     """
-    pairs = [(group, pair) for group in groups if (pair := pair_of(group))]
-    return Batch(tuple(_single(group, member) for group, pair in pairs for member in pair))
+    rows: list[Experience] = []
+    for group in groups:
+        chosen, rejected = (labelled(group, label) if len(group.trajectories) == 1 else pair_of(group)) or (None, None)
+        if chosen or rejected:
+            rows += [_single(group, each) if each else _missing(group) for each in (chosen, rejected)]
+    return Batch(tuple(rows))
+
+
+def _missing(group: Group) -> Experience:
+    """The row of a completion that there is not."""
+    return Experience(
+        np.zeros(1, np.int32),
+        np.zeros(1, np.bool_),
+        np.zeros(1, np.float32),
+        np.full(1, EXPERT_VERSION, np.int32),
+        group.group_id,
+        index=1,
+    )
 
 
 def _single(group: Group, member: Trajectory) -> Experience:

@@ -25,6 +25,8 @@ from trivium.types import Batch, Metrics
 _AHEAD = frozenset({"pair_loss", "pair_gradient"})
 """Columns that `select` adds for a loss that must see the whole mini-batch: each token's share of the loss, and the
 derivative of the loss by its log-probability."""
+_SUMS, _NUMBERS = ("chosen_sum", "rejected_sum"), ("chosen_number", "rejected_number")
+"""What a micro-batch of single completions reports, for `derived`."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,19 @@ class PreferenceObjective:
             loss = self._counted(x).sum()
         count = denominators.pairs if self.metadata.mean == "pair" else denominators.sequences
         done = self.pair_loss(x)
-        sums = _preference_metrics(
-            done.chosen_rewards, done.rejected_rewards, x.has_chosen & x.has_rejected, denominators
-        )
+        if self.metadata.mean == "completion" and denominators.sequences and not denominators.pairs:
+            sums = _completion_sums(done, x)
+        else:
+            sums = _preference_metrics(
+                done.chosen_rewards, done.rejected_rewards, x.has_chosen & x.has_rejected, denominators
+            )
         return LossOutputs(loss / max(count, 1) * denominators.dp_size, sums)
 
     def derived(self, means: Metrics) -> Metrics:
-        """Nothing beyond the means."""
-        return means
+        """Where no completion has another one beside it: the mean reward of each kind from its sum and its number."""
+        kept = {key: value for key, value in means.items() if key not in (*_SUMS, *_NUMBERS)}
+        sides = zip(("train/preference_chosen", "train/preference_rejected"), _SUMS, _NUMBERS, strict=True)
+        return kept | {name: means[total] / means[number] for name, total, number in sides if means.get(number)}
 
     def _counted(self, x: PairInputs) -> Tensor:
         """(P,): the loss of each pair; 0 where it compares and one of the completions is missing."""
@@ -136,6 +143,14 @@ def _by_pair(values: Tensor) -> tuple[Tensor, Tensor]:
             "rows in pairs of chosen and rejected", f"{len(values)} rows", "let the algorithm build the batch of pairs"
         )
     return values[0::2], values[1::2]
+
+
+def _completion_sums(done: PerPair, x: PairInputs) -> dict[str, Tensor]:
+    """Sum and number of the rewards of desirable and of undesirable completions."""
+    chosen, rejected = (done.chosen_rewards, x.has_chosen), (done.rejected_rewards, x.has_rejected)
+    sums = [torch.where(there, rewards, 0.0).sum() for rewards, there in (chosen, rejected)]
+    numbers = [there.to(rewards.dtype).sum() for rewards, there in (chosen, rejected)]
+    return dict(zip((*_SUMS, *_NUMBERS), (*sums, *numbers), strict=True))
 
 
 def _preference_metrics(

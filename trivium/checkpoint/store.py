@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,12 @@ class CheckpointStore:
         return json.loads((self._path(step) / _STATE).read_text(encoding="utf-8"))
 
 
-def export(checkpoint: Checkpoint, out: Path) -> Path:
-    """Copies the policy of a checkpoint to `out`: a plain Hugging Face directory."""
+def export(checkpoint: Checkpoint, out: Path, leave_out: Sequence[str] = ()) -> Path:
+    """Copies the policy of a checkpoint to `out`: a plain Hugging Face directory, without the files of these patterns.
+
+    Raises RunDirError where `out` is not empty.
+    """
     if out.exists() and any(out.iterdir()):
         raise RunDirError(f"export to {out}", "it exists and is not empty", "name a new directory")
-    shutil.copytree(checkpoint.path / "policy", out, dirs_exist_ok=True)
+    shutil.copytree(checkpoint.path / "policy", out, ignore=shutil.ignore_patterns(*leave_out), dirs_exist_ok=True)
     return out

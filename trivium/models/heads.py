@@ -174,6 +174,9 @@ class ValueModel(nn.Module):
     are near zero and the backbone learns from the first step.
     """
 
+    biased = True
+    """Whether its head has a bias; one that was saved with a bias keeps it."""
+
     def __init__(
         self,
         path: Path,
@@ -193,14 +196,14 @@ class ValueModel(nn.Module):
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
-        self.value_head = nn.Linear(width, 1, dtype=dtype)
         saved = path / f"{VALUE_HEAD}.safetensors"
-        if saved.is_file():
-            self.value_head.load_state_dict(safetensors.torch.load_file(saved))
-        else:
+        head = safetensors.torch.load_file(saved) if saved.is_file() else {}
+        biased = self.biased or "bias" in head
+        self.value_head = nn.Linear(width, 1, bias=biased, dtype=dtype)
+        if not head:
             generator = torch.Generator().manual_seed(stream(seed, "value_head"))
-            nn.init.normal_(self.value_head.weight, std=0.01 / width**0.5, generator=generator)
-            nn.init.zeros_(self.value_head.bias)
+            head["weight"] = torch.empty(1, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
+        self.value_head.load_state_dict({"bias": torch.zeros(1), **head} if biased else head)
         self.value_head.to(device)
         self.names = tensor_names(self)
         self.eval()
@@ -219,8 +222,11 @@ class ValueModel(nn.Module):
 class ScoreModel(ValueModel):
     """A backbone with one number per token, the score of the sequence up to and including it: a reward model.
 
-    Saved as a value model is, so that a critic can start from it.
+    Saved as a value model is, so that a critic can start from it. Preferences determine scores up to a constant, so its
+    head has no bias: rounding errors would be all that moves it.
     """
+
+    biased = False
 
     def _sources(self, rows: torch.Tensor) -> torch.Tensor:
         return rows

@@ -4,8 +4,9 @@
     f(prompt: str, completions: list[str], **columns) -> list[float]        # compares the members of a group
 
 `prompt` is the last user message of the task, `completion` the text of the last turn, and the columns of the task are
-passed by the names in the signature (all of them where it has `**columns`). `kind: my_rewards.py:mine` in the config
-is enough to use one. A result that is not a finite number is an error of that trajectory, never a score of 0.
+passed by the names in the signature (all of them where it has `**columns`). A parameter `prompt_messages` gets the
+task's whole prompt, a list of {role, content}. `kind: my_rewards.py:mine` in the config is enough to use one. A result
+that is not a finite number is an error of that trajectory, never a score of 0.
 
 A reward of the first kind starts as soon as its trajectory is finished. One of the second kind waits for the whole
 group, and gets the members that have not failed so far, in order.
@@ -32,6 +33,8 @@ from trivium.types import Task, Trajectory
 
 _THREADS = 32
 """Plain rewards that may compute at the same time."""
+_MESSAGES = "prompt_messages"
+"""The parameter that gets the task's whole prompt."""
 
 Scores = dict[str, float] | RewardError
 """Each component by label with its weight applied, or why there is no score."""
@@ -47,6 +50,7 @@ class _Component:
     required: frozenset[str]
     optional: frozenset[str]
     takes_all: bool
+    takes_messages: bool
     compares: bool
     """Whether it judges the members of a group against each other."""
 
@@ -57,9 +61,12 @@ class _Component:
         """What the reward returned, or the exception it ended with."""
         if missing := self.missing(task.columns):
             return _missing_columns([(self.label, missing)], task.columns)
-        wanted = task.columns.keys() - {"prompt", *completion} if self.takes_all else self.required | self.optional
-        columns = {name: task.columns[name] for name in wanted if name in task.columns}
-        return await self.call(prompt=_prompt(task), **completion, **columns)
+        given: dict[str, Any] = {"prompt": _prompt(task), **completion}
+        if self.takes_messages:
+            given[_MESSAGES] = [{"role": message.role, "content": message.content} for message in task.prompt]
+        wanted = task.columns.keys() if self.takes_all else self.required | self.optional
+        columns = {name: task.columns[name] for name in wanted if name in task.columns and name not in given}
+        return await self.call(**given, **columns)
 
     def weighted(self, task: Task, result: object) -> float | RewardError:
         """The component's part of the reward, or a RewardError that says what came instead of a finite number."""
@@ -187,7 +194,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
             f"it takes ({', '.join(parameters)})",
             "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
         )
-    columns = {name: p for name, p in by_name.items() if name not in ("prompt", *judged)}
+    columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
     return _Component(
         config.label,
@@ -196,6 +203,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
         required,
         frozenset(columns) - required,
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+        takes_messages=_MESSAGES in by_name,
         compares="completions" in judged,
     )
 

@@ -15,7 +15,6 @@ import yaml
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.checkpoint.store import export as export_checkpoint
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.plan import plan_run
@@ -276,12 +275,3 @@ def bench(config: RunConfig) -> dict[str, Any]:
         raise RunDirError(f"bench the checkpoints of {run_dir}", "it has none", "train first")
     atomic_write(run_dir / "bench.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return {"checkpoints": len(rows), "bench": str(run_dir / "bench.jsonl")}
-
-
-def export(run_dir: Path, step: int | None, out: Path) -> Path:
-    """Writes the policy of a checkpoint (None: the latest) as a plain Hugging Face directory."""
-    store = CheckpointStore(run_dir / "checkpoints")
-    checkpoint = store.latest() if step is None else store.open(step)
-    if checkpoint is None:
-        raise RunDirError(f"export the latest checkpoint of {run_dir}", "it has none", "train first")
-    return export_checkpoint(checkpoint, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
@@ -10,7 +11,13 @@ from pydantic import BeforeValidator, SerializeAsAny
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
 from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
-from trivium.algorithms.sections.parts import PassesConfig, is_explored, is_mixed, section_problems
+from trivium.algorithms.sections.parts import (
+    PassesConfig,
+    is_explored,
+    is_mixed,
+    metadata_or_problem,
+    section_problems,
+)
 from trivium.config import Plugin, RunConfig, plugin
 from trivium.errors import Problem
 
@@ -38,13 +45,21 @@ class PairsConfig(PassesConfig):
                 f"the algorithm {self.kind!r} learns from the best and the worst of a group",
                 "use at least 2, or pairs from buffer.kind files",
             )
-        if not is_explored(run) and size != 2:
+        if not is_explored(run) and size != 2 and not (size == 1 and self.takes_labels):
+            others = "rows of one completion: algorithm.kind kto with a label each, sft without"
             yield Problem(
                 "schedule.group_size",
                 f"groups of {size} from buffer.kind {run.buffer.kind!r}",
                 f"the algorithm {self.kind!r} learns from pairs: a chosen and a rejected completion in each row",
-                "set it to 2, or use algorithm.kind sft for rows with one completion",
+                "set it to 2, or to 1 for rows of prompt, completion and label"
+                if self.takes_labels
+                else f"set it to 2; {others}",
             )
+
+    @property
+    def takes_labels(self) -> bool:
+        """Whether a row may have one completion, and a label that says whether it is desirable."""
+        return False
 
 
 class PreferenceConfig(PairsConfig):
@@ -52,10 +67,27 @@ class PreferenceConfig(PairsConfig):
 
     pair_loss: PairLossPlugin
     """The loss of a pair: `{kind: dpo, ...}`, or a function of yours."""
+    label: str = "label"
+    """The column that says whether a completion is desirable (true or false), for rows with one completion each:
+    `buffer.kind: files`, `schedule.group_size: 1`, and a loss over completions (`kto`)."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
         yield from section_problems(self.pair_loss, "pair_losses", PairLossMetadata, f"{where}.pair_loss")
+        if self.label != type(self).model_fields["label"].default and (
+            is_explored(run) or run.schedule.group_size != 1
+        ):
+            yield Problem(
+                f"{where}.label",
+                f"labels in column {self.label!r}",
+                "the algorithm learns from pairs here",
+                "leave the key out, or use buffer.kind files with schedule.group_size 1",
+            )
+
+    @property
+    def takes_labels(self) -> bool:
+        loss = metadata_or_problem(self.pair_loss, "pair_losses", PairLossMetadata, "")
+        return isinstance(loss, PairLossMetadata) and loss.mean == "completion"
 
 
 class RewardModelConfig(PairsConfig):
@@ -79,9 +111,8 @@ class RewardModelConfig(PairsConfig):
 def preference(config: PreferenceConfig, seed: int) -> GroupAlgorithm:
     """The algorithm a preference section describes; nothing in it is random."""
     del seed
-    return _over_pairs(
-        config, PreferenceObjective(*resolve_function("pair_losses", config.pair_loss, PairLossMetadata))
-    )
+    objective = PreferenceObjective(*resolve_function("pair_losses", config.pair_loss, PairLossMetadata))
+    return replace(_over_pairs(config, objective), label=config.label)
 
 
 def reward_model(config: RewardModelConfig, seed: int) -> GroupAlgorithm:

@@ -1,0 +1,100 @@
+"""Reward models in transformers' format: what `export --role reward` writes, and the reward that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from trivium.config import RewardConfig, plugin
+from trivium.errors import DataError
+from trivium.models.classifier import classifier_of
+from trivium.models.heads import VALUE_HEAD, ScoreModel, ValueModel
+from trivium.models.packed import pack
+from trivium.rewards.model import ModelReward
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TinyModel
+from trivium.types import Message
+
+CPU = torch.device("cpu")
+MESSAGES = [{"role": "system", "content": "12"}, {"role": "user", "content": "3+4="}]
+
+
+def reward_model(directory: Path, architecture: str = "qwen3") -> Path:
+    """A checkpoint's `reward/`, with the head that training draws."""
+    config = TinyModel.Config(architecture=architecture, hidden=32, heads=2, mlp=32, max_position=24)
+    path = TinyModel(config, seed=1).materialize(directory / "model")
+    model = ScoreModel(path, dtype=torch.float32, device=CPU, seed=3)
+    model.module.save_pretrained(path)
+    save_file({name: 100 * value for name, value in model.value_head.state_dict().items()}, head_of(path))
+    return path
+
+
+def head_of(path: Path) -> Path:
+    return path / f"{VALUE_HEAD}.safetensors"
+
+
+def exported(path: Path, out: Path, pad: int | None = 17) -> Path:
+    classifier_of(path, pad_token_id=pad).save_pretrained(out)
+    hf_tokenizer(path).save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
+def test_transformers_reads_the_scores_that_training_reads(architecture: str, tmp_path: Path) -> None:
+    path = reward_model(tmp_path, architecture)
+    out = exported(path, tmp_path / "out", pad=0)
+    model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+    assert model.config.num_labels == 1
+    renderer = ChatRenderer(hf_tokenizer(path))
+    prompt = [Message(**message) for message in MESSAGES]
+    texts = [np.concatenate(renderer.expert(prompt, completion)) for completion in ("7", "11")]
+    packed, last = pack(texts, CPU), torch.tensor([len(texts[0]) - 1, len(texts[0]) + len(texts[1]) - 1])
+    padded = torch.tensor(np.stack([[*texts[0], 0], texts[1]]))
+    reward = ModelReward(ModelReward.Config(path=str(out)))
+    with torch.no_grad():
+        scores = ScoreModel(path, dtype=torch.float32, device=CPU, seed=0)(packed, last)
+        torch.testing.assert_close(model(padded, attention_mask=(padded != 0).int()).logits[:, 0], scores)
+    given = [reward("3+4=", completion, MESSAGES) for completion in ("7", "11")]
+    assert given == pytest.approx(scores.tolist(), abs=1e-5)
+    assert given[0] != given[1]
+
+
+def test_the_score_head_has_no_bias_unless_it_was_saved_with_one(tmp_path: Path) -> None:
+    path = reward_model(tmp_path)
+    how = {"dtype": torch.float32, "device": CPU, "seed": 0}
+    assert set(load_file(head_of(path))) == {"weight"}
+    assert ScoreModel(path, **how).value_head.bias is None
+    assert ValueModel(path, **how).value_head.bias.tolist() == [0]  # a critic that starts from a reward model
+    save_file({**load_file(head_of(path)), "bias": torch.tensor([2.0])}, head_of(path))
+    assert ScoreModel(path, **how).value_head.bias.tolist() == [2]
+    assert classifier_of(path, pad_token_id=None).score.bias is None
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+    path = reward_model(tmp_path)
+    section = plugin("rewards", RewardConfig)({"kind": "model", "path": str(path)})
+    (problem,) = section.problems(None, "rewards[0]")
+    assert problem.where == "rewards[0].path"
+    assert "Qwen3Model" in problem.found
+    assert "--role reward" in problem.do
+    with pytest.raises(DataError, match="not one for sequence classification"):
+        ModelReward(ModelReward.Config(path=str(path)))
+    two = classifier_of(path, pad_token_id=None)
+    two.score, two.config.num_labels = torch.nn.Linear(32, 2, bias=False), 2
+    two.save_pretrained(tmp_path / "two")
+    hf_tokenizer(path).save_pretrained(tmp_path / "two")
+    with pytest.raises(DataError, match="2 outputs"):
+        ModelReward(ModelReward.Config(path=str(tmp_path / "two")))
+
+
+def test_a_conversation_beyond_the_context_is_an_error_of_its_own(tmp_path: Path) -> None:
+    reward = ModelReward(ModelReward.Config(path=str(exported(reward_model(tmp_path), tmp_path / "out"))))
+    with pytest.raises(DataError, match="built for 24"):
+        reward("", "7" * 30, MESSAGES)

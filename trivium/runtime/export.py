@@ -1,0 +1,69 @@
+"""What `trivium export` does: a checkpoint's policy or reward model as a plain Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.checkpoint.store import export as export_policy
+from trivium.errors import RunDirError
+from trivium.models.classifier import classifier_of
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.types import Message
+
+disable_progress_bar()
+
+
+def export(run_dir: Path, step: int | None, out: Path, role: str = "policy") -> Path:
+    """Writes a model of a checkpoint (None: the latest) as a plain Hugging Face directory.
+
+    The `policy` is a causal language model, the `reward` model a sequence classifier with one output. Raises
+    RunDirError for a run that has not trained it, or where `out` is not empty.
+    """
+    store = CheckpointStore(run_dir / "checkpoints")
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise RunDirError(f"export the latest checkpoint of {run_dir}", "it has none", "train first")
+    _check_trained(checkpoint, role)
+    return export_policy(checkpoint, out) if role == "policy" else _export_reward_model(checkpoint, out)
+
+
+def _check_trained(checkpoint: Checkpoint, role: str) -> None:
+    """Raises RunDirError where neither this stage nor one before it trained the role. A train engine that keeps no
+    `<role>-optimizer` files is taken to have trained the policy."""
+    ends = [checkpoint.path.with_name(f"step-{step:06d}") for step in checkpoint.state.get("pinned", ())]
+    current, earlier = _trained_roles(checkpoint.path), set[str]().union(*map(_trained_roles, ends))
+    if role in current or (role == "policy" and (role in earlier or not current)):
+        return
+    known = ", ".join(sorted(current)) or "no model with an optimizer of its own"
+    raise RunDirError(
+        f"export the {role} of step {checkpoint.step}",
+        f"the run trained: {known}" + ("; its policy is the model it started from" if role == "policy" else ""),
+        "say --role reward" if "reward" in current else "train one with algorithm.kind reward_model",
+    )
+
+
+def _trained_roles(checkpoint: Path) -> set[str]:
+    return {path.name.partition("-optimizer")[0] for path in checkpoint.glob("*-optimizer*.safetensors")}
+
+
+def _export_reward_model(checkpoint: Checkpoint, out: Path) -> Path:
+    """`reward/` as a sequence classifier, with the tokenizer that the run trained it with.
+
+    Training reads the score at the token that ends the completion's turn: the end of sequence of what is written, and
+    never its padding.
+    """
+    export_policy(checkpoint, out, leave_out=("*.safetensors*", "config.json", "generation_config.json"))
+    tokenizer = hf_tokenizer(out, correct_pad_token=False)
+    end_of_turn = int(ChatRenderer(tokenizer).expert([Message("user", "")], "")[1][-1])
+    pad = tokenizer.pad_token_id
+    pad_token_id = pad if isinstance(pad, int) and pad != end_of_turn else None
+    model = classifier_of(checkpoint.path / "reward", pad_token_id=pad_token_id)
+    model.save_pretrained(out)
+    if tokenizer.eos_token_id != end_of_turn:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn)
+        tokenizer.save_pretrained(out)
+    return out
