@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
+import signal
 import threading
 import time
 from pathlib import Path
@@ -137,11 +137,11 @@ def test_a_path_is_no_id(cache: Path) -> None:
 
 
 async def test_an_interrupt_beside_a_loop_ends_the_run_in_its_thread() -> None:
-    ended = threading.Event()
+    ended, main = threading.Event(), threading.get_ident()
 
     def work() -> None:
         try:
-            _thread.interrupt_main()
+            signal.pthread_kill(main, signal.SIGINT)
             for _ in range(10_000):
                 time.sleep(0.001)
         finally:
