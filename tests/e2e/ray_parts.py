@@ -18,18 +18,12 @@ from trivium.cluster.session import PRIVATE
 ROOT = Path(__file__).parents[2]
 os.environ |= PRIVATE  # for Ray in this process, where nothing has imported it yet, and in those that it starts
 
-_INSTANCE = """
-import ray, sys
-print(ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR").address_info["address"], flush=True)
-sys.stdin.read()
-"""
-
 
 @contextmanager
 def ray_instance() -> Iterator[str]:
     """The address of a Ray instance that lives as long as the block."""
     with subprocess.Popen(
-        [sys.executable, "-c", _INSTANCE],
+        [sys.executable, "-m", "tests.e2e.ray_instance"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

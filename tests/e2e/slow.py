@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 
 from trivium.config import WorkflowConfig, free
 from trivium.policy import Policy
@@ -12,20 +11,17 @@ from trivium.types import Task
 
 
 class Slow:
-    """One reply, after a pause; evaluation does not wait, and nothing does once the file `hurry` is there."""
+    """One reply, after a pause; evaluation does not wait."""
 
     class Config(WorkflowConfig):
         kind: str = "slow.py:Slow"
         pause_s: float = free(0.0, ge=0)
-        hurry: str = free("")
 
     def __init__(self, config: Config) -> None:
         self._pause_s = config.pause_s
-        self._hurry = Path(config.hurry) if config.hurry else None
 
     async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
-        waits = task.taskset == "train" and not (self._hurry and self._hurry.exists())
-        await asyncio.sleep(self._pause_s if waits else 0.0)
+        await asyncio.sleep(self._pause_s if task.taskset == "train" else 0.0)
         await policy.generate(task.prompt)
         return None
 

@@ -1,0 +1,90 @@
+"""A Ray instance whose workers are forked from a process that has everything imported: each starts within a fraction of
+a second, where Ray imports itself twice and what the actor needs once more.
+
+As a program, it prints the instance's address; the instance ends with the program's standard input.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START = Path(__file__).with_name("ray_worker.py")
+"""What Ray runs to start a worker: a request to `serve`."""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        os.environ["TRIVIUM_RAY_WORKERS"] = f"{directory}/socket"
+        listening.bind(os.environ["TRIVIUM_RAY_WORKERS"])
+        listening.listen(64)
+        server = os.fork()
+        if server == 0:
+            serve(listening)
+        try:
+            host()
+        finally:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+
+
+def host() -> None:
+    """The instance, until standard input ends."""
+    import ray
+    from ray._private import ray_constants
+
+    ray_constants.SETUP_WORKER_FILENAME = str(START)
+    context = ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR")
+    print(context.address_info["address"], flush=True)  # noqa: T201
+    sys.stdin.read()
+    ray.shutdown()
+
+
+def serve(listening: socket.socket) -> None:
+    """Forks a worker for each request, and never returns."""
+    # Ray reads these while it is imported: workers of no job take those of any, and end when that process has.
+    os.environ |= {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getppid())}
+    from ray._private.workers import default_worker, setup_worker
+
+    import trivium.cluster.roles  # noqa: F401
+    from tests import preloaded  # noqa: F401  (the last one: it asserts that there is no thread)
+
+    sys.path.remove(str(ROOT))  # a worker learns from its driver where modules are
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        connection, _ = listening.accept()
+        with connection:
+            request, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        if os.fork() == 0:
+            break
+        for stream in streams:
+            os.close(stream)
+    listening.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    directory, arguments, environment = ast.literal_eval(request.decode())
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    _, sys.argv = setup_worker.parser.parse_known_args(arguments)
+    try:
+        runpy.run_path(default_worker.__file__, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
