@@ -78,11 +78,22 @@ def run(
             "--resume/--no-resume", help="Continue what the run directory holds.  [default: as the config says]"
         ),
     ] = None,
+    linger: Annotated[
+        float | None,
+        typer.Option(
+            "--linger",
+            metavar="SECONDS",
+            min=0,
+            help="Serve the final policy for so long (run.mode serve).  [default: as the config says]",
+            show_default=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Trains what CONFIG describes; a run directory that holds a checkpoint is continued."""
     with Outcome(debug) as outcome:
         values = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
+        values += [] if linger is None else [f"serve.linger_s={linger}"]
         loaded = load_config(config, values)
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.launch import run as run_all

@@ -223,6 +223,8 @@ class Parts:
     is_last: bool = True
     explore: Explore = explore_loop
     """What fills the buffer: the schedule's tasks, or agents that come with their own."""
+    lingers: bool = False
+    """Whether `explore` ends by itself, some time after the stage, and not with it."""
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Runs beside the trainer and raises when a process that it depends on dies."""
 
@@ -261,7 +263,9 @@ async def run_explorer(parts: Parts, explorer: Explorer) -> None:
         if parts.evaluator is not None:
             loops["evaluate_loop"] = evaluate_loop(explorer, parts.evaluator, synchronizer)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+            running = {name: tasks.create_task(loop, name=name) for name, loop in loops.items()}
             await synchronizer.wait_finished(explorer.name)
-            for task in running:
+            if parts.lingers and "explore" in running:
+                await asyncio.wait({running["explore"]})
+            for task in running.values():
                 task.cancel()

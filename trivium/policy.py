@@ -15,6 +15,7 @@ from trivium.errors import RewardError, RolloutError, TriviumError, described, t
 from trivium.types import Completion, IntArray, Message, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
+    from trivium.concurrency import Threads
     from trivium.protocols import Renderer, RolloutEngine
     from trivium.randomness import SampleKey
     from trivium.types import Task
@@ -107,7 +108,11 @@ class Policy:
         key: SampleKey,
         max_context: int,
         _rollout: _Rollout | None = None,
+        *,
+        threads: Threads | None = None,
     ) -> None:
+        """`threads` encode the conversations; None: the event loop does."""
+        self._threads = threads
         self._engine, self._renderer = engine, renderer
         self._sampling, self._key, self._max_context = sampling, key, max_context
         self._rollout = _rollout or _Rollout()
@@ -125,7 +130,10 @@ class Policy:
         Raises PromptTooLong when the rendered conversation fills the context, RolloutError once the rollout is over.
         """
         conversation = tuple(messages)
-        prompt_tokens = self._prompt(conversation)
+        if self._threads is None:
+            prompt_tokens = self._prompt(conversation)
+        else:
+            prompt_tokens = await self._threads.run(lambda: self._prompt(conversation))
         space = self._max_context - len(prompt_tokens)
         if space < 1:
             raise PromptTooLong(
@@ -180,7 +188,13 @@ class Policy:
             raise RolloutError(f"fork {name!r}", "a fork of that name exists", "give every fork its own name")
         self._forks.add(name)
         other = Policy(
-            self._engine, self._renderer, self._sampling, self._key.child(name), self._max_context, self._rollout
+            self._engine,
+            self._renderer,
+            self._sampling,
+            self._key.child(name),
+            self._max_context,
+            self._rollout,
+            threads=self._threads,
         )
         other.metrics = self.metrics
         return other

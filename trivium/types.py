@@ -162,6 +162,10 @@ class Task:
     taskset: str = "train"
 
 
+MIN_TEMPERATURE = 1e-6
+"""The lowest temperature above 0: logits divided by a lower one overflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the policy is sampled. `temperature` 0 means greedy, whose log-probabilities are 0 by definition."""

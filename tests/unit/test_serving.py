@@ -6,9 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,142 +15,12 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from trivium.board import MemoryBoard
-from trivium.buffers.memory import MemoryBuffer
+from tests.serving import NAME, Served, served
 from trivium.config import RewardConfig
-from trivium.engines.scripted import ScriptedEngine
-from trivium.explorer import Explorer
 from trivium.policy import EngineFailure
-from trivium.randomness import uniforms
-from trivium.rewards.judge import make_judge
-from trivium.schedule import Schedule
-from trivium.serving.gateway import Gateway, ServingOptions
-from trivium.serving.server import ChatServer, ListenError, serve_app
-from trivium.synchronizer import Synchronizer
-from trivium.tasks.served import ServedTasks
-from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Completion, Group, Request, Sampling, experiences_of
-from trivium.workflows.single_turn import SingleTurn
-
-RENDERER = ChatRenderer(tiny_tokenizer("bytes"))
-VOCABULARY = 263
-NAME = "server"
-
-
-class Babbler(ScriptedEngine):
-    """Says arbitrary ids (broken UTF-8, special tokens), drawn from the key; keeps what it gave."""
-
-    def __init__(self, **config: Any) -> None:
-        said = {"replies": ((65, 66),), **config}
-        super().__init__(ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode)
-        self.babbles = "replies" not in config
-        self.given: list[tuple[Request, Completion]] = []
-
-    def _choose(self, request: Request, version: int) -> str | Sequence[int]:
-        if not self.babbles:
-            return super()._choose(request, version)
-        drawn = uniforms(np.uint64(request.key.digest()), np.arange(9))
-        return [int(u * VOCABULARY) for u in drawn[: 1 + int(drawn[8] * 8)]]
-
-    async def generate(self, request: Request) -> Completion:
-        done = await super().generate(request)
-        self.given.append((request, done))
-        return done
-
-
-@dataclass
-class Served:
-    """A running endpoint and what stands behind it."""
-
-    client: httpx.AsyncClient
-    gateway: Gateway
-    buffer: MemoryBuffer
-    engine: Babbler
-    running: asyncio.Task[None]
-
-    async def chat(self, *messages: Any, expect: int = 200, **more: Any) -> dict[str, Any]:
-        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
-        answer = await self.client.post("/v1/chat/completions", json={"model": "policy", "messages": said, **more})
-        assert answer.status_code == expect, answer.text
-        return answer.json()
-
-    async def feedback(self, expect: int = 200, **said: Any) -> dict[str, Any]:
-        answer = await self.client.post("/feedback", json=said)
-        assert answer.status_code == expect, answer.text
-        return answer.json()
-
-    async def take(self, count: int = 1, version: int = 0) -> list[Group]:
-        return await asyncio.wait_for(self.buffer.take(count, version), 5)
-
-    async def eventually(self, **health: Any) -> None:
-        for _ in range(500):
-            if health.items() <= (now := (await self.client.get("/health")).json()).items():
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(now)
-
-
-@asynccontextmanager
-async def served(
-    path: Path,
-    *,
-    group_size: int = 2,
-    groups: int = 4,
-    staleness: int = 1,
-    idle_s: float = 60.0,
-    deadline_s: float = 30.0,
-    min_members: int = 1,
-    rewards: Sequence[RewardConfig] = (),
-    api_key: str | None = None,
-    temperature: float = 1.0,
-    loaded: bool = True,
-    broken: bool = False,
-    **engine: Any,
-) -> AsyncGenerator[Served]:
-    babbler, judge = Babbler(**engine), make_judge(rewards)
-    explorer = Explorer(
-        babbler,
-        RENDERER,
-        SingleTurn(SingleTurn.Config()),
-        judge,
-        Sampling(8, temperature),
-        babbler.max_context,
-        deadline_s,
-        64,
-        NAME,
-        min_members=min_members,
-    )
-    schedule = Schedule(
-        ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0),
-        seed=0,
-        groups_per_step=groups,
-        group_size=group_size,
-        max_staleness=staleness,
-        steps=100,
-    )
-    buffer = MemoryBuffer(MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0)
-    await buffer.restore(None, 0)
-    synchronizer = Synchronizer(MemoryBoard(), deadline_s=30.0)
-    synchronizer.open()
-    if loaded:
-        synchronizer.adopted(NAME, 0)
-        await buffer.advance(NAME, 0)
-    options = ServingOptions(idle_s, deadline_s, frozenset(judge.labels), judge.check_columns)
-    gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    async with serve_app(ChatServer(gateway, "policy", api_key).app, "127.0.0.1", 0) as url:
-        running = asyncio.create_task(gateway.run())
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
-            here = Served(client, gateway, buffer, babbler, running)
-            if loaded:
-                await here.eventually(loaded=True)
-            yield here
-        running.cancel()
-        await asyncio.wait([running])
-    if not (running.cancelled() or broken):
-        running.result()
-
+from trivium.serving.connections import ListenError, serve_app
+from trivium.serving.server import ChatServer
+from trivium.types import Group, experiences_of
 
 # --------------------------------------------------------------------------- custody
 
@@ -357,7 +225,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop"),
     ({"stop": 3}, "stop"),
     ({"seed": 1}, "seed"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"top_logprobs": 5}, "top_logprobs"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 
 from trivium.config.schema import SETTLED, RunConfig
 from trivium.errors import Problem, TriviumError
 from trivium.registry import resolve, suggest
-from trivium.types import SERVED, TRAINER, SyncStyle, capabilities_of
+from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
 
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -90,6 +91,14 @@ def _check_channel(config: RunConfig) -> Iterator[Problem]:
 
 def _check_sampling(config: RunConfig) -> Iterator[Problem]:
     sampling = config.engine.sampling
+    for where, temperature in (
+        ("engine.sampling.temperature", sampling.temperature),
+        ("evaluation.sampling.temperature", config.evaluation.sampling.temperature),
+    ):
+        if 0 < temperature < MIN_TEMPERATURE:
+            yield Problem(
+                where, f"temperature {temperature}", "logits divided by it overflow", f"use at least {MIN_TEMPERATURE}"
+            )
     for name in sampling.changes_distribution():
         yield Problem(
             f"engine.sampling.{name}",
@@ -171,6 +180,14 @@ def _served(config: RunConfig) -> bool:
     return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
 
 
+def _loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _check_serving(config: RunConfig) -> Iterator[Problem]:
     """Agents bring their own tasks over HTTP, at any time."""
     mode, explored = config.run.mode, capabilities_of(resolve("buffers", config.buffer.kind)).explored
@@ -190,8 +207,18 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
             "its tasks come with agents: it holds none",
             "name a taskset that has tasks of its own",
         )
+    serve = config.serve
     if mode != "serve":
+        if serve.linger_s:
+            yield Problem("serve.linger_s", f"{serve.linger_s} s", f"run.mode {mode!r} serves nothing", "leave it out")
         return
+    if serve.key_variable is None and not _loopback(serve.host):
+        yield Problem(
+            "serve.key_variable",
+            f"serve.host {serve.host!r} without a key",
+            "other machines reach it: any of them could train the policy, or judge the rollouts of others",
+            "name an environment variable that holds a key, or listen on 127.0.0.1",
+        )
     if config.schedule.deterministic:
         yield Problem(
             "schedule.deterministic",

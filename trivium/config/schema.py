@@ -489,7 +489,17 @@ class ServeSection(Config):
     key_variable: str | None = free(None)
     """Environment variable with the key that clients must present; unset admits every client."""
     idle_s: float = free(3600.0, gt=0)
-    """A conversation without feedback for so long is forgotten, and counted as dropped."""
+    """A conversation without a call or feedback for so long is forgotten, and counted as dropped."""
+    unstarted_idle_s: float = free(300.0, gt=0)
+    """The same after a conversation's first call, which may be no agent's: until there is a second one or feedback."""
+    require_secret: bool = free(False)
+    """Whether every session must begin with a `secret` of its client, which later requests about it have to repeat."""
+    max_connections: int = free(512, ge=1)
+    """Connections at a time; one more replaces the longest idle one, or is refused."""
+    max_body_bytes: int = free(4 * 2**20, ge=1024)
+    """Largest request, in bytes."""
+    linger_s: float = free(0.0, ge=0)
+    """How long the final policy is served after the last step, in seconds; nothing is recorded then."""
 
 
 # --------------------------------------------------------------------------- the whole config

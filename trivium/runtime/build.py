@@ -252,6 +252,7 @@ def build_parts(
         stage=stage.number,
         is_last=stage.is_last,
         explore=explore_loop if explorer is None else _explore_function(stage),
+        lingers=stage.config.run.mode == "serve",
     )
 
 
@@ -261,7 +262,8 @@ def _explore_function(stage: Stage) -> Explore:
         return explore_loop
     from trivium.serving.serve import serve_agents  # its packages are optional
 
-    return serve_agents(stage.config, stage.run_dir, make_judge(stage.config.rewards).check_columns)
+    judge = make_judge(stage.config.rewards)
+    return serve_agents(stage.config, stage.run_dir, judge.check_columns, is_last=stage.is_last)
 
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:

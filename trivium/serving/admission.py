@@ -57,12 +57,15 @@ class Admission:
             self._waiting.popleft().slot.cancel()
 
     async def run(self) -> None:
-        """Leases a slot whenever a group needs one. Raises StopAsyncIteration once the buffer is closed."""
+        """Leases a slot whenever a group needs one, until the buffer is closed."""
         while True:
             while not self._waiting:
                 self._wanted.clear()
                 await self._wanted.wait()
-            lease = await next_lease(self._explorer, self._buffer, self._schedule, self._synchronizer)
+            try:
+                lease = await next_lease(self._explorer, self._buffer, self._schedule, self._synchronizer)
+            except StopAsyncIteration:
+                return
             self._spare.append(Slot(lease, self._explorer.version))
             self._assign()
 

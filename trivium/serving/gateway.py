@@ -1,53 +1,69 @@
 """The gateway: agents roll out tasks over HTTP in the place of `explore_loop`.
 
-A group takes its slot when its first call arrives, so admission holds agents back and staleness stays bounded. It is
-complete with `group_size` trajectories, with a commit, or when no session of it is active any more.
+A group takes its slot when its first call arrives, so admission holds agents back and staleness stays bounded. Once the
+stage is over the gateway may go on for a while: it samples from the final policy and records nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trivium.concurrency import gather_or_cancel
+from trivium.concurrency import Threads, gather_or_cancel
 from trivium.explorer import Explorer
 from trivium.policy import EngineFailure, Policy
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.serving.admission import Admission
-from trivium.serving.requests import ChatRequest, Feedback, RequestError
+from trivium.serving.bodies import RequestError
+from trivium.serving.groups import OpenGroups
+from trivium.serving.requests import ChatRequest, Feedback
 from trivium.serving.sessions import (
     CompletionNode,
+    IdleLimits,
     Label,
     OpenGroup,
     Session,
     SessionStore,
     Slot,
-    conflicting_column,
     digest,
+    same_secret,
     visible_text,
 )
 from trivium.synchronizer import Synchronizer
-from trivium.types import SERVED, Failure, Group, Lease, Message, StopReason, Task, Turn
+from trivium.types import SERVED, Failure, Message, StopReason, Turn
+
+_log = logging.getLogger("trivium")
+_ENCODERS = 4
+"""Threads that encode prompts: a long one must not hold up the event loop."""
+_ADOPTION_S = 60.0
+"""Longest wait for the last published version when the training is over, in seconds."""
+_GOODBYE_S = 1.0
+"""How long later calls are answered before the server closes, in seconds."""
 
 
 @dataclass(frozen=True)
 class ServingOptions:
     """What a gateway takes from the config."""
 
-    idle_s: float
-    """Seconds without a call after which a session is dropped."""
+    idle: IdleLimits
+    """When a session is dropped."""
     deadline_s: float
     """Seconds after which a session without feedback fails; also the longest wait of a call for a slot."""
     reward_names: frozenset[str]
     """The names of the config's reward functions."""
     check_columns: Callable[[Collection[str]], None]
     """Raises DataError for columns that the reward functions cannot be called with."""
+    require_secret: bool = False
+    """Whether every session begins with a secret."""
+    linger_s: float = 0.0
+    """Seconds that the final policy is served after the training."""
 
 
 class Gateway:
@@ -62,19 +78,18 @@ class Gateway:
         options: ServingOptions,
     ) -> None:
         self.explorer, self.options = explorer, options
-        self._buffer, self._schedule, self._synchronizer = buffer, schedule, synchronizer
+        self._schedule, self._synchronizer = schedule, synchronizer
         self.loaded = False
         """Whether the trainer's weights have arrived."""
         self.closed = ""
-        """Why the gateway serves no longer; empty while it does."""
-        self.counts = {"trajectories": 0, "failed": 0, "forgotten": 0, "called_off": 0, "groups": 0}
-        """Sessions by how they ended, and the groups that were put."""
+        """Why nothing is recorded any longer; empty while it is."""
+        self.final = False
+        """Whether the final policy is served, after the training."""
         self._sessions = SessionStore()
         self._admission = Admission(explorer, buffer, schedule, synchronizer)
-        self._open: dict[OpenGroup, None] = {}
-        """Groups that are not complete, oldest first."""
-        self._submitting: dict[Lease, asyncio.Task[None]] = {}
+        self._groups = OpenGroups(explorer, buffer, self._admission, self._sessions, schedule.group_size)
         self._concurrency = asyncio.Semaphore(explorer.max_concurrent)
+        self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_evaluations = 0
         """Evaluation sessions that ever began: numbers those without a label."""
@@ -82,25 +97,55 @@ class Gateway:
     # ------------------------------------------------------------------ the run's side
 
     async def run(self) -> None:
-        """Serves until the buffer is closed; what breaks the run is raised."""
+        """Serves until the stage is over; what breaks the run is raised."""
+        groups, options = self._groups, self.options
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            helpers = [tasks.create_task(role) for role in (self._watch(), self._cancel_stale(), self._expire())]
+            groups.start(tasks)
+            roles = (self._watch(), groups.cancel_stale(), groups.expire(options.idle, options.deadline_s))
+            helpers = [tasks.create_task(role) for role in roles]
             try:
-                await self._admission.run()
-            except StopAsyncIteration:
+                await self._admit()
                 self.close("the training is over")
             finally:
                 self.close("the run is being stopped")
-            for helper in (*helpers, *self._submitting.values()):  # no step trains on what is still in progress
+            for helper in (*helpers, *groups.submitting.values()):  # no step trains on what is still in progress
                 helper.cancel()
+
+    async def _admit(self) -> None:
+        """Leases slots until the buffer is closed or the trainer has finished the stage."""
+        waits = (self._admission.run(), self._synchronizer.wait_finished(self.explorer.name))
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def close(self, reason: str) -> None:
         """Refuses every call from now on, those in progress as well."""
         self.closed = self.closed or reason
         for session in list(self._sessions.active):
-            self._end(session, 503, reason)
+            self._groups.end(session, 503, reason)
         self._admission.close()
+
+    async def say_goodbye(self) -> None:
+        """Serves the final policy for `linger_s`, once it is loaded; then refuses calls for a moment."""
+        if self.options.linger_s:
+            await self._synchronizer.board.poll(self._has_newest, _ADOPTION_S)
+            self.final = True
+            _log.info("serving the final policy, version %d, for %g s", self.explorer.version, self.options.linger_s)
+            await asyncio.wait({self._broken}, timeout=self.options.linger_s)
+            self.final = False
+            if self._broken.done():
+                self._broken.result()
+        await asyncio.sleep(_GOODBYE_S)
+
+    def _has_newest(self, values: Mapping[str, Any]) -> bool:
+        """Whether the explorer has loaded the newest version on the board."""
+        versions = values.get("versions") or (None,)
+        return values.get("explorers", {}).get(self.explorer.name, {}).get("version") == versions[-1]
 
     async def _watch(self) -> None:
         """Waits for the first weights; then raises what broke the engine."""
@@ -111,50 +156,16 @@ class Gateway:
 
         while not self.loaded:
             self.loaded = has_version(await self._synchronizer.board.poll(has_version, 60.0))
-        await self._broken
-
-    async def _cancel_stale(self) -> None:
-        """Ends the sessions of groups that can no longer be trained on."""
-        reason = "its rollouts became too stale to train on"
-        while True:
-            leases = set(await self._buffer.cancelled_leases(self.explorer.name))
-            self._admission.discard(leases)
-            for group in [g for g in self._open if g.slot.done() and g.slot.result().lease in leases]:
-                del self._open[group]
-                self.counts["called_off"] += group.size
-                for session in list(group.active):
-                    self._end(session, 410, reason)
-                    session.clear()
-                for session in group.done:
-                    session.ended = (410, reason)
-                    session.clear()
-            for lease in leases & self._submitting.keys():
-                self._submitting[lease].cancel()
-
-    async def _expire(self) -> None:
-        """Ends sessions beyond their deadline, and drops idle ones."""
-        idle_s, deadline_s = self.options.idle_s, self.options.deadline_s
-        period_s = min(5.0, max(0.05, min(idle_s, deadline_s) / 10))
-        while True:
-            await asyncio.sleep(period_s)
-            now = time.monotonic()
-            for session in list(self._sessions.active):
-                started = session.started if session.group is not None else None
-                if started is not None and now - started > deadline_s:
-                    reason = f"no feedback within {deadline_s:.0f} s (workflow.deadline_s)"
-                    session.failure = Failure("deadline", "DeadlineExceeded", reason)
-                    self._finish(session, 410, reason)
-                elif not session.calls and now - session.touched > idle_s:
-                    self._drop(session, f"no call for {idle_s:.0f} s (serve.idle_s)")
-            for group in [g for g in self._open if not g.active and now - g.touched > idle_s]:
-                self._submit(group)
-            self._sessions.expire(now - idle_s)
+        await asyncio.shield(self._broken)
 
     # ------------------------------------------------------------------ completions
 
     async def complete(self, request: ChatRequest) -> list[CompletionNode]:
         """`request.n` completions of the current policy. Raises RequestError; an EngineFailure ends the run too."""
-        self._check_open()
+        if self.final:
+            request = replace(request, labels=replace(request.labels, evaluation=True))
+        else:
+            self._check_open()
         if not self.loaded:
             raise RequestError(
                 503,
@@ -180,7 +191,7 @@ class Gateway:
         if labels.session or labels.reply_to:
             session = self._labelled(request)
             routes = [(session, self._parent(session, request))] * request.n
-        elif node := self._sessions.find(request.messages, labels.evaluation, labels.task_id):
+        elif node := self._sessions.find(request.messages, labels.evaluation, labels.task_id, labels.secret):
             routes = [(node.session, node)] * request.n
         else:
             routes = [(self._begin(None, request), None) for _ in range(request.n)]
@@ -197,6 +208,7 @@ class Gateway:
             raise _unknown(f"the completion {labels.reply_to!r}")
         if session is None:
             return self._begin(label, request)
+        _check_secret(session, labels.secret)
         if session.ended is not None:
             raise _ended(session, "choose a new name for a new rollout")
         if labels.evaluation is not (session.group is None):
@@ -227,10 +239,18 @@ class Gateway:
     def _begin(self, label: Label | None, request: ChatRequest) -> Session:
         """A new session: in an open group of its task, or in a new one that waits for a slot."""
         labels, now = request.labels, time.monotonic()
+        if self.options.require_secret and not labels.secret:
+            raise RequestError(
+                400,
+                "a session with a secret",
+                "this request has none, and serve.require_secret is set",
+                "send `secret`, a text of your own that no other agent can guess, with every request",
+                param="secret",
+            )
         task_id = labels.task_id or digest(request.messages)
-        group = None if labels.evaluation else self._group(task_id, now)
+        group = None if labels.evaluation else self._groups.of_task(task_id, now)
         index = self._sessions.index(label, labels.evaluation)
-        session = Session(label, task_id, index, group, now, prompt=request.messages)
+        session = Session(label, task_id, index, group, now, request.messages, labels.secret)
         if group is not None:
             number = group.num_sessions
             group.active.append(session)
@@ -242,19 +262,11 @@ class Gateway:
         self._sessions.add(session)
         return session
 
-    def _group(self, task_id: str, now: float) -> OpenGroup:
-        group_size = self._schedule.group_size
-        group = next((g for g in self._open if g.task_id == task_id and g.size < group_size), None)
-        if group is None:
-            group = self._admission.open_group(task_id, now)
-            self._open[group] = None
-        return group
-
     async def _call(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
         """One completion in a session that has counted the call."""
         try:
             if session.group is not None:
-                self._add_columns(session.group, request.columns or {})
+                self._groups.add_columns(session.group, request.columns or {})
                 await self._slot(session.group)
             if session.ended is not None:
                 raise _ended(session, "roll the task out again")
@@ -265,7 +277,7 @@ class Gateway:
             session.calls -= 1
             session.touched = time.monotonic()
             if not (session.calls or session.completions or session.ended):
-                self._remove_empty(session)
+                self._groups.remove_empty(session)
 
     async def _slot(self, group: OpenGroup) -> Slot:
         """Waits until the buffer admits the group."""
@@ -283,7 +295,7 @@ class Gateway:
                 retry_after_s=1,
             ) from error
         except asyncio.CancelledError:
-            if self.closed and not _is_cancelled():
+            if not _is_cancelled():
                 self._check_open()
             raise
 
@@ -297,7 +309,9 @@ class Gateway:
             session.name = name
         purpose = f"served-{stage}" if group is not None else "served-evaluation"
         key = SampleKey(self._schedule.seed, purpose, SERVED, session.task_id, path=(name,))
-        return Policy(explorer.engine, explorer.renderer, request.sampling, key, explorer.max_context)
+        return Policy(
+            explorer.engine, explorer.renderer, request.sampling, key, explorer.max_context, threads=self._encoders
+        )
 
     async def _generate(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
         earlier = parent.conversation if parent is not None else ()
@@ -330,17 +344,6 @@ class Gateway:
         async with self._concurrency:
             return await policy.generate(conversation)
 
-    def _remove_empty(self, session: Session) -> None:
-        """A session without completions leaves no trace."""
-        self._sessions.remove(session)
-        group = session.group
-        if group is None or session not in group.active:
-            return
-        group.active.remove(session)
-        if not group.size and group in self._open:
-            del self._open[group]
-            self._admission.remove(group)
-
     # ------------------------------------------------------------------ feedback
 
     def feedback(self, feedback: Feedback) -> dict[str, Any]:
@@ -355,7 +358,7 @@ class Gateway:
             if feedback.failure:
                 session.failure = Failure("workflow", "AgentFailure", feedback.failure)
             session.rewards = feedback.rewards
-            self._finish(session, 409, "it had its feedback")
+            self._groups.finish(session, 409, "it had its feedback")
         return {
             "trajectories": len(sessions),
             "groups": [
@@ -378,6 +381,7 @@ class Gateway:
         return list(sessions)
 
     def _check_feedback(self, session: Session, feedback: Feedback) -> None:
+        _check_secret(session, feedback.secret)
         if session.ended is not None:
             raise _ended(session, "a trajectory has feedback once")
         if session.group is None:
@@ -412,25 +416,17 @@ class Gateway:
             if not feedback.failure:
                 self.options.check_columns({**group.columns, **feedback.columns})
         for group in groups:
-            self._add_columns(group, feedback.columns)
+            self._groups.add_columns(group, feedback.columns)
 
-    def _add_columns(self, group: OpenGroup, columns: Mapping[str, Any]) -> None:
-        """Adds columns that an agent sent; the sessions of a group must agree on them."""
-        if (name := conflicting_column(group.columns, columns)) is not None:
-            raise RequestError(
-                400,
-                f"column {name!r} of task {group.task_id!r}",
-                f"{columns[name]!r:.60}, and another session sent {group.columns[name]!r:.60}",
-                "give different tasks different task_ids",
-                param="columns",
-            )
-        group.columns = {**group.columns, **columns}
-
-    async def commit(self, task_id: str | None) -> dict[str, int]:
+    async def commit(self, task_id: str | None, secret: str) -> dict[str, int]:
         """Closes the open groups of a task (None: of all) that have a finished trajectory; journaled when this
-        returns. Sessions of theirs without feedback are dropped."""
+        returns. Sessions of theirs without feedback are dropped: all of them must have begun with this secret."""
         self._check_open()
-        groups = [g for g in self._open if g.done and task_id in (None, g.task_id)]
+        groups = self._groups.finished(task_id)
+        if task_id is not None:
+            for session in (session for group in groups for session in group.sessions):
+                _check_secret(session, secret)
+        groups = [g for g in groups if all(same_secret(session, secret) for session in g.sessions)]
         if task_id is not None and not groups:
             raise RequestError(
                 404, f"commit task {task_id!r}", "no open group of it has a trajectory", "send feedback first"
@@ -440,8 +436,8 @@ class Gateway:
         for group in groups:
             for session in list(group.active):
                 result["dropped"] += 1
-                self._drop(session, "its group was committed")
-            submitting.append(self._submit(group))
+                self._groups.drop(session, "its group was committed")
+            submitting.append(self._groups.submit(group))
         if submitting:
             await asyncio.wait(submitting)
         self._check_open()
@@ -451,73 +447,43 @@ class Gateway:
             )
         return result
 
-    # ------------------------------------------------------------------ endings
-
-    def _finish(self, session: Session, status: int, reason: str) -> None:
-        """Ends a session with feedback or a failure; the last one of a group completes the group."""
-        self._end(session, status, reason)
-        self.counts["trajectories" if session.failure is None else "failed"] += 1
-        group = session.group
-        if group is None:
-            return
-        group.done.append(session)
-        group.touched = time.monotonic()
-        if len(group.done) == self._schedule.group_size:
-            self._submit(group)
-
-    def _drop(self, session: Session, reason: str) -> None:
-        """Ends a session without feedback; another may take its place in the group."""
-        self._end(session, 410, reason)
-        self.counts["forgotten"] += session.group is not None
-        if session.group is not None:
-            session.group.touched = time.monotonic()
-        session.clear()
-
-    def _end(self, session: Session, status: int, reason: str) -> None:
-        self._sessions.end(session, status, reason, time.monotonic())
-        if session.group is not None:
-            session.group.active.remove(session)
-
-    def _submit(self, group: OpenGroup) -> asyncio.Task[None]:
-        """Computes the rewards of the group and puts it, while agents go on."""
-        del self._open[group]
-        lease = group.slot.result().lease
-        task = self._submitting[lease] = self._tasks.create_task(self._put(group))
-        task.add_done_callback(lambda _: self._submitting.pop(lease, None))
-        return task
-
-    async def _put(self, group: OpenGroup) -> None:
-        slot, sessions = group.slot.result(), group.done
-        prompt = sessions[0].prompt if sessions else ()
-        task = Task(group.task_id, prompt, group.columns, SERVED)
-        rollouts = [session.trajectory(index) for index, session in enumerate(sessions)]
-        scored = await self.explorer.judge_rollouts(task, rollouts)
-        # Slots are never issued twice at once, so the slot tells this group from others of its task.
-        result = Group(slot.lease.slot, task, tuple(scored), slot.lease.slot, slot.lease.attempt, slot.version)
-        succeeded, needed = len(result.alive), self.explorer.min_members
-        if not rollouts or (needed > 1 and succeeded < needed):
-            result = result.refused(f"{succeeded} trajectories, and workflow.min_members is {needed}")
-        await self._buffer.put(self.explorer.name, self.explorer.refined(result))
-        self.counts["groups"] += 1
-        for session in sessions:
-            session.clear()
+    def text_of(self, completion_id: str) -> str | None:
+        """The text of a completion as its client knows it; None where the completion is unknown."""
+        session = self._sessions.of_completion(completion_id)
+        nodes = session.completions if session is not None else ()
+        return next((node.conversation[-1].content for node in nodes if node.id == completion_id), None)
 
     def health(self) -> dict[str, Any]:
         """Status, version and counts, as JSON values."""
         return {
-            "status": "closed" if self.closed else "ok" if self.loaded else "loading",
+            "status": self._status,
             "version": self.explorer.version,
             "loaded": self.loaded,
             "in_flight": sum(session.calls for session in self._sessions.active),
             "sessions": len(self._sessions.active),
-            "open_groups": len(self._open),
+            "open_groups": len(self._groups),
             "waiting_groups": self._admission.num_waiting,
-            **self.counts,
+            **self._groups.counts,
         }
 
+    @property
+    def _status(self) -> str:
+        if self.final:
+            return "final"
+        return "closed" if self.closed else "ok" if self.loaded else "loading"
+
     def _check_open(self) -> None:
-        if self.closed:
-            raise RequestError(503, "this endpoint", self.closed, "start another run, or go on later", code="closed")
+        if not self.closed:
+            return
+        lingers = self.options.linger_s and not self.final
+        raise RequestError(
+            503,
+            "this endpoint",
+            self.closed,
+            "ask again: the final policy is served soon" if lingers else "start another run, or go on later",
+            code="closed",
+            retry_after_s=1,
+        )
 
 
 def _unknown(what: str) -> RequestError:
@@ -528,6 +494,18 @@ def _unknown(what: str) -> RequestError:
         "roll the task out again",
         code="unknown",
     )
+
+
+def _check_secret(session: Session, secret: str) -> None:
+    if not same_secret(session, secret):
+        raise RequestError(
+            403,
+            f"session {session.name!r}",
+            "it began with a secret that this request does not have, or without the one that it has",
+            "send the `secret` of its first call",
+            param="secret",
+            code="wrong_secret",
+        )
 
 
 def _ended(session: Session, do: str) -> RequestError:

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from trivium.errors import TriviumError
+from trivium.errors import RewardError
+from trivium.policy import named_numbers
 from trivium.registry import suggest
-from trivium.types import Message, Sampling
+from trivium.serving.bodies import RequestError, bad_request
+from trivium.text.tools import TOOLS, ToolCall, json_object, read_tool_calls, write_tool_calls
+from trivium.types import MIN_TEMPERATURE, Message, Sampling
 
 T = TypeVar("T")
 D = TypeVar("D")
+TextOf = Callable[[str], str | None]
+"""The text of a completion, by its id; None where it is unknown."""
 
-_LABELS = ("task_id", "session", "reply_to", "evaluation")
+_MAX_LABEL = 512
+"""Characters of a label."""
+_MAX_MESSAGES = 1024
+_MAX_STOP = 16
+
+_LABELS = ("task_id", "session", "secret", "reply_to", "evaluation")
 """Parameters that assign a call to a task and a session: in the body, or in `metadata`."""
-_HEADERS = {"x-task-id": "task_id", "x-session": "session"}
+_HEADERS = {"x-task-id": "task_id", "x-session": "session", "x-session-secret": "secret"}
 """The labels that a client may send with every request."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "seed": (),
@@ -38,8 +46,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """OpenAI's parameters that this endpoint does not support, and their values without effect (null is always one)."""
 _WHY = {
-    "tools": "the renderer writes no tools into the prompt: describe them in the system message and read calls from "
-    "the text",
+    "tool_choice": "the policy decides what it calls: forcing a call changes the sampled distribution",
+    "parallel_tool_calls": "the policy decides how many calls it makes",
     "seed": "a sample is a function of the run's seed, the task, the session and the call: name those",
     "response_format": "constrained output changes the sampled distribution, and the trainer does not replay it",
     "top_logprobs": "the engine keeps the log-probability of the sampled token only",
@@ -61,39 +69,11 @@ _KNOWN = frozenset(
         "metadata",
         "columns",
         "return_token_ids",
+        "tools",
         *_LABELS,
         *_NEUTRAL,
     }
 )
-
-
-class RequestError(TriviumError):
-    """A request that gets an error response; the run continues."""
-
-    def __init__(
-        self,
-        status: int,
-        asked: str,
-        found: str,
-        do: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(asked, found, do)
-        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
-
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 410: "gone_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
-def bad_request(param: str, asked: str, found: str, do: str, code: str | None = None) -> RequestError:
-    """An error with status 400 about one parameter."""
-    return RequestError(400, asked, found, do, param=param, code=code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +84,8 @@ class Labels:
     """Trajectories of one task form a group; empty: the hash of the first messages."""
     session: str = ""
     """The trajectory; empty: that of the conversation that the messages continue, else a new one."""
+    secret: str = ""
+    """What later requests about the session have to present as well; empty: nothing."""
     reply_to: str = ""
     """Id of the completion that the messages continue from, where equal texts are ambiguous."""
     evaluation: bool = False
@@ -123,24 +105,13 @@ class ChatRequest:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    tools: frozenset[str] = frozenset()
+    """Names of the functions that the completion may call."""
 
 
-def read_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request."""
-
-    def no_number(name: str) -> NoReturn:
-        raise bad_request("", "numbers that JSON knows", name, "send finite numbers")
-
-    try:
-        body = json.loads(raw, parse_constant=no_number)
-    except ValueError as error:
-        raise bad_request("", "a JSON body", f"not JSON: {error}", "send one JSON object") from error
-    if not isinstance(body, dict):
-        raise bad_request("", "a JSON object", type(body).__name__, "send one JSON object")
-    return body
-
-
-def read_chat(body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling) -> ChatRequest:
+def read_chat(
+    body: Mapping[str, Any], headers: Mapping[str, str], model: str, trained: Sampling, text_of: TextOf
+) -> ChatRequest:
     """The chat request in a body, for the policy `model` that is trained with `trained`. Raises RequestError."""
     body = {name: value for name, value in body.items() if value is not None}
     for name in body.keys() - _KNOWN:
@@ -171,8 +142,11 @@ def read_chat(body: Mapping[str, Any], headers: Mapping[str, str], model: str, t
         raise bad_request(
             "stream_options", f"stream_options = {options!r}", "only include_usage, with stream", "leave it out"
         )
+    tools = [] if body.get("tool_choice") == "none" else _typed(body, "tools", list, [])
+    names = frozenset(_tool_name(tool, f"tools[{number}]") for number, tool in enumerate(tools))
+    messages = _messages(body.get("messages"), text_of)
     return ChatRequest(
-        messages=_messages(body.get("messages")),
+        messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
         labels=labels,
         sampling=_sampling(body, labels.evaluation, trained),
         n=_count(body, "n", 1, 128),
@@ -181,6 +155,7 @@ def read_chat(body: Mapping[str, Any], headers: Mapping[str, str], model: str, t
         include_usage=_typed(options, "include_usage", bool, False),
         logprobs=_typed(body, "logprobs", bool, False),
         token_ids=_typed(body, "return_token_ids", bool, False),
+        tools=names,
     )
 
 
@@ -210,16 +185,30 @@ def _labels(body: Mapping[str, Any], headers: Mapping[str, str]) -> Labels:
         for name, value in source.items():
             if name == "evaluation":
                 value = {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-            if not isinstance(value, bool if name == "evaluation" else str) or value == "":
-                raise bad_request(
-                    name, f"the label {name}", f"{value!r:.60}", "send text; true or false for `evaluation`"
-                )
+            if name != "evaluation":
+                value = _label(name, value)
+            elif not isinstance(value, bool):
+                raise bad_request(name, f"the label {name}", f"{value!r:.60}", "send true or false")
             if labels.setdefault(name, value) != value:
                 raise bad_request(name, f"one {name}", f"{labels[name]!r} and {value!r}", "send it once")
-    user = _typed(body, "user", str, "")
-    if user and "session" not in labels:
-        labels["session"] = user
+    if body.get("user", "") != "" and "session" not in labels:
+        labels["session"] = _label("user", body["user"])
     return Labels(**labels)
+
+
+def read_secret(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """The secret in a body or in its header; empty where there is none."""
+    secret = body.get("secret", headers.get("x-session-secret"))
+    return "" if secret is None else _label("secret", secret)
+
+
+def _label(name: str, value: object) -> str:
+    """A text that names something in a run: every database and log can hold it."""
+    if not isinstance(value, str) or not value or len(value) > _MAX_LABEL or "\0" in value:
+        raise bad_request(
+            name, f"{name} as text of 1 to {_MAX_LABEL} characters, none of them NUL", f"{value!r:.60}", "fix the value"
+        )
+    return value
 
 
 def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> Sampling:
@@ -230,13 +219,19 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
     limit = trained.max_new_tokens if not names else _count(body, names[0], 1, 10**9)
     stop = body.get("stop", trained.stop)
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else ()
-    if "stop" in body and not (stop and all(isinstance(text, str) and text for text in stop)):
-        raise bad_request("stop", "stop strings", f"{body['stop']!r:.60}", "send a text, or a list of texts")
+    if "stop" in body and not (0 < len(stop) <= _MAX_STOP and all(isinstance(text, str) and text for text in stop)):
+        raise bad_request(
+            "stop", f"at most {_MAX_STOP} stop strings", f"{body['stop']!r:.60}", "send a text, or a list of texts"
+        )
     temperature = _number(body, "temperature", trained.temperature, 0.0, 100.0)
     top_p = _number(body, "top_p", 1.0, 0.0, 1.0)
     if evaluation:
         if top_p == 0:
             raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise bad_request(
+                "temperature", f"temperature 0, or at least {MIN_TEMPERATURE}", f"{temperature}", "use 0 for greedy"
+            )
         return replace(trained, max_new_tokens=limit, stop=stop, temperature=temperature, top_p=top_p)
     if temperature != trained.temperature:
         raise bad_request(
@@ -269,10 +264,24 @@ def _number(body: Mapping[str, Any], name: str, default: float, minimum: float, 
     return float(value)
 
 
-def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise bad_request("messages", "a list of messages", f"{value!r:.60}", "send at least one {role, content}")
-    messages = tuple(_message(entry, number) for number, entry in enumerate(value))
+def _tool_name(tool: object, where: str) -> str:
+    """The name of a function that OpenAI's `tools` describe."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise bad_request(
+            where, "a function {type: function, function: {name, ...}}", f"{tool!r:.60}", "send functions only"
+        )
+    return name
+
+
+def _messages(value: object, text_of: TextOf) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
+        found = f"{len(value)} messages" if isinstance(value, list) else f"{value!r:.60}"
+        raise bad_request(
+            "messages", f"a list of 1 to {_MAX_MESSAGES} messages", found, "send at least one {role, content}"
+        )
+    messages = tuple(_message(entry, f"messages[{number}]", text_of) for number, entry in enumerate(value))
     if messages[-1].role == "assistant":
         raise bad_request(
             "messages",
@@ -283,16 +292,54 @@ def _messages(value: object) -> tuple[Message, ...]:
     return messages
 
 
-def _message(entry: object, number: int) -> Message:
-    where = f"messages[{number}]"
-    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
+def _message(entry: object, where: str, text_of: TextOf) -> Message:
+    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str) or entry["role"] == TOOLS:
         raise bad_request(where, "a message {role, content}", f"{entry!r:.60}", "send a role and a content")
+    role = entry["role"]
+    known = {"assistant": ("role", "content", "tool_calls"), "tool": ("role", "content", "tool_call_id", "name")}
     for name, value in entry.items():
-        if name not in ("role", "content") and value not in (None, [], {}):
+        if name not in known.get(role, ("role", "content")) and value not in (None, [], {}):
             raise bad_request(
                 f"{where}.{name}", f"a message with {name}", f"{value!r:.60}", "send role and content only"
             )
-    return Message(entry["role"], _text(entry.get("content"), where))
+    if entry.get("tool_calls"):
+        return Message(role, _called(entry, where, text_of))
+    return Message(role, _text(entry.get("content"), where))
+
+
+def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
+    """The text of an assistant's message with `tool_calls`: as the policy wrote it, where it did."""
+    content = "" if entry.get("content") is None else _text(entry["content"], where)
+    sent: list[Any] = entry["tool_calls"] if isinstance(entry["tool_calls"], list) else [None]
+    calls = tuple(_sent_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(sent))
+    written = text_of(completion_of_call(str(sent[0].get("id"))))
+    if written is not None and read_tool_calls(written, {call.name for call in calls}) == (content, calls):
+        return written
+    return write_tool_calls(content, calls)
+
+
+def _sent_call(call: object, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    normalized = json_object(arguments) if isinstance(arguments, str) else None
+    if not isinstance(name, str) or normalized is None:
+        raise bad_request(
+            where,
+            "a call {id, type: function, function: {name, arguments}}",
+            f"{call!r:.60}",
+            "send calls as they were received; `arguments` is the text of a JSON object",
+        )
+    return ToolCall(name, normalized)
+
+
+def call_id(completion_id: str, number: int) -> str:
+    """The id of a call in a completion."""
+    return f"call_{completion_id.removeprefix('chatcmpl-')}_{number}"
+
+
+def completion_of_call(call: str) -> str:
+    """The id of the completion that a call is in."""
+    return f"chatcmpl-{call.removeprefix('call_').partition('_')[0]}"
 
 
 def _text(content: object, where: str) -> str:
@@ -313,6 +360,7 @@ class Feedback:
     ids: tuple[str, ...]
     """Completions whose trajectories end."""
     session: str
+    secret: str
     task_id: str
     rewards: Mapping[str, float]
     """Empty: only the config's reward functions compute rewards."""
@@ -321,10 +369,10 @@ class Feedback:
     columns: Mapping[str, Any]
 
 
-_FEEDBACK = frozenset({"id", "ids", "session", "task_id", "reward", "rewards", "failure", "columns"})
+_FEEDBACK = frozenset({"id", "ids", "session", "secret", "task_id", "reward", "rewards", "failure", "columns"})
 
 
-def read_feedback(body: Mapping[str, Any]) -> Feedback:
+def read_feedback(body: Mapping[str, Any], headers: Mapping[str, str]) -> Feedback:
     """The feedback in a body. Raises RequestError."""
     body = {name: value for name, value in body.items() if value is not None}
     for name in body.keys() - _FEEDBACK:
@@ -341,14 +389,16 @@ def read_feedback(body: Mapping[str, Any]) -> Feedback:
     if len(body.keys() & {"reward", "rewards", "failure"}) > 1:
         raise bad_request("reward", "one of reward, rewards and failure", "more of them", "send one")
     rewards = {"reward": body["reward"]} if "reward" in body else _typed(body, "rewards", dict, {})
-    for name, value in rewards.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise bad_request("rewards", f"a finite number for {name!r}", f"{value!r:.60}", "send a number")
+    try:
+        rewards = named_numbers("reward", rewards, source="the request")
+    except RewardError as error:
+        raise bad_request("rewards", error.asked, error.found, error.do) from error
     return Feedback(
         tuple(ids),
         session,
+        read_secret(body, headers),
         _typed(body, "task_id", str, ""),
-        {name: float(value) for name, value in rewards.items()},
+        rewards,
         _typed(body, "failure", str, ""),
         _typed(body, "columns", dict, {}),
     )

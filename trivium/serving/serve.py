@@ -16,28 +16,35 @@ from trivium.loops import Explore
 from trivium.protocols import Buffer
 from trivium.schedule import Schedule
 from trivium.serving.gateway import Gateway, ServingOptions
+from trivium.serving.sessions import IdleLimits
 from trivium.synchronizer import Synchronizer
 
 _log = logging.getLogger("trivium")
 
 
-def serve_agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Collection[str]], None]) -> Explore:
-    """The coroutine that serves a stage of this config until the stage is over.
+def serve_agents(
+    config: RunConfig, run_dir: Path, check_columns: Callable[[Collection[str]], None], *, is_last: bool
+) -> Explore:
+    """The coroutine that serves a stage of this config until the stage is over, and for `serve.linger_s` after the
+    last one.
 
     `check_columns` raises DataError for columns that the reward functions cannot be called with. Raises MissingPackage
     without the `serve` extra, ConfigError where the key is not in the environment.
     """
     try:
-        from trivium.serving.server import ChatServer, serve_app
+        from trivium.serving.connections import serve_app
+        from trivium.serving.server import ChatServer
     except ImportError as error:
         raise MissingPackage(error.name or "fastapi", "serve", "serve the policy (run.mode: serve)") from error
     section = config.serve
     key = _key(section.key_variable)
     options = ServingOptions(
-        idle_s=section.idle_s,
+        idle=IdleLimits(section.idle_s, section.unstarted_idle_s),
         deadline_s=config.workflow.deadline_s,
         reward_names=frozenset(reward.label for reward in config.rewards),
         check_columns=check_columns,
+        require_secret=section.require_secret,
+        linger_s=section.linger_s if is_last else 0.0,
     )
 
     async def serve(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> None:
@@ -48,12 +55,14 @@ def serve_agents(config: RunConfig, run_dir: Path, check_columns: Callable[[Coll
                 "use another algorithm, for example rloo",
             )
         gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
-        async with serve_app(ChatServer(gateway, section.model, key).app, section.host, section.port) as url:
+        app = ChatServer(gateway, section.model, key, section.max_body_bytes).app
+        async with serve_app(app, section.host, section.port, section.max_connections) as url:
             path = run_dir / "serve.json"
             atomic_write(path, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
             _log.info("serving %s at %s", section.model, url)
             try:
                 await gateway.run()
+                await gateway.say_goodbye()
             finally:
                 path.unlink(missing_ok=True)
 

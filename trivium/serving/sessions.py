@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.policy import Policy
 from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
@@ -55,6 +56,10 @@ class OpenGroup:
     """Sessions that ended with feedback or a failure."""
     num_sessions: int = 0
     """Sessions that ever joined: numbers them."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        return [*self.active, *self.done]
 
     @property
     def size(self) -> int:
@@ -132,12 +137,14 @@ class Session:
     """None for an evaluation."""
     touched: float
     """When the last call began or ended, by the monotonic clock."""
+    prompt: Conversation = ()
+    """The messages of the first call."""
+    secret: str = ""
+    """What every later request about the session has to present, where its first call had it."""
     name: str = ""
     """Part of the address of its randomness; without a label it is made from the slot and the place in the group."""
     policy: Policy | None = None
     """The policy at the start of the session; set once the group has its slot."""
-    prompt: Conversation = ()
-    """The messages of the first call."""
     started: float | None = None
     """When the first call was admitted, by the monotonic clock."""
     trees: list[CompletionNode] = field(default_factory=list[CompletionNode])
@@ -186,6 +193,20 @@ class Session:
         self.trees, self.completions, self.policy, self.group = [], [], None, None
 
 
+class IdleLimits(NamedTuple):
+    """How long a session may be without a call, in seconds."""
+
+    idle_s: float
+    unstarted_idle_s: float
+    """The limit of a session that has had one call: it may have been no agent's."""
+
+    def of(self, session: Session) -> tuple[float, str]:
+        """The limit of a session, and the config key that sets it."""
+        if len(session.completions) > 1 or self.idle_s <= self.unstarted_idle_s:
+            return self.idle_s, "serve.idle_s"
+        return self.unstarted_idle_s, "serve.unstarted_idle_s"
+
+
 class SessionStore:
     """The sessions of a gateway, by label, by conversation and by the ids of their completions."""
 
@@ -218,11 +239,14 @@ class SessionStore:
     def of_completion(self, completion_id: str) -> Session | None:
         return self._by_completion.get(completion_id)
 
-    def find(self, messages: Conversation, evaluation: bool, task_id: str) -> CompletionNode | None:
+    def find(self, messages: Conversation, evaluation: bool, task_id: str, secret: str) -> CompletionNode | None:
         """The completion of a session without a label that `messages` continue from; `task_id` may be empty."""
-        return self._by_conversation[evaluation].find(
-            messages, lambda node: not task_id or node.session.task_id == task_id
-        )
+
+        def matches(node: CompletionNode) -> bool:
+            session = node.session
+            return same_secret(session, secret) and (not task_id or session.task_id == task_id)
+
+        return self._by_conversation[evaluation].find(messages, matches)
 
     def remove(self, session: Session) -> None:
         """Removes a session without completions, as if it had never been."""
@@ -245,6 +269,11 @@ class SessionStore:
                 del self._by_completion[completion_id]
             if session.label is not None:
                 del self._labelled[session.label]
+
+
+def same_secret(session: Session, secret: str) -> bool:
+    """Whether this is the secret that the session began with."""
+    return hmac.compare_digest(session.secret.encode(), secret.encode())
 
 
 def visible_text(turn: Turn, stop: Sequence[str]) -> str:

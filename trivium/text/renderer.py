@@ -22,6 +22,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from trivium.errors import DataError
+from trivium.text.tools import described, split_tools
 from trivium.types import IntArray, Message, StopReason
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class ChatRenderer:
     """Renderer over a tokenizer's chat template (`trivium.protocols.Renderer`).
 
     `chat_template` (Jinja text) replaces the tokenizer's own. The template decides on roles and default system
-    prompts; what it refuses is a DataError. Special tokens written out in a message's text become
-    special tokens, as in every engine that renders chat templates.
+    prompts; what it refuses is a DataError. Tools (`trivium.text.tools`) reach it as its `tools`. Special tokens
+    written out in a message's text become special tokens, as in every engine that renders chat templates.
     """
 
     eos_token_ids: frozenset[int]
@@ -58,6 +59,7 @@ class ChatRenderer:
                 "for texts without roles pass chat_template=trivium.text.renderer.PLAIN",
             )
         self._tokenizer, self._template = tokenizer, chat_template
+        self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
         own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
@@ -142,10 +144,17 @@ class ChatRenderer:
                 "this renderer knows text only",
                 "leave `media` out of the task, or choose a renderer for the model's modality",
             )
+        tools, messages = split_tools(messages)
+        if tools and not self._knows_tools:
+            tools, messages = [], described(tools, messages)
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=generation
+                conversation,
+                tools=tools or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation,
             )
         except TemplateError as error:
             raise DataError(

@@ -1,0 +1,167 @@
+"""A running endpoint for tests: real HTTP, a scripted engine and the memory buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from trivium.board import MemoryBoard
+from trivium.buffers.memory import MemoryBuffer
+from trivium.config import RewardConfig
+from trivium.engines.scripted import ScriptedEngine
+from trivium.explorer import Explorer
+from trivium.randomness import uniforms
+from trivium.rewards.judge import make_judge
+from trivium.schedule import Schedule
+from trivium.serving.connections import serve_app
+from trivium.serving.gateway import Gateway, ServingOptions
+from trivium.serving.server import ChatServer
+from trivium.serving.sessions import IdleLimits
+from trivium.synchronizer import Synchronizer
+from trivium.tasks.served import ServedTasks
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Completion, Group, Request, Sampling
+from trivium.workflows.single_turn import SingleTurn
+
+RENDERER = ChatRenderer(tiny_tokenizer("bytes"))
+VOCABULARY = 263
+NAME = "server"
+
+
+class Babbler(ScriptedEngine):
+    """Says arbitrary ids (broken UTF-8, special tokens), drawn from the key; keeps what it gave."""
+
+    def __init__(self, **config: Any) -> None:
+        said = {"replies": ((65, 66),), **config}
+        super().__init__(ScriptedEngine.Config(**said), eos_token_ids=RENDERER.eos_token_ids, decode=RENDERER.decode)
+        self.babbles = "replies" not in config
+        self.given: list[tuple[Request, Completion]] = []
+
+    def _choose(self, request: Request, version: int) -> str | Sequence[int]:
+        if not self.babbles:
+            return super()._choose(request, version)
+        drawn = uniforms(np.uint64(request.key.digest()), np.arange(9))
+        return [int(u * VOCABULARY) for u in drawn[: 1 + int(drawn[8] * 8)]]
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        self.given.append((request, done))
+        return done
+
+
+@dataclass
+class Served:
+    """A running endpoint and what stands behind it."""
+
+    client: httpx.AsyncClient
+    gateway: Gateway
+    buffer: MemoryBuffer
+    engine: Babbler
+    running: asyncio.Task[None]
+    synchronizer: Synchronizer
+    url: str
+
+    async def chat(self, *messages: Any, expect: int = 200, **more: Any) -> dict[str, Any]:
+        said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        answer = await self.client.post("/v1/chat/completions", json={"model": "policy", "messages": said, **more})
+        assert answer.status_code == expect, answer.text
+        return answer.json()
+
+    async def feedback(self, expect: int = 200, **said: Any) -> dict[str, Any]:
+        answer = await self.client.post("/feedback", json=said)
+        assert answer.status_code == expect, answer.text
+        return answer.json()
+
+    async def take(self, count: int = 1, version: int = 0) -> list[Group]:
+        return await asyncio.wait_for(self.buffer.take(count, version), 5)
+
+    async def eventually(self, **health: Any) -> None:
+        for _ in range(500):
+            if health.items() <= (now := (await self.client.get("/health")).json()).items():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(now)
+
+
+@asynccontextmanager
+async def served(
+    path: Path,
+    *,
+    group_size: int = 2,
+    groups: int = 4,
+    staleness: int = 1,
+    idle_s: float = 60.0,
+    unstarted_idle_s: float = 60.0,
+    require_secret: bool = False,
+    linger_s: float = 0.0,
+    deadline_s: float = 30.0,
+    min_members: int = 1,
+    rewards: Sequence[RewardConfig] = (),
+    api_key: str | None = None,
+    temperature: float = 1.0,
+    loaded: bool = True,
+    broken: bool = False,
+    max_body_bytes: int = 2**22,
+    max_connections: int = 512,
+    max_new_tokens: int = 8,
+    renderer: ChatRenderer = RENDERER,
+    **engine: Any,
+) -> AsyncGenerator[Served]:
+    babbler, judge = Babbler(**engine), make_judge(rewards)
+    explorer = Explorer(
+        babbler,
+        renderer,
+        SingleTurn(SingleTurn.Config()),
+        judge,
+        Sampling(max_new_tokens, temperature),
+        babbler.max_context,
+        deadline_s,
+        64,
+        NAME,
+        min_members=min_members,
+    )
+    schedule = Schedule(
+        ServedTasks(ServedTasks.Config(kind="served"), name="train", seed=0),
+        seed=0,
+        groups_per_step=groups,
+        group_size=group_size,
+        max_staleness=staleness,
+        steps=100,
+    )
+    buffer = MemoryBuffer(MemoryBuffer.Config(), schedule=schedule, rollouts=path, renderer=RENDERER, deadline_s=30.0)
+    await buffer.restore(None, 0)
+    synchronizer = Synchronizer(MemoryBoard(), deadline_s=30.0)
+    synchronizer.open()
+    if loaded:
+        synchronizer.adopted(NAME, 0)
+        await buffer.advance(NAME, 0)
+    options = ServingOptions(
+        IdleLimits(idle_s, unstarted_idle_s),
+        deadline_s,
+        frozenset(judge.labels),
+        judge.check_columns,
+        require_secret,
+        linger_s,
+    )
+    gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    app = ChatServer(gateway, "policy", api_key, max_body_bytes).app
+    async with serve_app(app, "127.0.0.1", 0, max_connections) as url:
+        running = asyncio.create_task(gateway.run())
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:
+            here = Served(client, gateway, buffer, babbler, running, synchronizer, url)
+            if loaded:
+                await here.eventually(loaded=True)
+            yield here
+        running.cancel()
+        await asyncio.wait([running])
+    if not (running.cancelled() or broken):
+        running.result()

@@ -1,0 +1,163 @@
+"""Reads the bodies of requests: how large, how slow and how deep one may be, and which values can be recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from trivium.errors import TriviumError
+
+_BODY_S = 30.0
+"""Longest time that a body may take to arrive, in seconds."""
+_BODIES = 8
+"""All bodies that are arriving take up at most as much memory as so many of the largest size."""
+_MAX_DEPTH = 64
+"""How deep the values of a body may be nested."""
+_MAX_INTEGER = 2**63
+
+
+class RequestError(TriviumError):
+    """A request that gets an error response; the run continues."""
+
+    def __init__(
+        self,
+        status: int,
+        asked: str,
+        found: str,
+        do: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(asked, found, do)
+        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kinds = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            409: "conflict_error",
+            410: "gone_error",
+        }
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(param: str, asked: str, found: str, do: str, code: str | None = None) -> RequestError:
+    """An error with status 400 about one parameter."""
+    return RequestError(400, asked, found, do, param=param, code=code)
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, and keeps the memory of all that are arriving within bounds."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._arriving = 0
+        """Bytes of bodies that have not arrived completely."""
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body. Raises RequestError: 413 too large, 408 too slow, 503 too many at once."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    self._arriving += len(part)
+                    self._check(len(body))
+        except TimeoutError as error:
+            found = f"it has not arrived within {_BODY_S:.0f} s"
+            raise RequestError(408, "the body of a request", found, "send it at once") from error
+        except ClientDisconnect as error:
+            raise RequestError(400, "the body of a request", "the client has disconnected", "ask again") from error
+        finally:
+            self._arriving -= len(body)
+        return bytes(body)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise RequestError(
+                413,
+                f"a body of at most {self._max_bytes:,} bytes",
+                f"at least {size:,} bytes",
+                "send less, or raise serve.max_body_bytes",
+                code="body_too_large",
+            )
+        if self._arriving > _BODIES * self._max_bytes:
+            raise RequestError(
+                503,
+                "memory for the body of a request",
+                f"{self._arriving:,} bytes of other bodies are arriving",
+                "ask again, with fewer requests at once",
+                code="too_many_bodies",
+                retry_after_s=1,
+            )
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request, whose values can all be recorded. Raises RequestError."""
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise bad_request("", "a JSON body", f"not JSON: {error}", "send one JSON object") from error
+    if not isinstance(body, dict):
+        raise bad_request("", "a JSON object", type(body).__name__, "send one JSON object")
+    for name, value in body.items():
+        _check_values(name, value)
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise bad_request("", "numbers that JSON knows", name, "send finite numbers")
+
+
+def _check_values(param: str, value: object) -> None:
+    """Refuses what no file, database or number format of a run can hold."""
+    level: list[object] = [param, value]
+    for _ in range(_MAX_DEPTH):
+        if not level:
+            return
+        for entry in level:
+            if (problem := _problem(entry)) is not None:
+                raise bad_request(_shown(param), *problem)
+        level = [part for entry in level for part in _parts(entry)]
+    raise bad_request(
+        _shown(param), f"values nested at most {_MAX_DEPTH} deep", "deeper ones", "send a flatter value, or JSON text"
+    )
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list) else ()
+
+
+def _problem(value: object) -> tuple[str, str, str] | None:
+    """(asked, found, do) for a text or number that cannot be recorded."""
+    match value:
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return "text in Unicode", f"half of a surrogate pair in {_shown(value)!r:.60}", "send whole characters"
+        case float():
+            if not math.isfinite(value):
+                return "a finite number", "one too large for a float", "send finite numbers"
+        case int():
+            if not -_MAX_INTEGER <= value < _MAX_INTEGER:
+                return "an integer of 64 bits", f"one of {value.bit_length()} bits", "send it as text"
+    return None
+
+
+def _shown(text: str) -> str:
+    """The text, with what cannot be sent escaped."""
+    return text.encode(errors="backslashreplace").decode()
