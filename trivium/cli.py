@@ -88,12 +88,19 @@ def run(
             show_default=False,
         ),
     ] = None,
+    change: Annotated[
+        bool,
+        typer.Option(
+            "--change", help="Continue also with another learning rate, reward weight, ...: what is marked `change`."
+        ),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Trains what CONFIG describes; a run directory that holds a checkpoint is continued."""
     with Outcome(debug) as outcome:
         values = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
         values += [] if linger is None else [f"serve.linger_s={linger}"]
+        values += ["run.change=true"] if change else []
         loaded = load_config(config, values)
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.launch import run as run_all

@@ -154,6 +154,7 @@ declare("sample/stored", "groups kept for replay after this step", aggregation="
 declare("sample/fresh_reward", "mean total reward of the rollouts of this step, replayed groups left out", better="up")
 
 # What the update did. `*` is the objective: policy, value or reward.
+declare("train/changed_fields", "config fields that were changed before this step, with `--change`")
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")

@@ -146,7 +146,7 @@ class Trainer:
         with self._timed("train"):
             metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm)
         self.score = None  # of this step nothing has been measured yet
-        metrics |= sampled | self._staleness(fresh, version) | await self._counted()
+        metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
@@ -393,6 +393,11 @@ class Trainer:
         if best is not None:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
         return metrics[f"eval/{evaluator.taskset}/accuracy"]
+
+    def _changed(self, version: int) -> Metrics:
+        """How many config fields `--change` changed before this step, where it did."""
+        changed = sum(len(row["changes"]) for row in self.record.get("changes", ()) if row["step"] == version)
+        return {"train/changed_fields": changed} if changed else {}
 
     def _staleness(self, fresh: Sequence[Group], version: int) -> Metrics:
         ages = [version - group.oldest_version for group in fresh if not group.expert] or [0]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import trivium.checkpoint.atomic as atomic
-import trivium.runtime.launch as launch
+import trivium.runtime.run_dir as run_dir_module
 from tests.processes import Forked, fork_server, trivium
 from trivium.buffers.journal import Journal
 from trivium.checkpoint.store import CheckpointStore
@@ -98,7 +98,7 @@ def wait_for_a_step(run_dir: Path, saved: int) -> None:
 
 MOMENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "model: built, not renamed": (Path, "rename", nothing),
-    "config: half written": (launch, "atomic_write", half_of_a_file),
+    "config: half written": (run_dir_module, "atomic_write", half_of_a_file),
     "save: models written, no manifest": (TorchTrainEngine, "save", whole),
     "save: manifest half written": (atomic, "atomic_write", half_of_a_file),
     "save: manifest written, not renamed": (Path, "rename", nothing),

@@ -114,6 +114,102 @@ def test_a_run_that_an_outage_ended_continues_once_it_is_over(
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "other")
 
 
+def test_a_start_that_ended_before_its_first_step_begins_anew_with_a_corrected_config(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def bug(prompt, completion, answer): raise KeyError('answr')\n"
+        "def mine(prompt, completion, answer): return float(len(completion))\n"
+    )
+    corrected = ("rewards=[{kind: mine.py:mine}]", "schedule.group_size=2", "model.hidden=8")
+    failed = start("wrong", "run", "base.yaml", "rewards=[{kind: mine.py:bug}]")
+    assert failed.wait(120) == 1
+    assert "KeyError: 'answr'" in failed.text
+    again = start("right", "run", "base.yaml", *corrected)
+    assert again.wait(120) == 0, again.text
+    assert "it begins anew, with this config" in again.text
+    fresh = start("fresh", "run", "base.yaml", *corrected, "run.dir=fresh")
+    assert fresh.wait(120) == 0, fresh.text
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "fresh")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "fresh")
+    refused = start("late", "run", "base.yaml", *corrected, "schedule.group_size=4")
+    assert refused.wait(120) == 2, "it has made steps by now"
+    assert "schedule.group_size: 4" in refused.text
+
+
+def test_a_run_directory_without_its_config_is_not_continued_by_any(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    finished = start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1")
+    assert finished.wait(120) == 0, finished.text
+    config = tmp_path / "run" / "config.yaml"
+    text, before = config.read_text(), weights_of(tmp_path / "run")
+    for damage, words in ((None, "its config.yaml is missing"), ("run: [", "its config.yaml is damaged")):
+        config.unlink(missing_ok=True)
+        if damage is not None:
+            config.write_text(damage)
+        refused = start("another", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=1.0")
+        assert refused.wait(120) == 1
+        for part in (words, "asked:", "put config.yaml back"):
+            assert part in refused.text
+    config.write_text(text)
+    continued = start("again", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=2")
+    assert continued.wait(120) == 0, continued.text
+    assert before.items() <= weights_of(tmp_path / "run").items()
+
+
+def test_what_may_change_on_the_way_does_with_change_and_is_marked(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def length(prompt, completion, answer): return float(len(completion))\n")
+    text = "extends: base.yaml\nrewards: [{kind: exact}, {kind: mine.py:length}]\nalgorithm: {kl: {coef: 0.1}}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "changed.yaml").write_text(
+        text.replace("length}", "length, weight: 3}").replace("0.1", "0.2") + "train: {optimizer: {lr: 0.01}}\n"
+    )
+    begun = start("begin", "run", "run.yaml", "schedule.steps=1")
+    assert begun.wait(120) == 0, begun.text
+    refused = start("refused", "run", "changed.yaml")
+    assert refused.wait(120) == 2
+    assert refused.text.count("pass --change to continue with it") == 3, refused.text
+    mixed = start("mixed", "run", "changed.yaml", "--change", "run.seed=1")
+    assert mixed.wait(120) == 2, "a seed may not change"
+    assert "run.seed" in mixed.text
+    assert "optimizer.lr" not in mixed.text
+    changed = start("changed", "run", "changed.yaml", "--change", "schedule.steps=2")
+    assert changed.wait(120) == 0, changed.text
+    assert "from here on" in changed.text
+    continued = start("continued", "run", "changed.yaml")  # it is the run's config now
+    assert continued.wait(120) == 0, continued.text
+
+    expected = {
+        "rewards[1].weight": [1.0, 3.0],
+        "algorithm.kl.coef": [0.1, 0.2],
+        "train.optimizer.lr": [1e-6, 0.01],
+    }
+    record = [{"step": 1, "changes": expected}]
+    assert [json.loads(line) for line in (tmp_path / "run" / "changes.jsonl").read_text().splitlines()] == record
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["changes"] == record
+    rows = rows_of(tmp_path / "run")
+    assert [row.get("train/changed_fields") for row in rows] == [None, 3.0, None]
+    assert [row["train/lr/policy"] for row in rows] == [1e-6, 0.01, 0.01]
+    assert [row["train/kl_coef"] for row in rows] == [0.1, 0.2, 0.2]
+    weights = [row["reward/component/length"] / row["rollout/response_tokens"] for row in rows]
+    assert weights[1] > 2 * weights[0]
+
+
+def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., Forked], tmp_path: Path) -> None:
+    begun = start("first", "run", "base.yaml", "rewards=[{kind: exact}]", "schedule.steps=1")
+    assert begun.wait(120) == 0, begun.text
+    exported = start("export", "export", "run", "start")
+    assert exported.wait(120) == 0, exported.text
+    other = ("model={kind: hf, path: start}", "run.dir=other", "schedule={steps: 1, group_size: 8, groups_per_step: 1}")
+    second = start("second", "run", "base.yaml", "rewards=[{kind: exact}]", "train.optimizer.lr=0", *other)
+    assert second.wait(120) == 0, second.text
+    weights = [tmp_path / "other" / "checkpoints" / "step-000001" / "policy", tmp_path / "start"]
+    assert len({(directory / "model.safetensors").read_bytes() for directory in weights}) == 1
+
+
 # --------------------------------------------------------------------------- user code that misbehaves
 
 # --------------------------------------------------------------------------- damaged files

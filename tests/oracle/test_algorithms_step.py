@@ -187,12 +187,22 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_each_token_and_steers_its_coeff
     expected = [0, 0, 1 - 0.5 * 1.2, 1 - 0.5 * 1.0, 1 - 0.5 * 0.6]
     np.testing.assert_allclose(done.columns["advantages"][0], expected, rtol=1e-5)
     assert [checked(metrics)[key] for key in ("train/kl_coef", "train/ref_kl")] == pytest.approx([0.5, 0.4])
-    assert reinforce.state() == pytest.approx({"kl_coef": 0.5 * (1 + 0.2 / 10)})
+    assert reinforce.state() == pytest.approx({"kl_coef": 0.5 * (1 + 0.2 / 10), "kl_coef_initial": 0.5})
     other = algorithm(REINFORCE, kl=said)
     other.restore(reinforce.state())
     assert other.state() == reinforce.state()
     other.restore({})
     assert other.state() == reinforce.state()
+    other.restore({"kl_coef": 0.7})  # of a run that did not record where it began
+    assert other.state() == {"kl_coef": 0.7, "kl_coef_initial": 0.5}
+    changed = algorithm(REINFORCE, kl={**said, "coef": 0.2})
+    changed.restore(reinforce.state())
+    assert changed.state()["kl_coef"] == 0.2, "changed with `--change` since"
+    fixed = algorithm(REINFORCE, kl={"coef": 0.2, "place": "reward", "estimator": "k1"})
+    fixed.restore({"kl_coef": 0.5})
+    assert fixed.estimator is not None
+    assert fixed.estimator.kl_controller is not None
+    assert fixed.estimator.kl_controller.value == 0.2
 
 
 def test_a_restored_algorithm_goes_on_where_the_saved_one_stood() -> None:

@@ -22,7 +22,7 @@ from trivium.config import (
     read_yaml,
 )
 from trivium.config.plan import plan_run
-from trivium.config.resume import fingerprint, resume_differences, to_yaml
+from trivium.config.resume import fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime.build import Stage
 
@@ -452,6 +452,21 @@ def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Pa
     assert {problem[0] for problem in resume_differences(saved, load(folder, overrides=same))} == {
         change.partition("=")[0] for change in same
     }
+
+
+def test_what_a_resumed_run_may_change_only_if_told_to(folder: Path) -> None:
+    stages = "stages: [{{schedule: {{steps: 1}}}}, {{rewards: [{{kind: parts.py:Exact, weight: {0}, column: {1}}}]}}]"
+    saved = yaml.safe_load(to_yaml(load(folder, stages.format(0.5, "answer"))))
+    (problem,) = resume_differences(saved, load(folder, stages.format(2.0, "answer")))
+    assert (problem.where, problem.found) == ("rewards[0].weight", "the run began with 0.5")
+    assert "pass --change" in problem.do
+    change = ("run.change=true",)
+    told = load(folder, stages.format(2.0, "answer"), change)
+    assert resume_differences(saved, told) == []
+    assert [d[:3] for d in resume_changes(saved, told)] == [("stages[1].rewards[0].weight", 0.5, 2.0)]
+    (problem,) = resume_differences(saved, load(folder, stages.format(2.0, "other"), change))
+    assert problem.where == "rewards[0].column"
+    assert resume_changes(saved, load(folder, stages.format(0.5, "answer"), change)) == []
 
 
 def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its_length(

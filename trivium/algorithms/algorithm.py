@@ -24,7 +24,7 @@ from trivium.algorithms.estimator_inputs import (
 )
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.importance_weights import corrected, measured
-from trivium.algorithms.kl import KlController, apply_kl_penalty, k1
+from trivium.algorithms.kl import AdaptiveKLController, KlController, apply_kl_penalty, k1
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective
 from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
@@ -245,12 +245,17 @@ class GroupAlgorithm:
         """The KL coefficient, where it may have moved, and the moments that shapings have seen."""
         controller = self.estimator.kl_controller if self.estimator else None
         moments = [asdict(moments) for moments in self._moments]
-        return ({"kl_coef": controller.value} if controller else {}) | ({"moments": moments} if moments else {})
+        steered = controller if isinstance(controller, AdaptiveKLController) else None
+        coef = {"kl_coef": steered.value, "kl_coef_initial": steered.initial} if steered else {}
+        return coef | ({"moments": moments} if moments else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; what the state does not mention stays as it is."""
-        if self.estimator and self.estimator.kl_controller:
-            self.estimator.kl_controller.value = float(state.get("kl_coef", self.estimator.kl_controller.value))
+        """The inverse of `state`; what the state does not mention stays as it is, and so does a KL coefficient that
+        another one was set for since."""
+        controller = self.estimator.kl_controller if self.estimator else None
+        steered = controller if isinstance(controller, AdaptiveKLController) else None
+        if steered and state.get("kl_coef_initial", steered.initial) == steered.initial:
+            steered.value = float(state.get("kl_coef", steered.value))
         if "moments" in state:
             for moments, saved in zip(self._moments, state["moments"], strict=True):
                 vars(moments).update(saved)

@@ -196,7 +196,8 @@ class AdaptiveKLController:
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
         if horizon <= 0:
             raise ConfigError("an adaptive KL controller", f"horizon {horizon}", "use a horizon above 0")
-        self.value, self.target, self.horizon = init_kl_coef, target_kl, horizon
+        self.initial = self.value = init_kl_coef
+        self.target, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Moves the coefficient by at most 0.2 * n_steps / horizon of itself."""

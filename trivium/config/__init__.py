@@ -17,6 +17,7 @@ from trivium.config.reading import (
     read_yaml,
 )
 from trivium.config.schema import (
+    CHANGEABLE,
     AlgorithmConfig,
     BufferConfig,
     Config,
@@ -30,6 +31,7 @@ from trivium.config.schema import (
     TrainConfig,
     WorkflowConfig,
     build,
+    changeable,
     config_path,
     free,
     merged,
@@ -38,6 +40,7 @@ from trivium.config.schema import (
 )
 
 __all__ = [
+    "CHANGEABLE",
     "AlgorithmConfig",
     "BufferConfig",
     "Config",
@@ -51,6 +54,7 @@ __all__ = [
     "TrainConfig",
     "WorkflowConfig",
     "build",
+    "changeable",
     "check",
     "config_from_mapping",
     "config_path",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -38,7 +38,7 @@ def _lasting(value: object) -> object:
         fields = {
             name: getattr(value, name)
             for name, field in type(value).model_fields.items()
-            if not _is_free(field) and not (isinstance(value, BufferConfig) and name == "url")
+            if _resume_rule(field) != "free" and not (isinstance(value, BufferConfig) and name == "url")
         }
         return _lasting(fields)
     if is_mapping(value):
@@ -50,17 +50,35 @@ def _lasting(value: object) -> object:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _is_free(field: FieldInfo) -> bool:
-    return is_mapping(field.json_schema_extra) and field.json_schema_extra.get("resume") == "free"
+def _resume_rule(field: FieldInfo) -> str:
+    """`free`, `change` or `same`: what a resumed run may do to a field."""
+    extra = field.json_schema_extra
+    return str(extra.get("resume", "same")) if is_mapping(extra) else "same"
+
+
+class Difference(NamedTuple):
+    """A field that a resumed run has another value of."""
+
+    where: str
+    before: object
+    now: object
+    may_change: bool
+    """Whether `run.change` allows it."""
+
+    def problem(self) -> Problem:
+        do = "start another run.dir, or put the value back"
+        if self.may_change:
+            do = "pass --change to continue with it from here on, or put the value back"
+        return Problem(self.where, f"{self.now!r}", f"the run began with {self.before!r}", do)
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Problem]:
-    """The fields that a resumed run may not change and that differ from the saved config.
+    """The fields that differ from the saved config and that a resumed run may not change.
 
     Stages are compared one by one as the configs they stand for; the last one may also change its length.
     """
     try:
-        before, now = type(config).model_validate(saved).stage_configs(), config.stage_configs()
+        before, now = _stages(saved, config), config.stage_configs()
     except ValidationError as error:  # the saved one: `config` itself is valid
         return list(flatten(error, type(config), "the saved config"))
     if len(before) != len(now):
@@ -69,21 +87,51 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[Prob
     for number, (old, new) in enumerate(zip(before[:-1], now[:-1], strict=True)):
         if old.schedule.steps != new.schedule.steps:  # the next stage began from the last step of this one
             where = f"stages[{number}].schedule.steps"
-            problems |= dict.fromkeys(_differences(old.schedule.steps, new.schedule.steps, None, where))
+            problems[Difference(where, old.schedule.steps, new.schedule.steps, False).problem()] = None
     for old, new in zip(before, now, strict=True):
-        problems |= dict.fromkeys(_differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, ""))
+        refused = [d for d in _between(old, new, "") if not (d.may_change and config.run.change)]
+        problems |= dict.fromkeys(difference.problem() for difference in refused)
     return list(problems)
 
 
-def _differences(old: object, new: object, section: object, where: str) -> Iterator[Problem]:
+def resume_changes(saved: Mapping[str, Any], config: RunConfig) -> list[Difference]:
+    """The fields that differ from the saved config, where `resume_differences` has no objection."""
+    stages = list(zip(_stages(saved, config), config.stage_configs(), strict=True))
+    return [
+        difference
+        for number, (old, new) in enumerate(stages)
+        for difference in _between(old, new, f"stages[{number}]" if config.stages else "")
+    ]
+
+
+def _stages(saved: Mapping[str, Any], config: RunConfig) -> Sequence[RunConfig]:
+    return type(config).model_validate(saved).stage_configs()
+
+
+def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]:
+    return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, where, False)
+
+
+def _differences(old: object, new: object, section: object, where: str, may_change: bool) -> Iterator[Difference]:
     if isinstance(section, BaseModel) and is_mapping(old) and is_mapping(new):
         for name, field in type(section).model_fields.items():
-            if _is_free(field):
-                continue
-            path = f"{where}.{name}" if where else name
-            yield from _differences(old.get(name), new.get(name), getattr(section, name), path)
+            if (rule := _resume_rule(field)) != "free":
+                path = f"{where}.{name}" if where else name
+                yield from _differences(old.get(name), new.get(name), getattr(section, name), path, rule == "change")
     elif is_mapping(section) and is_mapping(old) and is_mapping(new) and set(old) == set(new):
         for key, value in section.items():
-            yield from _differences(old[key], new[key], value, f"{where}.{key}")
+            yield from _differences(old[key], new[key], value, f"{where}.{key}", may_change)
+    elif _same_kinds(old, new):
+        for number, value in enumerate(cast(Sequence[object], section)):
+            parts = cast(Sequence[object], old)[number], cast(Sequence[object], new)[number]
+            yield from _differences(*parts, value, f"{where}[{number}]", may_change)
     elif old != new:
-        yield Problem(where, f"{new!r}", f"the run began with {old!r}", "start another run.dir, or put the value back")
+        yield Difference(where, old, new, may_change)
+
+
+def _same_kinds(old: object, new: object) -> bool:
+    """Whether both are lists of plugin sections, of the same kinds in the same order."""
+    if not (isinstance(old, list) and isinstance(new, list)):
+        return False
+    kinds = [[part.get("kind") if is_mapping(part) else None for part in parts] for parts in (old, new)]  # pyright: ignore[reportUnknownVariableType]
+    return kinds[0] == kinds[1] and None not in kinds[0]

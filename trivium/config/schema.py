@@ -1,7 +1,8 @@
 """The config of a run: base classes, then the sections, then `RunConfig`.
 
 A section is frozen and refuses unknown keys. A plugin section names its class by `kind`; that class owns the section's
-fields. The string under a field is its help. `free()` marks a field that a resumed run may change.
+fields. The string under a field is its help. `free()` marks a field that a resumed run may change, `changeable()` one
+that it may change with `--change`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
 def free(default: Any = ..., **constraints: Any) -> Any:
     """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget."""
     return Field(default, json_schema_extra={"resume": "free"}, **constraints)
+
+
+CHANGEABLE: dict[str, Any] = {"resume": "change"}
+"""The mark of `changeable`, for fields that are declared elsewhere."""
+
+
+def changeable(default: Any = ..., **constraints: Any) -> Any:
+    """A field that a resumed run may change where `run.change` allows it: from there on it is another run's."""
+    return Field(default, json_schema_extra=CHANGEABLE, **constraints)
 
 
 def config_path(path: str) -> Path:
@@ -192,6 +202,8 @@ class RunSection(Config):
     """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
     resume: bool = free(True)
     """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
+    change: bool = free(False)
+    """Whether it may be continued with other values of the fields marked `change`, which is recorded (`--change`)."""
 
 
 class SamplingConfig(Config):
@@ -249,7 +261,7 @@ class WorkflowConfig(Plugin):
 class RewardConfig(Plugin):
     """Base of reward sections; a plain function has exactly these keys."""
 
-    weight: float = 1.0
+    weight: float = changeable(1.0)
     """Factor of this component in the total."""
     name: str = ""
     """Name in metrics; empty means the kind's last part."""

@@ -16,7 +16,8 @@ REWARD, ACCURACY, QUIET = "#2b6cb0", "#c05621", "#718096"
 def learning_curve(metrics_jsonl: Path, png: Path) -> None:
     """Draws mean reward and evaluation accuracy against the step.
 
-    Stage boundaries come from `plan.yaml` beside the metrics, where there is one. Raises DataError when the file holds
+    Stage boundaries come from `plan.yaml` beside the metrics, where there is one; steps after which the config was
+    changed are marked. Raises DataError when the file holds
     neither number.
     """
     try:
@@ -50,7 +51,8 @@ def learning_curve(metrics_jsonl: Path, png: Path) -> None:
             alpha=0.6**number,
             label=f"accuracy ({key.split('/')[1]})",
         )
-    for step, name in _boundaries(metrics_jsonl.parent / "plan.yaml"):
+    changes = [(step - 1, "config changed") for step, _ in _series(rows, "train/changed_fields")]
+    for step, name in (*_boundaries(metrics_jsonl.parent / "plan.yaml"), *changes):
         axes.axvline(step, color=QUIET, linestyle=(0, (4, 4)), linewidth=1)
         axes.annotate(
             name,

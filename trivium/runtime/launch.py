@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 from collections.abc import Callable, Generator, Iterator
@@ -11,14 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
-from trivium.config.plan import plan_run
-from trivium.config.resume import fingerprint, resume_differences, to_yaml
+from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import verdict
@@ -44,8 +39,8 @@ from trivium.runtime.build import (
     train_device,
 )
 from trivium.runtime.logs import logging_to
+from trivium.runtime.run_dir import open_run_dir, recorded_changes
 from trivium.synchronizer import Synchronizer
-from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, this_rank
 from trivium.types import TRAINER
 
@@ -71,7 +66,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         return explore(config)
     if open_session is None:
         open_session = _ray_session if config.cluster.kind == "ray" else _local_session
-    with _open_run_dir(config) as run_dir:
+    with open_run_dir(config) as run_dir:
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
         store.discard_unfinished()
@@ -83,7 +78,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
                     _log.warning(
                         "the reward %s has no name of its module: whether it is the same is unknown", reward.kind
                     )
-        record: dict[str, Any] = {}
+        changes = recorded_changes(run_dir)
+        record: dict[str, Any] = {"changes": changes} if changes else {}
         with open_session(config, run_dir, store, latest) as train_stage:
             for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
                 record.update(train_stage(stage, resume, record))
@@ -92,7 +88,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
 
             stop_ranks(train_device(config))
         asyncio.run(store.copied())  # what could not be copied on the way has to be now
-        summary = {name: record[name] for name in _CARRIED if record.get(name) is not None}
+        summary = {name: record[name] for name in (*_CARRIED, "changes") if record.get(name) is not None}
         summary = {"steps": store.steps()[-1], **summary}
         summary["verdict"] = verdict(record.get("time", {}), record.get("seconds", 0.0))
         _log.info(summary["verdict"])
@@ -222,46 +218,6 @@ async def _wait_for_stage_end(synchronizer: Synchronizer, name: str) -> None:
         monitoring = tasks.create_task(synchronizer.monitor(name))
         await synchronizer.wait_finished(name)
         monitoring.cancel()
-
-
-# --------------------------------------------------------------------------- run directory
-
-
-@contextmanager
-def _open_run_dir(config: RunConfig) -> Generator[Path]:
-    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place."""
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunDirError(
-                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
-            ) from error
-        _claim(config, run_dir)
-        with logging_to(run_dir, "log.txt"):
-            yield run_dir
-
-
-def _claim(config: RunConfig, run_dir: Path) -> None:
-    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
-    path = run_dir / "config.yaml"
-    if path.is_file():
-        if not config.run.resume:
-            raise RunDirError(
-                f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume"
-            )
-        problems = resume_differences(yaml.safe_load(path.read_text(encoding="utf-8")), config)
-        if problems:
-            raise ConfigError(
-                f"continue the run in {run_dir}",
-                "it began with another config",
-                "choose another run.dir, or put these back:",
-                problems,
-            )
-    atomic_write(path, to_yaml(config))
-    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
 
 
 # --------------------------------------------------------------------------- after the run

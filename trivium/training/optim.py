@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from trivium.config import Config
+from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
 from trivium.training.fsdp import full_scalar, shard_like
 
@@ -21,7 +21,7 @@ from trivium.training.fsdp import full_scalar, shard_like
 class OptimizerConfig(Config):
     """AdamW and its learning rate."""
 
-    lr: float = Field(default=1e-6, ge=0)
+    lr: float = changeable(1e-6, ge=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the two moments."""

@@ -13,10 +13,15 @@ from trivium.algorithms.aggregation import agg_loss
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, policy_inputs
 from trivium.algorithms.stats import masked_mean
+from trivium.config import CHANGEABLE
 from trivium.errors import ConfigError
 
-ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the ratio may fall below one")]
-ClipHigh = Annotated[float, Field(ge=0, description="how far the ratio may rise above one")]
+ClipLow = Annotated[
+    float, Field(ge=0, le=1, description="how far the ratio may fall below one", json_schema_extra=CHANGEABLE)
+]
+ClipHigh = Annotated[
+    float, Field(ge=0, description="how far the ratio may rise above one", json_schema_extra=CHANGEABLE)
+]
 DualClip = Annotated[
     float | None, Field(gt=1, description="bound of the ratio where the advantage is negative; null for none")
 ]
@@ -85,7 +90,9 @@ def sapo(
 def cpgd(
     x: PolicyInputs,
     *,
-    clip_low: Annotated[float, Field(ge=0, lt=1, description="how far the ratio may fall below one")] = 0.2,
+    clip_low: Annotated[
+        float, Field(ge=0, lt=1, description="how far the ratio may fall below one", json_schema_extra=CHANGEABLE)
+    ] = 0.2,
     clip_high: ClipHigh = 0.2,
     drift_coef: Annotated[float, Field(ge=0, description="weight of the KL(old, current); 0 for none")] = 0.0,
 ) -> PerToken:

@@ -11,11 +11,17 @@ from torch import Tensor
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs, row_mean
 from trivium.algorithms.policy_losses.clipped import DualClip, held_below
+from trivium.config import CHANGEABLE
 
 _CLIPPED = "max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)){dual_clip:, at most -A dual_clip where A < 0}"
 
-ClipLow = Annotated[float, Field(ge=0, le=1, description="how far the sequence's ratio may fall below one")]
-ClipHigh = Annotated[float, Field(ge=0, description="how far the sequence's ratio may rise above one")]
+ClipLow = Annotated[
+    float,
+    Field(ge=0, le=1, description="how far the sequence's ratio may fall below one", json_schema_extra=CHANGEABLE),
+]
+ClipHigh = Annotated[
+    float, Field(ge=0, description="how far the sequence's ratio may rise above one", json_schema_extra=CHANGEABLE)
+]
 
 
 @policy_loss(

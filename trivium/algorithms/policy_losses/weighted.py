@@ -9,6 +9,7 @@ from pydantic import Field
 
 from trivium.algorithms.metadata import policy_loss
 from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
+from trivium.config import CHANGEABLE
 
 
 @policy_loss(
@@ -47,8 +48,12 @@ def importance_sampling(x: PolicyInputs) -> PerToken:
 def cispo(
     x: PolicyInputs,
     *,
-    clip_low: Annotated[float, Field(ge=0, le=1, description="how far the weight may fall below one")] = 1.0,
-    clip_high: Annotated[float, Field(ge=0, description="how far the weight may rise above one")] = 4.0,
+    clip_low: Annotated[
+        float, Field(ge=0, le=1, description="how far the weight may fall below one", json_schema_extra=CHANGEABLE)
+    ] = 1.0,
+    clip_high: Annotated[
+        float, Field(ge=0, description="how far the weight may rise above one", json_schema_extra=CHANGEABLE)
+    ] = 4.0,
     mask_clip_low: Annotated[
         float | None, Field(gt=0, le=1, description="how far below one bad tokens still count; null for any distance")
     ] = None,

@@ -19,7 +19,7 @@ from trivium.algorithms.metadata import (
     metadata_of,
     option_problems,
 )
-from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, plugin, plugin_path
+from trivium.config import AlgorithmConfig, Config, Plugin, RunConfig, changeable, plugin, plugin_path
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
 from trivium.types import capabilities_of
@@ -52,7 +52,7 @@ TokenWeightPlugin = Annotated[SerializeAsAny[TokenWeightSection], BeforeValidato
 class EntropyConfig(Config):
     """A bonus for variety."""
 
-    coef: float = 0.0
+    coef: float = changeable(0.0)
     """Its weight."""
     term: EntropyPlugin = Field(default={"kind": "exact"})  # pyright: ignore[reportAssignmentType]
     """Whose entropy: a name, or a function of yours."""
@@ -67,7 +67,7 @@ class EntropyConfig(Config):
 class KlConfig(Config):
     """A penalty for leaving the reference model: the policy as the stage began."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: float = changeable(0.0, ge=0)
     """Its weight; 0 needs no reference model."""
     place: Literal["loss", "reward"] = "loss"
     """`loss` adds it to the objective, `reward` takes it off each token's reward."""

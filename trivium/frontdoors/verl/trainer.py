@@ -55,14 +55,13 @@ from trivium.runtime.build import (
 )
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
+from trivium.runtime.run_dir import ADOPTED
 from trivium.trainer import Trainer
 from trivium.types import Batch, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ADOPTED = "taken_up.txt"
-"""Names the checkpoint of another run that this one began with."""
 _HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
 """What a run directory holds that a checkpoint refers to."""
 
@@ -389,7 +388,7 @@ def _adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
     run_dir = store.directory.parent
     if not (source / MANIFEST).is_file():
         raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
-    newest, mark = store.steps()[-1:], run_dir / _ADOPTED
+    newest, mark = store.steps()[-1:], run_dir / ADOPTED
     if newest and mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
         return  # an earlier session adopted it: this one goes on from the latest
     if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():

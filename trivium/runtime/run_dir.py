@@ -1,0 +1,147 @@
+"""The run directory: which process holds it, which config may continue what it holds, and what was changed since."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import re
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.store import CheckpointStore
+from trivium.concurrency import usable_cores
+from trivium.config import RunConfig
+from trivium.config.plan import plan_run
+from trivium.config.resume import Difference, resume_changes, resume_differences, to_yaml
+from trivium.config.schema import is_mapping
+from trivium.errors import ConfigError, RunDirError
+from trivium.runtime.logs import logging_to
+from trivium.training.device import machine, training_ranks
+
+_log = logging.getLogger("trivium")
+ADOPTED = "taken_up.txt"
+"""Names the checkpoint of another run that this directory began with: its config says nothing about this one."""
+_CHANGES = "changes.jsonl"
+_OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl")
+"""What a start leaves in the directory before its first step."""
+
+
+@contextmanager
+def open_run_dir(config: RunConfig) -> Generator[Path]:
+    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place.
+
+    Raises RunDirError where another process holds it or its config is lost, ConfigError where it is another run's.
+    """
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirError(
+                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
+            ) from error
+        with logging_to(run_dir, "log.txt"):
+            _claim(config, run_dir)
+            yield run_dir
+
+
+def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """What `--change` changed, in order: the last `step` before, and `changes`, by field: [value before, after]."""
+    path = run_dir / _CHANGES
+    return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _claim(config: RunConfig, run_dir: Path) -> None:
+    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        _continue(config, run_dir, _saved_config(path))
+    elif _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
+        raise _unknown_config(run_dir, "its config.yaml is missing")
+    atomic_write(path, to_yaml(config))
+    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
+
+
+def _continue(config: RunConfig, run_dir: Path, saved: dict[str, Any]) -> None:
+    """Checks that `config` may continue the run that began with `saved`; records what it changes."""
+    if not config.run.resume:
+        raise RunDirError(f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume")
+    problems = resume_differences(saved, config)
+    if not problems:
+        _record(run_dir, resume_changes(saved, config))
+    elif _has_steps(run_dir):
+        raise ConfigError(
+            f"continue the run in {run_dir}",
+            "it began with another config",
+            "choose another run.dir, or put these back:",
+            problems,
+        )
+    else:
+        _log.warning("the run in %s ended before its first step: it begins anew, with this config", run_dir)
+        for name in _OF_A_START:
+            _remove(run_dir / name)
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unknown_config(path.parent, f"its config.yaml is damaged: {error}") from error
+    if not is_mapping(saved):
+        raise _unknown_config(path.parent, "its config.yaml is damaged: no mapping")
+    return dict(saved)
+
+
+def _unknown_config(run_dir: Path, cause: str) -> RunDirError:
+    return RunDirError(
+        f"continue the run in {run_dir}",
+        f"{cause}, so it is not known whether this config is the one of the run",
+        "put config.yaml back; or choose another run.dir (docs/operate.md: another config from the same weights)",
+    )
+
+
+def _holds_a_run(run_dir: Path) -> bool:
+    return _has_steps(run_dir) or any(run_dir.glob("rollouts/stage-*/step-*.msgpack"))
+
+
+def _has_steps(run_dir: Path) -> bool:
+    """Whether a train step was made, as far as files tell: checkpoints, rows of metrics or, without those, rollouts for
+    a second step."""
+    if CheckpointStore(run_dir / "checkpoints").steps():
+        return True
+    rows = run_dir / "metrics.jsonl"
+    if rows.is_file():
+        return re.search(rb'^\{"step": [1-9]', rows.read_bytes(), re.MULTILINE) is not None
+    journals = run_dir.glob("rollouts/stage-*/step-*.msgpack")
+    return any(int(path.stem.removeprefix("step-")) > 1 for path in journals)
+
+
+def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
+    """Adds a row to the changes, unless a start that was killed has added it."""
+    steps = CheckpointStore(run_dir / "checkpoints").steps()
+    row = {"step": steps[-1] if steps else 0, "changes": {c.where: [c.before, c.now] for c in changes}}
+    rows = recorded_changes(run_dir)
+    if not changes or row in rows[-1:]:
+        return
+    atomic_write(run_dir / _CHANGES, "".join(json.dumps(each) + "\n" for each in (*rows, row)))
+    shown = ", ".join(f"{change.where}: {change.before} -> {change.now}" for change in changes)
+    _log.warning("after step %d with %s: from here on, no run without the change gives the same", row["step"], shown)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or a directory; one that a killed process has begun to remove no longer has its name."""
+    aside = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.is_dir():
+        path.rename(aside)
+        shutil.rmtree(aside)
+    else:
+        path.unlink(missing_ok=True)
