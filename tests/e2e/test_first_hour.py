@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import runpy
+import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from openai import BadRequestError, OpenAI, PermissionDeniedError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.processes import Forked, commands, trivium
+from tests.processes import Forked, commands, eventually, trivium
 from trivium import __file__ as trivium_file
 from trivium import __version__
 from trivium.metrics import depends_on_machine
@@ -217,6 +223,95 @@ def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., F
 # --------------------------------------------------------------------------- check and evaluation
 
 # --------------------------------------------------------------------------- serving
+
+SERVED = """
+extends: base.yaml
+run: {mode: serve}
+model: {alphabet: "0123456789?!", max_position: 32}
+tasks: {train: {kind: served}}
+engine: {sampling: {max_new_tokens: 1}}
+schedule: {steps: 2, groups_per_step: 1, group_size: 2, max_staleness: 1}
+monitors: [{kind: console}]
+cluster: {threads: 1}
+serve: {port: 0, key_variable: AGENT_KEY}
+"""
+
+
+def with_few_descriptors(*arguments: str) -> None:
+    """`trivium` in a process that may open 700 files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
+    trivium(*arguments)
+
+
+def address_of(server: Forked, run_dir: Path) -> str:
+    """Where the server listens, once it has weights."""
+
+    def address() -> str:
+        path = run_dir / "serve.json"
+        shown = json.loads(path.read_text()) if path.is_file() else {"pid": None}
+        return shown["url"] if shown["pid"] == server.pid else ""
+
+    eventually(lambda: bool(address()), 120, lambda: server.text, server)
+    url = address()
+    eventually(lambda: httpx.get(f"{url}/health").json()["loaded"], 120, lambda: server.text, server)
+    return url
+
+
+def served_episode(client: OpenAI, task: str, session: str) -> None:
+    """A rollout whose first feedback no journal could hold."""
+    labels: dict[str, Any] = {"task_id": task, "session": session, "secret": "mine"}
+    messages: Any = [{"role": "user", "content": "1?"}]
+    client.chat.completions.create(model="policy", messages=messages, extra_body=labels)
+    for poison in ({"reward": 1e39}, {"reward": 1, "columns": {"x": 2**70}}, {"rewards": {"": 1}}):
+        with pytest.raises(BadRequestError):
+            client.post("/feedback", body={**labels, **poison}, cast_to=object)
+    with pytest.raises(PermissionDeniedError):
+        client.post("/feedback", body={**labels, "secret": "yours", "reward": 0}, cast_to=object)
+    client.post("/feedback", body={**labels, "reward": float(session)}, cast_to=object)
+
+
+def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
+    start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_KEY", "swordfish")
+    (tmp_path / "agents.yaml").write_text(SERVED)
+    server = Forked("server", tmp_path / "server.out", with_few_descriptors, "run", "agents.yaml", "--linger", "600")
+    visitors: list[socket.socket] = []
+    try:
+        url = address_of(server, tmp_path / "run")
+        at = httpx.URL(url)
+        for _ in range(700):
+            visitors.append(socket.create_connection((at.host, at.port or 0)))
+            visitors[-1].send(b"GET /health HTTP/1.1\r\nX-Half: ")
+        with OpenAI(base_url=f"{url}/v1", api_key="swordfish", max_retries=5) as client:
+            said: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "1?"}]}
+            with pytest.raises(BadRequestError, match="temperature"):
+                client.chat.completions.create(**said, temperature=1e-45, extra_body={"evaluation": True})
+            for step in range(2):
+                for session in ("0", "1"):
+                    served_episode(client, f"task {step}", session)
+            eventually(lambda: httpx.get(f"{url}/health").json()["status"] == "final", 120, lambda: server.text, server)
+            assert client.chat.completions.create(**said).system_fingerprint == "version-2"
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(60) == 130
+    finally:
+        server.kill()
+        for visitor in visitors:
+            visitor.close()
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").is_file()
+    assert len(server.text) < 20_000
+    assert "Traceback" not in (tmp_path / "run" / "log.txt").read_text()
+    again = start("again", "run", "agents.yaml")
+    assert again.wait(120) == 0, again.text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def test_an_endpoint_that_other_machines_reach_needs_a_key(start: Callable[..., Forked], tmp_path: Path) -> None:
+    (tmp_path / "agents.yaml").write_text(SERVED)
+    refused = start("check", "check", "agents.yaml", "serve.host=0.0.0.0", "serve.key_variable=null")
+    assert refused.wait(60) == 2, refused.text
+    assert "serve.key_variable: serve.host '0.0.0.0' without a key" in refused.text
+
 
 # --------------------------------------------------------------------------- Python and console
 

@@ -234,6 +234,14 @@ class SlowRenderer(ChatRenderer):
         return super().render(messages)
 
 
+async def test_a_prompt_far_beyond_the_context_is_not_even_encoded(tmp_path: Path) -> None:
+    renderer = SlowRenderer()
+    async with served(tmp_path, renderer=renderer) as here:
+        error = await here.chat("x y" * 1_300_000, expect=400)
+        assert error["error"]["code"] == "context_length_exceeded"
+        assert not renderer.began.is_set()
+
+
 async def test_a_prompt_that_takes_long_to_encode_holds_up_no_other_request(tmp_path: Path) -> None:
     renderer = SlowRenderer()
     async with served(tmp_path, renderer=renderer) as here:

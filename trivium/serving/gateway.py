@@ -16,7 +16,7 @@ from typing import Any
 
 from trivium.concurrency import Threads, gather_or_cancel
 from trivium.explorer import Explorer
-from trivium.policy import EngineFailure, Policy
+from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
@@ -40,8 +40,10 @@ from trivium.synchronizer import Synchronizer
 from trivium.types import SERVED, Failure, Message, StopReason, Turn
 
 _log = logging.getLogger("trivium")
-_ENCODERS = 4
+_ENCODERS = 2
 """Threads that encode prompts: a long one must not hold up the event loop."""
+_TOKEN_CHARACTERS = 64
+"""A prompt with more characters than so many for each token of the context is refused without being encoded."""
 _ADOPTION_S = 60.0
 """Longest wait for the last published version when the training is over, in seconds."""
 _GOODBYE_S = 1.0
@@ -175,6 +177,7 @@ class Gateway:
                 code="not_loaded",
                 retry_after_s=1,
             )
+        self._check_length(request)
         try:
             return await gather_or_cancel(
                 [self._call(session, parent, request) for session, parent in self._route(request)]
@@ -183,6 +186,15 @@ class Gateway:
             if not self._broken.done():
                 self._broken.set_exception(error)
             raise
+
+    def _check_length(self, request: ChatRequest) -> None:
+        characters = sum(len(message.content) for message in request.messages)
+        if characters > _TOKEN_CHARACTERS * self.explorer.max_context:
+            raise PromptTooLong(
+                "a prompt that leaves space for a completion",
+                f"{characters:,} characters, and the context holds {self.explorer.max_context:,} tokens",
+                "send less, or raise engine.max_context",
+            )
 
     def _route(self, request: ChatRequest) -> list[tuple[Session, CompletionNode | None]]:
         """The session of each choice, and the completion it continues from. Calls are counted from here on."""
