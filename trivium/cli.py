@@ -7,6 +7,7 @@ commands that need it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -165,6 +166,34 @@ def export(
 
         export_step(run, step, out, role)
         print(f"wrote {out}")
+
+
+@app.command()
+def rollouts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Of which train step.  [default: the latest]", show_default=False),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="Of the task with this task_id, in every step.", show_default=False)
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Failed ones alone, of every step.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line, tokens included.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Shows recorded rollouts of RUN: prompts, turns, rewards, failures, tokens."""
+    with Outcome(debug):
+        from trivium.runtime.rollout_view import decoder, json_of, rollouts_of, text_of
+
+        decode = decoder(run)
+        try:
+            for rollout in rollouts_of(run, step, task, failed):
+                print(json.dumps(json_of(rollout, decode)) if as_json else text_of(rollout, decode, tokens))
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough; what is left must not be written as Python exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

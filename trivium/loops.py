@@ -30,16 +30,22 @@ if TYPE_CHECKING:
     from trivium.types import Batch, Group, Lease, Metrics
 
 
-def train_step(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
+def train_step(
+    engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm, keep: Callable[[Batch], None] | None = None
+) -> Metrics:
     """Groups in, one new policy version out. The only place where a step is composed.
 
     groups -> filter -> experiences -> the scores the algorithm needs -> advantages -> updates -> version + 1
+
+    `keep` gets the experiences with everything that was computed for them, before the first update.
     """
     with collecting() as phases:
         kept, metrics = algorithm.filter(groups)
         batch = add_scores(engine, algorithm.batch(kept), algorithm.needs)
         with phase("advantage"):
             batch, advantage_metrics = algorithm.advantages(batch)
+        if keep is not None:
+            keep(batch)
         updates: list[Metrics] = []
         for epoch in range(algorithm.epochs):
             for mini_batch in mini_batches(batch, algorithm.mini_batches):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
-    from trivium.types import Metrics
+    from trivium.types import Batch, Metrics
 
 T = TypeVar("T")
 
@@ -69,6 +70,8 @@ class Trainer:
     """Whether it trains on while a checkpoint is being written, where the engine can do that."""
     enable_preview: bool = False
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
+    keep: Callable[[int, Sequence[Group], Batch], None] | None = None
+    """Gets (train step, the groups it took, its experiences with what was computed for them) of every step."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     """What else belongs to the run and must survive it: stage, accuracies, seconds, where they went. JSON values."""
     name: str = "trainer"
@@ -144,7 +147,8 @@ class Trainer:
             self._data_ended, self.train_continue = True, False
             return False
         with self._timed("train"):
-            metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm)
+            keep = None if self.keep is None else partial(self.keep, version + 1, groups)
+            metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm, keep)
         self.score = None  # of this step nothing has been measured yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}

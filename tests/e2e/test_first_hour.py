@@ -427,4 +427,42 @@ def test_a_trained_reward_model_is_exported_and_rewards_another_run(
     assert chosen > rejected
 
 
+BROKEN_REWARD = """
+def digits(prompt, completion):
+    if completion.startswith("+"):
+        raise KeyError("no plus")
+    return float(completion.isdecimal())
+"""
+
+
+def test_rollouts_are_shown_with_their_tokens_and_why_they_failed(tmp_path: Path, start: Callable[..., Forked]) -> None:
+    def ends(code: int, *arguments: str) -> str:
+        command = start("trivium", *arguments)
+        assert command.wait(120) == code, command.text
+        return command.text
+
+    (tmp_path / "mine.py").write_text(BROKEN_REWARD)
+    (tmp_path / "config.yaml").write_text(BASE + "rewards: [{kind: mine.py:digits}]\n")
+    ends(0, "run", "config.yaml", "run.keep=tokens", "workflow.max_failed_fraction=1")
+    rows = [json.loads(line) for line in ends(0, "rollouts", "run", "--step", "2", "--json").splitlines()]
+    assert len(rows) == 8
+    assert {tuple(row["steps"]) for row in rows} == {(2,)}
+    for row in rows:
+        (sequence,), trained = row["sequences"], row["failure"] is None
+        lengths = {len(values) for values in sequence.values()}
+        assert lengths == {len(sequence["tokens"])}
+        assert ("advantages" in sequence) == trained
+        assert "".join(sequence["text"]).startswith(f"<|user|>{row['prompt'][0]['content']}<|end|><|assistant|>")
+        assert set(row["rewards"]) == ({"digits"} if trained else set())
+    failed = ends(0, "rollouts", "run", "--failed")
+    counted = sum(row["rollout/failed"] for row in rows_of(tmp_path / "run"))
+    assert failed.count("failed: reward: RewardError:") == counted > 0
+    assert "KeyError: 'no plus'" in failed
+    task = rows[0]["task_id"]
+    text = ends(0, "rollouts", "run", "--task", task, "--tokens")
+    assert f"task {task} (train)" in text
+    assert "advantages" in text
+    assert "steps 1 to 3" in ends(1, "rollouts", "run", "--step", "7")
+
+
 # --------------------------------------------------------------------------- documents and examples

@@ -85,10 +85,10 @@ def discard_incomplete(directory: Path, kind: str) -> None:
             shutil.rmtree(path)
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Replaces a file by a rename: readers see the old text or the new, never half of it."""
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Replaces a file by a rename: readers see the old content or the new, never half of it."""
     staging = _staging(path.parent, path.name)
-    staging.write_text(text, encoding="utf-8")
+    staging.write_bytes(content.encode() if isinstance(content, str) else content)
     fsync(staging)
     staging.replace(path)
 

@@ -200,10 +200,22 @@ class RunSection(Config):
     """Name of the explorer that this command starts; empty generates a unique one."""
     enable_preview: bool = free(False)
     """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
+    keep: Literal["rollouts", "tokens"] = free("rollouts")
+    """What the run directory keeps of each step: the rollouts, or with `tokens` also what the step computed for each
+    of their tokens (advantages, log-probabilities of trainer and reference, ...), which `trivium rollouts` shows."""
     resume: bool = free(True)
     """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
     change: bool = free(False)
     """Whether it may be continued with other values of the fields marked `change`, which is recorded (`--change`)."""
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if self.keep == "tokens" and capabilities_of(resolve("buffers", run.buffer.kind)).shared:
+            yield Problem(
+                f"{where}.keep",
+                f"tokens of rollouts over buffer.kind {run.buffer.kind!r}",
+                "it keeps the rollouts elsewhere, and `trivium rollouts` reads the run directory",
+                "leave the key out, or use buffer.kind memory",
+            )
 
 
 class SamplingConfig(Config):

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from trivium.config import ConfigPath, RewardConfig, RunConfig
+from trivium.config import RewardConfig, RunConfig
 from trivium.errors import DataError, Problem
+from trivium.models.hub import ModelPath
 
 
 class ModelReward:
@@ -23,7 +24,7 @@ class ModelReward:
 
     class Config(RewardConfig):
         kind: str = "model"
-        path: ConfigPath
+        path: ModelPath
         """Directory of a model that `AutoModelForSequenceClassification` loads with one output, and its tokenizer:
         what `trivium export --role reward` writes."""
         device: str = "auto"

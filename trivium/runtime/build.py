@@ -18,6 +18,7 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
+from trivium.buffers.rollouts import keep_tokens
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
@@ -217,6 +218,7 @@ def build_trainer(
         tasks=partial(_build_tasks, config),
         algorithm=algorithm,
     )
+    keeps_tokens = config.run.keep == "tokens" and capabilities_of(buffer).explored
     return make(
         engine=(make_engine or build_train_engine)(stage, algorithm, endpoints.channel),
         buffer=buffer,
@@ -232,6 +234,7 @@ def build_trainer(
         max_failed_fraction=config.workflow.max_failed_fraction,
         saves_asynchronously=config.checkpoint.asynchronous,
         enable_preview=config.run.enable_preview,
+        keep=partial(keep_tokens, stage.run_dir, schedule) if keeps_tokens else None,
         record=record,
         name=TRAINER,
     )

@@ -1,0 +1,166 @@
+"""What `trivium rollouts` prints: recorded rollouts as JSON values or as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from trivium.buffers.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
+from trivium.errors import RunDirError
+from trivium.text import hf_tokenizer
+from trivium.types import EXPERT_VERSION, IntArray
+
+Decode = Callable[[Sequence[int] | IntArray], str]
+
+
+def rollouts_of(run_dir: Path, step: int | None, task: str | None, failed: bool) -> Iterator[Rollout]:
+    """What `trivium rollouts` shows: of the latest step, where none of these is given. Raises RunDirError where a step
+    or a task has no rollouts."""
+    if step is None and task is None and not failed:
+        step = planned_steps(run_dir)[-1]
+    number = 0
+    for rollout in read_rollouts(run_dir, step=step, task=task, failed=failed):
+        number += 1
+        yield rollout
+    if not number and not failed:
+        steps = planned_steps(run_dir)
+        raise RunDirError(
+            f"rollouts of {f'step {step}' if task is None else f'task {task!r}'}",
+            f"the run has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "the run has none yet",
+            "name a step among these, or a task_id that `trivium rollouts RUN --json` shows",
+        )
+
+
+def decoder(run_dir: Path) -> Decode:
+    """Turns tokens into text, special tokens included, with the tokenizer of the run's model."""
+    if not (run_dir / "config.yaml").is_file():
+        raise RunDirError(f"the run in {run_dir}", "no config.yaml there", "name the directory of a run")
+    config: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    source = Path(config["model"].get("path") or run_dir / "model")
+    places = [source, run_dir / "model", *sorted(run_dir.glob("checkpoints/step-*/policy"))]
+    path = next((place for place in places if (place / "tokenizer_config.json").is_file()), None)
+    if path is None:
+        raise RunDirError(
+            f"the tokenizer of {run_dir}",
+            f"none in {source}, nor in a checkpoint",
+            "put the model back where config.yaml says that it is",
+        )
+    tokenizer: Any = hf_tokenizer(path, correct_pad_token=False)
+    return lambda tokens: tokenizer.decode(np.asarray(tokens, np.int64).tolist(), clean_up_tokenization_spaces=False)
+
+
+# --------------------------------------------------------------------------- as JSON values
+
+
+def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
+    """Everything about a rollout, in JSON values; NaN and infinities do not occur."""
+    group, trajectory = rollout.group, rollout.trajectory
+    failure = trajectory.failure
+    return {
+        "steps": list(rollout.steps),
+        "planned_step": rollout.planned_step,
+        "stage": rollout.stage,
+        "slot": group.slot,
+        "attempt": group.attempt,
+        "taskset": group.task.taskset,
+        "task_id": group.task.task_id,
+        "epoch": group.epoch,
+        "index": trajectory.index,
+        "greedy": rollout.greedy,
+        "dropped": group.dropped,
+        "prompt": [{"role": message.role, "content": message.content} for message in group.task.prompt],
+        "columns": dict(group.task.columns),
+        "turns": _turns(rollout, decode),
+        "reward": trajectory.reward,
+        "rewards": dict(trajectory.rewards),
+        "metrics": dict(trajectory.metrics),
+        "failure": None
+        if failure is None
+        else {"side": failure.side, "kind": failure.kind, "message": failure.message},
+        "sequences": [_sequence(sequence, decode) for sequence in rollout.sequences],
+    }
+
+
+def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
+    """Each turn with the text that came before it and after the completion of the turn before: what the environment
+    said, in the template's form. A turn that rewrote the history has all of its context."""
+    turns = rollout.trajectory.turns
+    before = [np.empty(0, np.int32), *(np.concatenate([turn.prompt_tokens, turn.tokens]) for turn in turns[:-1])]
+    rows: list[dict[str, Any]] = []
+    for turn, earlier in zip(turns, before, strict=False):
+        extends = np.array_equal(turn.prompt_tokens[: len(earlier)], earlier)
+        rows.append(
+            {
+                "context": decode(turn.prompt_tokens[len(earlier) if extends else 0 :]),
+                "rewritten": not extends,
+                "completion": turn.text,
+                "stop_reason": turn.stop_reason.value,
+                "tokens": len(turn.tokens),
+                "reward": turn.reward,
+            }
+        )
+    return rows
+
+
+def _sequence(sequence: TokenSequence, decode: Decode) -> dict[str, Any]:
+    return {
+        "tokens": sequence.tokens.tolist(),
+        "text": [decode([token]) for token in sequence.tokens.tolist()],
+        "response_mask": sequence.response_mask.tolist(),
+        "log_prob": sequence.log_prob.tolist(),
+        "policy_version": sequence.policy_version.tolist(),
+        **{name: array.tolist() for name, array in sequence.columns.items()},
+    }
+
+
+# --------------------------------------------------------------------------- as text
+
+
+def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
+    """A rollout for people; with `tokens` a line for each token."""
+    group, trajectory = rollout.group, rollout.trajectory
+    steps = ", ".join(map(str, rollout.steps)) or "none (replaced by a resumed run)"
+    member = "greedy" if rollout.greedy else f"{trajectory.index + 1}/{len(group.trajectories)}"
+    components = ", ".join(f"{name} {reward:.4g}" for name, reward in trajectory.rewards.items())
+    lines = [
+        f"step {steps}  task {group.task.task_id} ({group.task.taskset})  epoch {group.epoch}  rollout {member}  "
+        f"policy version {group.version}",
+        f"  reward {trajectory.reward:.4g}" + (f" ({components})" if components else ""),
+    ]
+    for turn in _turns(rollout, decode):
+        lines += [_indented("context", turn["context"]), _indented("completion", turn["completion"])]
+        earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
+        lines.append(f"  ({turn['tokens']} tokens, stop reason {turn['stop_reason']}{earned})")
+    if (failure := trajectory.failure) is not None:
+        lines.append(_indented("failed", f"{failure.side}: {failure.kind}: {failure.message}"))
+    if group.dropped:
+        lines.append(_indented("dropped", group.dropped))
+    for sequence in rollout.sequences if tokens else ():
+        lines += _table(sequence, decode)
+    return "\n".join(lines) + "\n"
+
+
+def _indented(title: str, text: str) -> str:
+    """A title and a text, further lines of it under the first. What a terminal would act on is written out."""
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return f"  {title}: " + plain.replace("\n", "\n" + " " * (len(title) + 4))
+
+
+def _table(sequence: TokenSequence, decode: Decode) -> list[str]:
+    """One line for each token of a sequence."""
+    names = [name for name, array in sequence.columns.items() if array.ndim == 1]
+    names.sort(key=lambda name: (name != "advantages", name))
+    titles = {name: f"{name:>{max(11, len(name)) + 2}}" for name in ("log-prob", *names)}
+    lines = ["  " + "".join(titles.values()) + "  mask  version  token"]
+    for t, token in enumerate(sequence.tokens.tolist()):
+        sampled = sequence.policy_version[t] != EXPERT_VERSION
+        numbers = (sequence.log_prob[t], *(sequence.columns[name][t] for name in names))
+        cells = (f"{number:.5g}" if sampled else "" for number in numbers)
+        row = "".join(f"{cell:>{len(title)}}" for cell, title in zip(cells, titles.values(), strict=True))
+        version = str(sequence.policy_version[t]) if sampled else ""
+        lines.append(f"  {row}{int(sequence.response_mask[t]):>6}{version:>9}  {token} {decode([token])!r}")
+    return lines
