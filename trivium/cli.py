@@ -29,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_CONFIGURED = {"ignore_unknown_options": True}
+"""Of commands that take a config: what looks like an option is read as an override, whose error says what to write."""
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -69,7 +72,7 @@ def demo(
         show_demo(run_demo(dir, seed))
 
 
-@app.command()
+@app.command(context_settings=_CONFIGURED)
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -109,19 +112,22 @@ def run(
         show(run_all(loaded))
 
 
-@app.command()
+@app.command(context_settings=_CONFIGURED)
 def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here."""
     with Outcome(debug):
         loaded = load_config(config, overrides or ())
+        from trivium.runtime.launch import ready
         from trivium.training.device import machine, training_ranks
 
+        for warning in ready(loaded):
+            print(f"warning: {warning}", file=sys.stderr)
         here, ranks = machine(), training_ranks(loaded)
         print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")
         refuse_too_large(loaded, here, ranks)
 
 
-@app.command()
+@app.command(context_settings=_CONFIGURED)
 def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Prints what CONFIG minimises: formulas with its values, each with its source."""
     with Outcome(debug):
@@ -131,7 +137,7 @@ def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
         print(explain_run(loaded), end="")
 
 
-@app.command("eval")
+@app.command("eval", context_settings=_CONFIGURED)
 def evaluate(
     config: ConfigFile,
     step: Annotated[int, typer.Option("--step", min=0, help="Which checkpoint; 0 is the model before training.")],

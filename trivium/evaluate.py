@@ -75,7 +75,8 @@ class Evaluator:
     samples: int
     k: tuple[int, ...]
     sampling: Sampling
-    threshold: float
+    threshold: float | None = None
+    """The reward from which a rollout counts as right; None: 1, and rewards between 0 and 1 are counted."""
     max_failed_fraction: float = 1.0
 
     async def run(self, version: int) -> Metrics:
@@ -97,9 +98,9 @@ class Evaluator:
         """The metrics of groups that this version rolled out."""
         check_failures(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
-        failed = sum(t.failure is not None for g in groups for t in g.trajectories)
-        prefix = f"eval/{self.taskset}/"
-        return {f"{prefix}{k}": v for k, v in {**metrics, "failed": failed, "version": version}.items()}
+        metrics["failed"] = sum(t.failure is not None for g in groups for t in g.trajectories)
+        metrics["partial"] = sum(self.threshold is None and 0 < t.reward < 1 for g in groups for t in g.alive)
+        return {f"eval/{self.taskset}/{name}": value for name, value in {**metrics, "version": version}.items()}
 
     async def _rollout(self, index: int) -> Group:
         task = self.tasks[index]
@@ -116,7 +117,8 @@ class Evaluator:
 
     def _judge(self, group: Group) -> Metrics:
         """The numbers of one task. A failed rollout is a wrong one, and is counted as failed as well."""
-        right = [t.failure is None and t.reward >= self.threshold for t in group.trajectories]
+        threshold = 1.0 if self.threshold is None else self.threshold
+        right = [t.failure is None and t.reward >= threshold for t in group.trajectories]
         # Completions judged right are one answer, however they are spelled; a wrong one is its own text.
         votes = [
             "right" if ok else f"wrong: {t.completion.strip()}" for ok, t in zip(right, group.trajectories, strict=True)

@@ -297,6 +297,11 @@ declare("mismatch/rejection/*/sequence_below", "fraction of sequences whose mean
 
 # Evaluation: `*` is the taskset.
 declare("eval/*/accuracy", "mean over tasks of the fraction of samples that got the full reward", better="up")
+declare(
+    "eval/*/partial",
+    "rollouts whose reward lies between 0 and 1, where evaluation.threshold is unset: accuracy says little about these",
+    aggregation="sum",
+)
 declare("eval/*/reward", "mean total reward", better="up")
 declare("eval/*/pass@*", "probability that k samples contain a right one (unbiased; Chen et al. 2021)", better="up")
 declare("eval/*/best@*", "expected highest reward of k samples, failed ones left out", better="up")

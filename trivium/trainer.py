@@ -127,8 +127,7 @@ class Trainer:
         starts = self.cadence.evaluate_ends and not self.cadence.skip_start
         at_start = version == self.schedule.first_version and starts
         if at_start and self.evaluator is not None:
-            accuracy = await self._evaluate(self.evaluator)
-            self.record["accuracy_before"] = self.record["accuracy_after"] = accuracy
+            self._record(await self._evaluate(self.evaluator), "before", "after")
         self.train_continue = self.train_step_num < self.last_step
 
     async def train_step(self) -> bool:
@@ -264,7 +263,7 @@ class Trainer:
         """Evaluates and saves, where this step is one for it. Raises what went wrong with the save before."""
         self._look_at_save()
         if self.evaluation_due and self.evaluator is not None:
-            self.record["accuracy_after"] = await self._evaluate(self.evaluator)
+            self._record(await self._evaluate(self.evaluator), "after")
         if self._due(self.cadence.save_every) and self._saved_step != self.train_step_num:
             await self.save_checkpoint()
 
@@ -384,8 +383,8 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.train_step_num % every == 0
 
-    async def _evaluate(self, evaluator: RemoteEvaluator) -> float:
-        """Logs an evaluation row; returns its accuracy."""
+    async def _evaluate(self, evaluator: RemoteEvaluator) -> dict[str, float]:
+        """Logs an evaluation row; returns its mean reward and, unless rewards are graded, its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
         metrics = await self._answering(evaluator.run(version))
@@ -396,7 +395,16 @@ class Trainer:
         best = self.checkpoints.keep_best
         if best is not None:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
-        return metrics[f"eval/{evaluator.taskset}/accuracy"]
+        names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
+        keys = {name: f"eval/{evaluator.taskset}/{name}" for name in names}
+        return {name: metrics[key] for name, key in keys.items() if key in metrics}
+
+    def _record(self, measured: Mapping[str, float], *ends: str) -> None:
+        """Notes an evaluation for the summary. Accuracies count together: rewards that are graded once are graded."""
+        record = self.record | {f"{name}_{end}": value for name, value in measured.items() for end in ends}
+        started_graded = "reward_before" in record and "accuracy_before" not in record
+        graded = started_graded or "accuracy" not in measured
+        self.record = {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}
 
     def _changed(self, version: int) -> Metrics:
         """How many config fields `--change` changed before this step, where it did."""

@@ -202,9 +202,10 @@ def test_a_workflow_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
     refused(code, output, "deadline")
 
 
-def test_prompts_beyond_the_context_are_failed_rollouts(tmp_path: Path) -> None:
+def test_prompts_beyond_the_context_are_counted(tmp_path: Path) -> None:
     code, output, _ = run_with(tmp_path, "engine: {max_context: 4}\nrewards: [{kind: exact}]\n")
-    refused(code, output, "prompt", "PromptTooLong")
+    refused(code, output, "tasks.train: prompts that leave space", "95 of 95", "the context holds 4")
+    assert code == 2
 
 
 def test_nobody_judges(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_every_stage_trains_and_both_ends_are_evaluated(played: tuple[str, RunCo
     accuracy = f"eval/{config.evaluation.taskset}/accuracy"
     assert [row["step"] for row in rows if accuracy in row] == [STEPS, STEPS * 2]
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert {"accuracy_before", "accuracy_after"} <= set(summary)
+    assert {"reward_before", "reward_after"} <= set(summary)
+    graded = any(row.get(f"eval/{config.evaluation.taskset}/partial") for row in rows)
+    assert ("accuracy_before" in summary) == ("accuracy_after" in summary) == (not graded)
 
 
 def test_the_journal_holds_every_group_of_the_second_stage(played: tuple[str, RunConfig, Path]) -> None:

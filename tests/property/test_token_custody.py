@@ -12,9 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trivium.models.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.policy import Policy
 from trivium.randomness import SampleKey, uniforms
-from trivium.text.renderer import PLAIN, ChatRenderer
+from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
 from trivium.types import (
     Capabilities,

@@ -45,7 +45,7 @@ class Buffer:
 
 RUN = """
 model: parts.py:Part
-tasks: {train: parts.py:Part}
+tasks: {train: {kind: arithmetic, max_operand: 9}}
 workflow: parts.py:Play
 engine: parts.py:Engine
 algorithm: parts.py:Learn

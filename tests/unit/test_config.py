@@ -260,7 +260,7 @@ def test_an_interval_that_would_deadlock_is_refused(folder: Path) -> None:
         ("evaluation: {taskset: tset}", "evaluation.taskset"),
         ("evaluation: {every: 2}", "evaluation.every"),
         ("evaluation: {taskset: test, k: [1, 4]}", "evaluation.k"),
-        ("evaluation: {taskset: test, samples: 4}", "evaluation.samples"),
+        ("evaluation: {taskset: test, samples: 4, sampling: {temperature: 0}}", "evaluation.samples"),
         ("evaluation: {taskset: test, every: 3}\nsync: {interval: 2, offset: 0}", "evaluation.every"),
         ("sync: {method: memry}", "sync.method"),
     ],

@@ -93,7 +93,7 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
     sampling = config.engine.sampling
     for where, temperature in (
         ("engine.sampling.temperature", sampling.temperature),
-        ("evaluation.sampling.temperature", config.evaluation.sampling.temperature),
+        ("evaluation.sampling.temperature", config.evaluation.sampling.temperature or 0.0),
     ):
         if 0 < temperature < MIN_TEMPERATURE:
             yield Problem(
@@ -117,11 +117,11 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation, best = config.evaluation, config.checkpoint.keep_best
-    measured = [f"eval/{evaluation.taskset}/{name}" for name in ("accuracy", "reward", "response_tokens")]
+    names = ("accuracy", "reward", "response_tokens") if evaluation.taskset is not None else ()
+    measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
     if best is not None and best not in measured:
-        yield Problem(
-            "checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", suggest(best, measured)
-        )
+        remedy = suggest(best, measured) if measured else "name evaluation.taskset, or write checkpoint.keep_best=null"
+        yield Problem("checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", remedy)
     if evaluation.taskset is None:
         for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
             yield Problem(

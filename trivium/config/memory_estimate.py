@@ -238,6 +238,14 @@ def sequence_tokens(config: RunConfig) -> int:
     return min([config.engine.sampling.max_new_tokens + PROMPT_TOKENS, *(int(limit) for limit in limits if limit)])
 
 
+def context_limit(config: RunConfig) -> int | None:
+    """Tokens of prompt and completion together that the engine takes; None where its section does not tell."""
+    if not hasattr(config.engine, "max_context"):
+        return None
+    shape = shape_in(config)
+    return getattr(config.engine, "max_context", None) or (None if shape is None else shape.max_positions)
+
+
 def shape_in(config: RunConfig) -> ModelShape | None:
     """The shape of the policy, where its section gives it without building or loading the model."""
     shape = getattr(config.model, "shape", None)

@@ -10,17 +10,26 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trivium.config.checks import CHECKS
+from trivium.config.hints import hint, hint_for_option, section_at
 from trivium.config.schema import Config, NestedError, RunConfig, is_mapping, merged, paths_relative_to
 from trivium.errors import ConfigError, Problem, TriviumError
-from trivium.registry import suggest
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a YAML file, with `a.b=c` overrides applied."""
     data = read_yaml(Path(path))
-    for override in overrides:
-        data = merged(data, parse_override(override))
+    for override in _joined(overrides):
+        data = overlaid(data, parse_override(override))
     return config_from_mapping(data, Path(path).resolve().parent)
+
+
+def _joined(overrides: Sequence[str]) -> Iterator[str]:
+    """The overrides; what was meant as an option and its value are one."""
+    rest = list(overrides)
+    while rest:
+        text = rest.pop(0)
+        is_option = text.startswith("-") and "=" not in text
+        yield f"{text}={rest.pop(0)}" if is_option and rest and "=" not in rest[0] else text
 
 
 def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
@@ -61,12 +70,33 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
     section = dict(data)
     parent = section.pop("extends", None)
-    return section if parent is None else merged(read_yaml(path.parent / parent, (*seen, path)), section)
+    return section if parent is None else overlaid(read_yaml(path.parent / parent, (*seen, path)), section)
+
+
+def overlaid(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with a user's `change` laid over it. Raises ConfigError where the change could have no effect: an empty
+    section over one that holds something, a place that a list does not have."""
+    for where in _empty_sections(base, change, ""):
+        raise ConfigError(
+            f"{where} = {{}}",
+            "an empty section laid over one that holds keys changes none of them",
+            f"write {where}=null to leave it out, or set the keys that are to change",
+        )
+    return merged(base, change)
+
+
+def _empty_sections(base: Mapping[str, Any], change: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in change.items():
+        old = base.get(key)
+        if is_mapping(value) and is_mapping(old):
+            yield from _empty_sections(old, value, f"{prefix}{key}.") if value else [f"{prefix}{key}"] if old else []
 
 
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=c` as a nested mapping; the value is read as YAML."""
     key, separator, value = text.partition("=")
+    if text.startswith("-"):
+        raise ConfigError(f"the option {key}", "no such option", hint_for_option(text, RunConfig))
     if not separator or not key:
         raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
     try:
@@ -98,9 +128,12 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
             for name in sorted({"run", "model", "stages"} & set(stage))
         ]
         try:
-            staged = RunConfig.model_validate(merged(base, stage))
+            staged = RunConfig.model_validate(overlaid(base, stage))
         except ValidationError as error:
             problems += flatten(error, RunConfig, f"stages[{number}]")
+            continue
+        except ConfigError as error:
+            problems.append(Problem(f"stages[{number}]", error.asked, error.found, error.do))
             continue
         problems += check(staged, f"stages[{number}].")
         complete = staged.model_dump(mode="json", exclude_unset=True)
@@ -120,11 +153,15 @@ def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iter
         elif isinstance(cause, NestedError) and isinstance(cause.error, TriviumError):
             yield Problem(where, cause.error.asked, cause.error.found, cause.error.do)
         elif item["type"] == "extra_forbidden":
-            section = _section_at(owner, item["loc"][:-1])
+            section = section_at(owner, item["loc"][:-1])
             known = section.model_fields if section is not None else {}
-            yield Problem(
-                where, f"the key {item['loc'][-1]!r}", "no such key here", suggest(str(item["loc"][-1]), known)
-            )
+            yield Problem(where, f"the key {item['loc'][-1]!r}", "no such key here", hint(where, item["input"], known))
+        elif item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+            section = section_at(owner, item["loc"])
+            keys = ", ".join(section.model_fields) if section is not None else ""
+            example = f"for example {where}.{keys.partition(',')[0]}; there are: {keys}" if keys else "`key: value`"
+            remedy = f"set its keys, {example}"
+            yield Problem(where, "a section with keys", f"{item['input']!r:.80}", remedy)
         elif item["type"] == "missing":
             yield Problem(where, "a value", "nothing", f"set {where}: ...")
         else:
@@ -139,25 +176,16 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
     return path
 
 
-def _section_at(owner: type[BaseModel], loc: Sequence[int | str]) -> type[BaseModel] | None:
-    """The section class that a location points into."""
-    section: type[BaseModel] | None = owner
-    for part in loc:
-        field = section.model_fields.get(str(part)) if section is not None else None
-        annotation = field.annotation if field is not None else None
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    return section
-
-
 def check(config: RunConfig, prefix: str = "") -> list[Problem]:
     """Every problem of sections that do not fit together; empty when the config can run."""
     problems = [problem for look in CHECKS for problem in look(config)]
-    for where, section in _sections(config):
+    for where, section in sections_of(config):
         problems += section.problems(config, where)
     return [Problem(prefix + p[0], p[1], p[2], p[3]) for p in problems]
 
 
-def _sections(config: RunConfig) -> Iterator[tuple[str, Config]]:
+def sections_of(config: RunConfig) -> Iterator[tuple[str, Config]]:
+    """(path in the config, section), lists and mappings of sections included."""
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Config):

@@ -8,7 +8,7 @@ that it may change with `--change`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
-from trivium.errors import Problem, TriviumError, UnknownName
+from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
 from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
 from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
 
@@ -93,6 +93,14 @@ class Config(BaseModel):
         """What is wrong with this section beside the others of `run`. `where` is its path in the config."""
         yield from ()
 
+    def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """Why this machine cannot do what the section says: looked at where a run is to start, not to read a config."""
+        yield from ()
+
+    def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        """What is allowed, and probably not meant."""
+        yield from ()
+
 
 class Plugin(Config):
     """Base of a section whose class is picked by `kind`."""
@@ -165,16 +173,35 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh.
 
     A section of `base` without a kind keeps its keys: those that the new kind does not have are reported, not dropped.
+    A section that is a name alone is its kind. In a list, keys are places: `{stages: {0: {...}}}` changes the first.
+    Raises ConfigError for a place that the list does not have.
     """
     result = copy.deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
-        if is_mapping(value) and is_mapping(old):
+        if is_mapping(value) and isinstance(old, str):
+            old = {"kind": old}
+        if is_mapping(value) and isinstance(old, list | tuple):
+            result[key] = _merged_items(key, old, value)
+        elif is_mapping(value) and is_mapping(old):
             new_kind = "kind" in value and "kind" in old and value["kind"] != old["kind"]
             result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
         else:
             result[key] = copy.deepcopy(value)
     return result
+
+
+def _merged_items(name: str, items: Sequence[Any], change: Mapping[str, Any]) -> list[Any]:
+    """The list with the items at these places changed."""
+    places = {str(number): item for number, item in enumerate(items)}
+    for place in change:
+        if str(place) not in places:
+            raise ConfigError(
+                f"{name}.{place}",
+                f"{name} has {len(items)} item(s)",
+                f"use a place from 0 to {len(items) - 1}" if items else f"set {name} as a list",
+            )
+    return list(merged(places, {str(place): value for place, value in change.items()}).values())
 
 
 # --------------------------------------------------------------------------- sections
@@ -446,8 +473,31 @@ class BufferConfig(Plugin):
                 )
 
 
+class EvaluationSampling(Config):
+    """How evaluation samples: as the engine does in training unless set, and greedily where one sample is enough."""
+
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens; unset: `engine.sampling.max_new_tokens`."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divides the logits; 0 is greedy. Unset: 0 for one sample per task, `engine.sampling.temperature` for several."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus truncation."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most probable tokens; 0 keeps all."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """End of sequence is impossible before this many tokens."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a turn; unset: `engine.sampling.stop`."""
+
+    def sampling(self, training: SamplingConfig, samples: int) -> Sampling:
+        """The same as a value that travels, where each task is sampled so often; what is unset is as in training."""
+        own, other = self.model_dump(), training.model_dump()
+        other["temperature"] = other["temperature"] if samples > 1 else 0.0
+        return Sampling(**{name: other[name] if value is None else value for name, value in own.items()})
+
+
 class EvaluationSection(Config):
-    """Held-out tasks, rolled out with fixed weights."""
+    """Held-out tasks, rolled out with fixed weights; `null` switches evaluation off."""
 
     taskset: str | None = None
     """Which taskset to evaluate; unset means no evaluation."""
@@ -457,10 +507,11 @@ class EvaluationSection(Config):
     """Trajectories per task."""
     k: tuple[int, ...] = (1,)
     """The k of pass@k and maj@k; each at most `samples`."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """How evaluation samples; greedy by default."""
-    threshold: float = 1.0
-    """A total reward of at least this counts as right."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How evaluation samples."""
+    threshold: float | None = None
+    """A total reward of at least this counts as right. Unset, it is 1, and the console and the summary show an accuracy
+    only where no reward lies between 0 and 1."""
 
 
 class CheckpointSection(Config):
@@ -528,6 +579,15 @@ class ServeSection(Config):
 
 # --------------------------------------------------------------------------- the whole config
 
+
+def _evaluation(data: object) -> object:
+    """`null` is no evaluation; an empty section would say nothing."""
+    if is_mapping(data) and not data:
+        raise ValueError("an empty section has no effect: name a taskset, or write `evaluation: null` for none")
+    return {"taskset": None} if data is None else data
+
+
+Evaluation = Annotated[EvaluationSection, BeforeValidator(_evaluation)]
 Model = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("models", default_name="hf"))]
 Tasks = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("tasks"))]
 WorkflowPlugin = Annotated[
@@ -560,7 +620,7 @@ class RunConfig(Config):
     schedule: ScheduleSection = ScheduleSection()
     sync: SyncSection = SyncSection()
     buffer: BufferPlugin = Field(default={"kind": "memory"})  # pyright: ignore[reportAssignmentType]
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: Evaluation = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     monitors: tuple[MonitorPlugin, ...] = free(({"kind": "console"}, {"kind": "jsonl"}))
     """Where metrics go."""

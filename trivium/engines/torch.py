@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from trivium.config import EngineConfig, free
+from trivium.config import EngineConfig, RunConfig, free
+from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, padded_length
 from trivium.engines.selfcheck import check_decoder
-from trivium.errors import ConfigError, RolloutError, SyncError
+from trivium.errors import ConfigError, Problem, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request, StopReason
@@ -80,6 +81,16 @@ class TorchEngine:
         """Completions that decode at once; each holds keys and values for its whole context."""
         prefill_tokens: int = free(16384, ge=16)
         """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
+
+        def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            shape = shape_in(run)
+            try:
+                if self.device == "cpu" or torch.cuda.is_available():
+                    _resolve_invariance(self)
+                if shape is not None:
+                    _resolve_context(self.max_context, shape.max_positions)
+            except ConfigError as error:
+                yield Problem(where, error.asked, error.found, error.do)
 
     capabilities = Capabilities(exact_sampling=True, updates_in_flight=True, adopts_adapters=True)
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from trivium.config import Plugin, RunConfig
+from pydantic import AfterValidator
+
+from trivium.config import Plugin, RunConfig, config_path
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import DataError, Problem
 from trivium.models.hub import ModelPath, absence
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""The chat template of a base model: the texts one after another, no roles, completions end with end of sequence."""
+_TEMPLATE_FILE = "chat_template.jinja"
+
+
+def _template_path(template: str) -> str:
+    return str(config_path(template)) if template.endswith(".jinja") else template
 
 
 class HuggingFaceModel:
@@ -19,11 +35,26 @@ class HuggingFaceModel:
         path: ModelPath
         """Directory with config.json, weights and tokenizer; or a Hugging Face id that `hf download` has put into the
         local cache: it becomes the directory of the version found there."""
+        chat_template: Annotated[str, AfterValidator(_template_path)] | None = None
+        """How conversations become text, instead of the tokenizer's own template: `plain` (the texts one after another,
+        for base models), a `.jinja` file relative to the config, or Jinja text. Exported models have it."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             missing = missing_model_error(Path(self.path))
             if missing is not None:
                 yield Problem(f"{where}.path", missing.asked, missing.found, missing.do)
+                return
+            template = self.chat_template or ""
+            if template.endswith(".jinja") and not Path(template).is_file():
+                yield Problem(f"{where}.chat_template", f"the file {template}", "no such file", "correct the path")
+            yield from _unusable(Path(self.path), f"{where}.path")
+
+        def template(self) -> str | None:
+            """The chat template as Jinja text; None where the tokenizer's own is used."""
+            template = self.chat_template
+            if template is not None and template.endswith(".jinja"):
+                return Path(template).read_text(encoding="utf-8")
+            return PLAIN_TEMPLATE if template == "plain" else template
 
         def shape(self) -> ModelShape:
             """Its sizes, by its config.json alone."""
@@ -33,12 +64,44 @@ class HuggingFaceModel:
         self.config = config
 
     def materialize(self, directory: Path) -> Path:
-        """The directory that holds the model; `directory` (inside the run) is for sources that build one."""
-        path = Path(self.config.path)
+        """The directory that holds the model; with a `chat_template`, links in `directory` (inside the run) beside it.
+
+        Written aside and renamed: a process that dies leaves all of it or nothing.
+        """
+        path, template = Path(self.config.path), self.config.template()
         missing = missing_model_error(path)
         if missing is not None:
             raise missing
-        return path
+        if template is None or (directory / "config.json").is_file():
+            return path if template is None else directory
+        aside = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for file in path.iterdir():
+            (aside / file.name).symlink_to(file)
+        (aside / _TEMPLATE_FILE).unlink(missing_ok=True)
+        (aside / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        aside.rename(directory)
+        return directory
+
+
+def _unusable(path: Path, where: str) -> Iterator[Problem]:
+    """What config.json and the names of the files tell about a model that no run can use."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        text = {**config, **(config.get("text_config") or {})}
+    except (ValueError, TypeError) as error:
+        yield Problem(where, f"read {path / 'config.json'}", str(error), "write the model directory again")
+        return
+    if text.get("final_logit_softcapping") is not None:
+        yield Problem(
+            where,
+            f"train a {text.get('model_type')} model",
+            f"final_logit_softcapping is {text['final_logit_softcapping']}",
+            "use a model whose logits are one linear layer of the last hidden state (no soft-capping)",
+        )
+    if not any(path.glob(f"*{suffix}") for suffix in (".safetensors", ".bin")):
+        yield Problem(where, f"the weights of {path}", "no .safetensors or .bin file", "save the model there in full")
 
 
 def missing_model_error(path: Path) -> DataError | None:

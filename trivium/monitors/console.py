@@ -25,13 +25,21 @@ def _first(*prefixes: str) -> Callable[[Row], float | None]:
     return find
 
 
-def _accuracy(row: Row) -> float | None:
-    return next((row[key] for key in sorted(row) if key.startswith("eval/") and key.endswith("/accuracy")), None)
+def _evaluated(name: str) -> Callable[[Row], float | None]:
+    """A number of an evaluation; no accuracy where rewards are graded."""
+
+    def find(row: Row) -> float | None:
+        keys = (key for key in sorted(row) if key.startswith("eval/") and key.endswith(f"/{name}"))
+        graded = name == "accuracy" and _evaluated("partial")(row)
+        return None if graded else next((row[key] for key in keys), None)
+
+    return find
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("reward", _first("reward/mean"), "{:.3f}"),
-    ("accuracy", _accuracy, "{:.1%}"),
+    ("eval reward", _evaluated("reward"), "{:.3f}"),
+    ("accuracy", _evaluated("accuracy"), "{:.1%}"),
     ("loss", _first("train/loss/"), "{:.4f}"),
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),

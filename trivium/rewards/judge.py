@@ -36,6 +36,15 @@ _THREADS = 32
 _MESSAGES = "prompt_messages"
 """The parameter that gets the task's whole prompt."""
 
+_FOREIGN_SIGNATURES = {
+    "prompts": "TRL's (prompts, completions, **columns) is here (prompt, completions, **columns), called for one group "
+    "at a time, or (prompt, completion, **columns); ",
+    "completions": "TRL's (completions, **columns) is here (prompt, completions, **columns); ",
+    "solution_str": "verl's compute_score(data_source, solution_str, ground_truth) is here (prompt, completion, "
+    "answer), or rewards: [by_source]; ",
+}
+"""A parameter by which another trainer's reward is known -> how it is written here."""
+
 Scores = dict[str, float] | RewardError
 """Each component by label with its weight applied, or why there is no score."""
 
@@ -124,9 +133,17 @@ class Judge:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises DataError, naming every reward whose columns are not among these (those of a first task, say)."""
-        missing = [(c.label, names) for c in self._components if (names := c.missing(columns))]
+        missing = self._missing(columns)
         if missing:
             raise _missing_columns(missing, columns)
+
+    def lacking(self, columns: Collection[str]) -> str:
+        """Which rewards need columns that are not among these, in words; empty where none does."""
+        missing = self._missing(columns)
+        return _missing_columns(missing, columns).found if missing else ""
+
+    def _missing(self, columns: Collection[str]) -> list[tuple[str, list[str]]]:
+        return [(c.label, names) for c in self._components if (names := c.missing(columns))]
 
     async def score(self, task: Task, trajectory: Trajectory) -> Scores:
         """What the rewards that look at one trajectory give it."""
@@ -192,7 +209,8 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
         raise ConfigError(
             f"the reward {config.kind}",
             f"it takes ({', '.join(parameters)})",
-            "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
+            _FOREIGN_SIGNATURES.get(next((n for n in parameters if n in _FOREIGN_SIGNATURES), ""), "")
+            + "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
         )
     columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)

@@ -215,7 +215,7 @@ def build_trainer(
         buffer=buffer,
         schedule=schedule,
         renderer=stage.renderer,
-        tasks=partial(_build_tasks, config),
+        tasks=partial(build_tasks, config),
         algorithm=algorithm,
     )
     keeps_tokens = config.run.keep == "tokens" and capabilities_of(buffer).explored
@@ -277,7 +277,7 @@ def algorithm_of(config: RunConfig) -> GroupAlgorithm:
 
 def build_schedule(stage: Stage) -> Schedule:
     config, schedule = stage.config, stage.config.schedule
-    tasks, order = _build_tasks(config, "train"), schedule.curriculum
+    tasks, order = build_tasks(config, "train"), schedule.curriculum
     stored = config.buffer.strategy.num_stored(schedule.groups_per_step)
     return Schedule(
         tasks=tasks,
@@ -298,7 +298,7 @@ def build_schedule(stage: Stage) -> Schedule:
     )
 
 
-def _build_tasks(config: RunConfig, name: str) -> TaskSource:
+def build_tasks(config: RunConfig, name: str) -> TaskSource:
     return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
 
 
@@ -321,7 +321,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
     judge = make_judge(config.rewards, workflow.deadline_s)
     for taskset in {"train", config.evaluation.taskset or "train"}:
         if config.tasks[taskset].kind != SERVED:  # what agents bring is checked when they say it
-            judge.check_columns(_build_tasks(config, taskset)[0].columns)
+            judge.check_columns(build_tasks(config, taskset)[0].columns)
     engine = engine or build_engine(stage)
     return Explorer(
         engine=engine,
@@ -349,12 +349,12 @@ def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     assert evaluation.taskset is not None
     return Evaluator(
         explorer=explorer,
-        tasks=_build_tasks(config, evaluation.taskset),
+        tasks=build_tasks(config, evaluation.taskset),
         taskset=evaluation.taskset,
         seed=config.run.seed,
         samples=evaluation.samples,
         k=evaluation.k,
-        sampling=evaluation.sampling.sampling(),
+        sampling=evaluation.sampling.sampling(config.engine.sampling, evaluation.samples),
         threshold=evaluation.threshold,
         max_failed_fraction=config.workflow.max_failed_fraction,
     )
@@ -409,7 +409,7 @@ def build_rank_engine(
     channel. `further`: see `TorchTrainEngine`."""
     config = stage.config
     if algorithm.teacher is not None:
-        _check_vocabulary(algorithm.teacher.path, stage.model_dir)
+        check_vocabulary(algorithm.teacher.path, stage.model_dir)
     if launched_ranks() > 1:
         if not capabilities_of(resolve("train", config.train.kind)).multiple_ranks:
             raise ConfigError(
@@ -471,7 +471,7 @@ def build_single_train_engine(config: RunConfig) -> TrainEngine:
     return build_train_engine(stage, algorithm_of(first), channel)
 
 
-def _check_vocabulary(teacher: Path, policy: Path) -> None:
+def check_vocabulary(teacher: Path, policy: Path) -> None:
     """Raises ConfigError where a token id means one thing to the teacher and another to the policy."""
     if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
         raise ConfigError(

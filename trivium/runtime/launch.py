@@ -14,7 +14,7 @@ from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, RunDirError
+from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import verdict
 from trivium.registry import is_unnamed
@@ -39,13 +39,15 @@ from trivium.runtime.build import (
     train_device,
 )
 from trivium.runtime.logs import logging_to
-from trivium.runtime.run_dir import open_run_dir, recorded_changes
+from trivium.runtime.preflight import preflight
+from trivium.runtime.run_dir import open_run_dir, recorded_changes, refuse_another_run
 from trivium.synchronizer import Synchronizer
+from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
-_CARRIED = ("accuracy_before", "accuracy_after", "seconds", "time")
+_CARRIED = ("accuracy_before", "accuracy_after", "reward_before", "reward_after", "seconds", "time")
 """What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
 
 
@@ -66,7 +68,10 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         return explore(config)
     if open_session is None:
         open_session = _ray_session if config.cluster.kind == "ray" else _local_session
+    notes = ready(config)
     with open_run_dir(config) as run_dir:
+        for note in notes:
+            _log.warning("%s", note)
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
         store.discard_unfinished()
@@ -94,6 +99,15 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         _log.info(summary["verdict"])
         atomic_write(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return {**summary, "run_dir": str(run_dir)}
+
+
+def ready(config: RunConfig) -> list[Problem]:
+    """What a user should know before the run begins. Raises ConfigError with everything that keeps it from running
+    here, and what `run` raises for a run directory that belongs to another run."""
+    findings = preflight(config, machine(), training_ranks(config))
+    findings.refuse()
+    refuse_another_run(config, Path(config.run.dir))
+    return findings.warnings
 
 
 def _connect_ranks(config: RunConfig) -> None:

@@ -59,35 +59,43 @@ def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def _claim(config: RunConfig, run_dir: Path) -> None:
-    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+def refuse_another_run(config: RunConfig, run_dir: Path) -> None:
+    """Raises RunDirError or ConfigError for a directory that holds a run that this config does not continue."""
     path = run_dir / "config.yaml"
-    if path.is_file():
-        _continue(config, run_dir, _saved_config(path))
-    elif _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
-        raise _unknown_config(run_dir, "its config.yaml is missing")
-    atomic_write(path, to_yaml(config))
-    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
-
-
-def _continue(config: RunConfig, run_dir: Path, saved: dict[str, Any]) -> None:
-    """Checks that `config` may continue the run that began with `saved`; records what it changes."""
+    if not path.is_file():
+        if _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
+            raise _unknown_config(run_dir, "its config.yaml is missing")
+        return
     if not config.run.resume:
         raise RunDirError(f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume")
-    problems = resume_differences(saved, config)
-    if not problems:
-        _record(run_dir, resume_changes(saved, config))
-    elif _has_steps(run_dir):
+    problems = resume_differences(_saved_config(path), config)
+    if problems and _has_steps(run_dir):
         raise ConfigError(
             f"continue the run in {run_dir}",
             "it began with another config",
             "choose another run.dir, or put these back:",
             problems,
         )
-    else:
-        _log.warning("the run in %s ended before its first step: it begins anew, with this config", run_dir)
-        for name in _OF_A_START:
-            _remove(run_dir / name)
+
+
+def _claim(config: RunConfig, run_dir: Path) -> None:
+    """Writes the config into a new run directory; in an old one, checks that the run is the same."""
+    refuse_another_run(config, run_dir)
+    path = run_dir / "config.yaml"
+    if path.is_file():
+        _continue(config, run_dir, _saved_config(path))
+    atomic_write(path, to_yaml(config))
+    atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
+
+
+def _continue(config: RunConfig, run_dir: Path, saved: dict[str, Any]) -> None:
+    """Records what `config` changes of the run that began with `saved`; clears what an aborted start left."""
+    if not resume_differences(saved, config):
+        _record(run_dir, resume_changes(saved, config))
+        return
+    _log.warning("the run in %s ended before its first step: it begins anew, with this config", run_dir)
+    for name in _OF_A_START:
+        _remove(run_dir / name)
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

@@ -28,12 +28,6 @@ from trivium.types import IntArray, Message, StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN = (
-    "{{ bos_token }}{% for message in messages %}{{ message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
-"""The chat template of a base model: the texts one after another, no roles, completions end with end of sequence."""
-
 _EARLIER_COMPLETION = "reply"
 """Replaces earlier completions when two renderings are compared: only the other text is compared."""
 
@@ -55,8 +49,8 @@ class ChatRenderer:
             raise DataError(
                 f"a chat template for {tokenizer.name_or_path or 'the tokenizer'}",
                 "the tokenizer has none (a base model?)",
-                "save chat_template.jinja in the model directory; "
-                "for texts without roles pass chat_template=trivium.text.renderer.PLAIN",
+                "save chat_template.jinja in the model directory, or set model.chat_template "
+                "(for texts without roles: plain)",
             )
         self._tokenizer, self._template = tokenizer, chat_template
         self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)

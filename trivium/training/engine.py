@@ -392,7 +392,7 @@ class TorchTrainEngine(TrainEngine):
             raise TriviumError(
                 f"the teacher of the algorithm {self.algorithm.name!r}",
                 "it needs one and names none",
-                "say algorithm.teacher.path",
+                "set algorithm.teacher.path",
             )
         model = LanguageModel(teacher.path, temperature=self._temperature, **how)
         if model.vocabulary != self._policy.vocabulary:

@@ -23,7 +23,10 @@ class SingleTurn:
 
     async def run(self, task: Task, policy: Policy) -> None:
         """One turn."""
-        messages = task.prompt
-        if self.config.system is not None and messages[0].role != "system":
-            messages = (Message("system", self.config.system), *messages)
-        await policy.generate(messages)
+        await policy.generate(self.prompt(task))
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """What the policy is given."""
+        if self.config.system is not None and task.prompt[0].role != "system":
+            return (Message("system", self.config.system), *task.prompt)
+        return task.prompt

@@ -198,6 +198,17 @@ class PolicyGradientConfig(UpdateConfig):
         if isinstance(loss, PolicyLossMetadata) and isinstance(estimator, EstimatorMetadata):
             yield from teacher_problems(self.teacher, loss.needs | estimator.needs, f"{where}.teacher")
 
+    def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        preset = resolve("algorithms", self.kind)
+        named = self.model_copy(update={"advantage": preset.configure({"kind": self.kind}).advantage})
+        if named.has_critic and not self.has_critic:
+            yield Problem(
+                f"{where}.advantage",
+                f"the estimator {self.advantage.kind!r} under algorithm.kind {self.kind!r}",
+                f"{self.kind} stands for {named.advantage.kind!r} and a critic: none is trained with this estimator",
+                f"write algorithm.kind: grpo, or leave algorithm.advantage out for {named.advantage.kind!r}",
+            )
+
     def _filter_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         for number, rule in enumerate(self.filters):
             metadata = metadata_or_problem(rule, "filters", FilterMetadata, f"{where}.filters[{number}]")

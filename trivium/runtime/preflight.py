@@ -1,0 +1,272 @@
+"""What a run would find out before its first step, found without starting it: files, rows, rewards, devices, packages.
+
+`trivium check` prints it; a run refuses and warns by it, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from trivium.buffers.files import FileBuffer
+from trivium.config import RunConfig
+from trivium.config.memory_estimate import Machine, context_limit
+from trivium.config.reading import sections_of
+from trivium.errors import ConfigError, MissingPackage, Problem, TriviumError
+from trivium.models.huggingface import HuggingFaceModel
+from trivium.protocols import TaskSource
+from trivium.registry import resolve
+from trivium.rewards.judge import make_judge
+from trivium.rewards.model import ModelReward
+from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary
+from trivium.text import hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TinyModel, tiny_tokenizer
+from trivium.types import SERVED, Message, Task, Trajectory
+from trivium.workflows.single_turn import SingleTurn
+
+T = TypeVar("T")
+
+_MESSAGE_TOKENS = 64
+"""What a chat template adds to a message at most: a prompt that fits with as much is not rendered to be counted."""
+_FIRST_ROWS = 64
+"""Expert completions that are looked at in full; of further rows, only those that may be too long."""
+_MONITORS = {
+    "tensorboard": ("tensorboard", "tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny", "mlflow"),
+}
+"""Kind of monitor -> (module, package, extra of Trivium)."""
+
+
+@dataclass
+class Findings:
+    """What keeps a config from running here, and what its user should know before it does."""
+
+    problems: list[Problem] = field(default_factory=list[Problem])
+    warnings: list[Problem] = field(default_factory=list[Problem])
+
+    def refuse(self) -> None:
+        """Raises ConfigError with all problems, where there are any."""
+        if self.problems:
+            found = f"{len(self.problems)} problem(s)"
+            raise ConfigError("a config that can run here", found, "fix them all at once:", self.problems)
+
+    def attempt(self, where: str, make: Callable[[], T]) -> T | None:
+        """What `make` gives; None where it fails, which is reported."""
+        try:
+            return make()
+        except TriviumError as error:
+            self.problems.append(Problem(where, error.asked, error.found, error.do))
+        except OSError as error:
+            self.problems.append(Problem(where, "read what it names", f"{type(error).__name__}: {error}", "correct it"))
+        return None
+
+
+def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
+    """Looks at everything that the stages of a config read or use on this machine, where that many ranks train."""
+    findings = Findings()
+    findings.problems += _directory_problems(Path(config.run.dir))
+    sources: dict[str, TaskSource | None] = {}
+    for number, stage in enumerate(config.stage_configs()):
+        own = Findings()
+        own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
+        _inspect(stage, number, own, sources)
+        prefix = f"stages[{number}]." if config.stages else ""
+        for into, problems in ((findings.problems, own.problems), (findings.warnings, own.warnings)):
+            known = {problem[1:] for problem in into}  # by an earlier stage
+            into += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in problems if p[1:] not in known]
+    return findings
+
+
+def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[str, TaskSource | None]) -> None:
+    """One stage. What depends on something that is broken is left out. `sources` are those that were read already."""
+    for where, section in sections_of(config):
+        findings.problems += section.machine_problems(config, where)
+        findings.warnings += section.warnings(config, where)
+    teacher = getattr(config.algorithm, "teacher", None)
+    if teacher is not None and isinstance(config.model, HuggingFaceModel.Config):
+        paths = Path(teacher.path), Path(config.model.path)
+        findings.attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
+    renderer = findings.attempt("model", lambda: _renderer(config))
+    # A reward model is not loaded to see what it reads: with workers, a class is known by its signature.
+    rewards = [r.model_copy(update={"workers": 1}) if isinstance(r, ModelReward.Config) else r for r in config.rewards]
+    judge = findings.attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
+    for name, section in config.tasks.items():
+        key = f"{name} {section.model_dump_json()}"
+        if section.kind != SERVED and key not in sources:
+            sources[key] = findings.attempt(f"tasks.{name}", lambda name=name: build_tasks(config, name))
+        tasks = sources.get(key)
+        if tasks is None:
+            continue
+        if judge is not None and _is_rolled_out(config, name):
+            lacking = [text for task in _all(tasks) if (text := judge.lacking(task.columns))]
+            what = "tasks with the columns that the rewards read"
+            remedy = "name the columns so in the task source, or give the reward's parameter a default"
+            _count(config, findings, name, what, lacking, len(tasks), remedy)
+        if renderer is not None:
+            _look_at_prompts(config, findings, name, tasks, renderer)
+    if renderer is not None and not findings.problems:
+        _look_at_order(config, number, findings, renderer)
+
+
+def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
+    """Whether an explorer rolls the taskset out, so that rewards judge it."""
+    explored = resolve("buffers", config.buffer.kind) is not FileBuffer
+    return taskset == config.evaluation.taskset or (taskset == "train" and explored)
+
+
+def _all(tasks: TaskSource) -> Iterator[Task]:
+    return (tasks[index] for index in range(len(tasks)))
+
+
+def _count(
+    config: RunConfig, findings: Findings, taskset: str, asked: str, failing: Sequence[str], total: int, remedy: str
+) -> None:
+    """Reports the tasks that cannot succeed: a warning, or a problem where they are more than may fail."""
+    if failing:
+        fatal = len(failing) == total or len(failing) > config.workflow.max_failed_fraction * total
+        problem = Problem(f"tasks.{taskset}", asked, f"{len(failing)} of {total} do not: {failing[0]}", remedy)
+        (findings.problems if fatal else findings.warnings).append(problem)
+
+
+# --------------------------------------------------------------------------- tokenizer and prompts
+
+
+def _renderer(config: RunConfig) -> ChatRenderer | None:
+    """The renderer of the model, which is not built or loaded for it; None for a kind of model of the user's own."""
+    model = config.model
+    if isinstance(model, TinyModel.Config):
+        return ChatRenderer(tiny_tokenizer(model.alphabet, model.max_position))
+    if not isinstance(model, HuggingFaceModel.Config):
+        return None
+    try:
+        tokenizer = hf_tokenizer(Path(model.path))
+    except (ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises for damaged files
+        if isinstance(error, TriviumError):
+            raise
+        raise ConfigError(
+            f"the tokenizer in {model.path}",
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            "save the model's tokenizer there (tokenizer.save_pretrained)",
+        ) from error
+    return ChatRenderer(tokenizer, chat_template=model.template())
+
+
+def _look_at_prompts(
+    config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, renderer: ChatRenderer
+) -> None:
+    """Counts the prompts that leave no space for a completion, and those with characters that no token stands for."""
+    if resolve("workflows", config.workflow.kind) is not SingleTurn or not _is_rolled_out(config, taskset):
+        return  # another workflow makes its own prompts
+    limit, workflow = context_limit(config), SingleTurn(config.workflow)
+    small_alphabet = isinstance(config.model, TinyModel.Config)
+    too_long, unreadable = list[str](), list[str]()
+    for task in _all(tasks):
+        messages = workflow.prompt(task)
+        if limit is None or (_surely_below(limit, messages) and not small_alphabet):
+            continue
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            length = len(renderer.render(messages))
+        if length >= limit:
+            too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
+        if caught:
+            unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
+    what = "prompts that leave space for a completion"
+    _count(config, findings, taskset, what, too_long, len(tasks), "shorten or drop them, or raise engine.max_context")
+    if unreadable:
+        found = f"{len(unreadable)} of {len(tasks)} have others, which the policy cannot see: {unreadable[0]}"
+        remedy = "add them to model.alphabet, or set it to bytes"
+        findings.warnings.append(Problem(f"tasks.{taskset}", "prompts of the model's characters", found, remedy))
+
+
+def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
+    """Whether a prompt is shorter than this for certain: no token stands for less than a byte."""
+    return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
+
+
+def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer: ChatRenderer) -> None:
+    """The order of tasks by difficulty, and the completions of an expert: every row that a step may take."""
+    expert = isinstance(config.buffer, FileBuffer.Config)
+    if config.schedule.curriculum is None and not expert:
+        return
+    folder = Path(config.run.dir)
+    schedule = findings.attempt("tasks.train", lambda: build_schedule(Stage(config, number, 0, True, folder, folder)))
+    if schedule is None or not expert:
+        return
+    limit, total = context_limit(config), len(schedule.tasks)
+    slots = [
+        slot
+        for slot in range(total)
+        if slot < _FIRST_ROWS or (limit and not _surely_below(limit, _texts(schedule.at(slot).task)))
+    ]
+    buffer = FileBuffer(config.buffer, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
+    groups = findings.attempt("tasks.train", lambda: asyncio.run(buffer.taken_groups(slots)))
+    too_long = [
+        f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
+        for group in groups or ()
+        if limit and (length := max(_length(t) for t in group.trajectories)) > limit
+    ]
+    if too_long:
+        found = f"{len(too_long)} of {total} do not: {too_long[0]}"
+        findings.problems.append(Problem("tasks.train", "rows that fit the model", found, "shorten or drop them"))
+
+
+def _texts(task: Task) -> list[Message]:
+    """A task's prompt and everything that may be a completion of it, as messages."""
+    return [*task.prompt, *(Message("assistant", str(value)) for value in task.columns.values())]
+
+
+def _length(trajectory: Trajectory) -> int:
+    return max(len(turn.prompt_tokens) + len(turn.tokens) for turn in trajectory.turns)
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def _directory_problems(run_dir: Path) -> Iterator[Problem]:
+    """A run directory that cannot be made or written to; nothing of the attempt is left."""
+    try:
+        above = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+        tempfile.TemporaryDirectory(dir=above).cleanup()
+    except OSError as error:
+        found = f"{type(error).__name__}: {error.strerror}"
+        yield Problem("run.dir", f"write to {run_dir}", found, "choose a directory that can be written")
+
+
+def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
+    """GPUs that this machine does not have. A cluster that runs already is elsewhere."""
+    if config.cluster.address is not None:
+        return
+    gpus, cluster = len(here.gpus), config.cluster
+    for where, device, wanted in (
+        ("engine", getattr(config.engine, "device", "cpu"), cluster.explorers * cluster.engines),
+        ("train", getattr(config.train, "device", "cpu"), ranks),
+    ):
+        if device.startswith("cuda") and not gpus:
+            yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
+        elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
+            key = "cluster.ranks" if where == "train" else "cluster.engines"
+            yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
+
+
+def _package_problems(config: RunConfig) -> Iterator[Problem]:
+    """Optional packages that the config needs and that are not installed; nothing is imported for it."""
+    needed = [(f"monitors[{n}]", *_MONITORS[m.kind]) for n, m in enumerate(config.monitors) if m.kind in _MONITORS]
+    if config.cluster.kind == "ray":
+        needed.append(("cluster.kind", "ray", "ray", "ray"))
+    if config.run.mode == "serve":
+        needed.append(("run.mode", "fastapi", "fastapi", "serve"))
+    if getattr(config.train, "lora", None) is not None:
+        needed.append(("train.lora", "peft", "peft", "peft"))
+    for where, module, package, extra in needed:
+        if importlib.util.find_spec(module) is None:
+            error = MissingPackage(package, extra, f"what {where} asks for")
+            yield Problem(where, error.asked, error.found, error.do)
