@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trivium.errors import SyncError
 from trivium.explorer import check_failures
+from trivium.phases import activity, progress
 from trivium.randomness import SampleKey
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class Evaluator:
     async def rollouts(self, version: int) -> list[Group]:
         """Every task, rolled out with this version."""
         self._expect(version)
-        groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
+        with activity(f"evaluating {self.taskset}", len(self.tasks)):
+            groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
         self._expect(version)
         return groups
 
@@ -108,7 +110,9 @@ class Evaluator:
             SampleKey(self.seed, f"eval/{self.taskset}", task.taskset, task.task_id, 0, sample)
             for sample in range(self.samples)
         ]
-        return await self.explorer.rollout(task, keys, sampling=self.sampling)
+        group = await self.explorer.rollout(task, keys, sampling=self.sampling)
+        progress()
+        return group
 
     def _names(self) -> list[str]:
         kinds = ("pass", "maj", "best", "worst")

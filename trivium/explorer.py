@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from trivium.types import Lease, Task
 
 T = TypeVar("T")
+
+_log = logging.getLogger("trivium")
 Score = Mapping[str, float] | RewardError
 """Weighted components of a reward by name, or why there are none."""
 
@@ -74,6 +77,9 @@ class Explorer:
     """Whether it has found no free slot."""
     wants_weights: bool = field(default=False, init=False)
     """Whether it has told the trainer that it wants newer weights."""
+    _counts: Counter[str] = field(default_factory=Counter[str], init=False)
+    """What it has rolled out since its last report."""
+    _counted_since: float = field(default_factory=time.monotonic, init=False)
     _semaphore: asyncio.Semaphore = field(init=False)
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
     """What was started, in that order, up to the oldest group in progress (None)."""
@@ -92,6 +98,15 @@ class Explorer:
         """Loads a published version; completions in flight finish first, or continue with it."""
         weights = await asyncio.to_thread(lambda: list(channel.collect(version)))  # may wait for the trainer
         await self.engine.load(version, weights, in_flight=self.in_flight)
+        _log.info("%s holds version %d%s", self.name, version, self._report())
+
+    def _report(self) -> str:
+        """What it has rolled out since it was last asked."""
+        counts, seconds = self._counts, time.monotonic() - self._counted_since
+        self._counts, self._counted_since = Counter(), time.monotonic()
+        rollouts = f"{counts['rollouts']} rollouts, {counts['failed']} of them failed"
+        pace = f"{counts['tokens'] / seconds:,.0f} tokens/s"
+        return f"; before: {counts['groups']} groups ({rollouts}), {pace}" if counts["groups"] else ""
 
     def refined(self, group: Group) -> Group:
         """The group after the experience pipeline; the first operator that refuses it has the last word."""
@@ -121,6 +136,9 @@ class Explorer:
                 why = f"{successful} of {len(keys)} members succeeded, workflow.min_members is {self.min_members}"
                 group = group.refused(why)
             count(group)
+        failed = sum(each.failure is not None for each in group.rollouts)
+        tokens = sum(each.num_tokens for each in group.rollouts)
+        self._counts.update(groups=1, rollouts=len(group.rollouts), failed=failed, tokens=tokens)
         return self.refined(group)
 
     @contextmanager

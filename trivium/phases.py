@@ -1,16 +1,19 @@
-"""What a train step spends its time on, and which of it bounds a run."""
+"""What a train step spends its time on, and which of it bounds a run; what goes on now, for those who watch."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from trivium.types import Batch, Metrics
+
+_log = logging.getLogger("trivium")
 
 
 @dataclass
@@ -63,6 +66,83 @@ def measured(phases: Mapping[str, Phase]) -> Metrics:
     tokens = max((each.tokens for name, each in phases.items() if name.startswith("update/")), default=0)
     seconds = sum(each.seconds for each in phases.values())
     return {**metrics, "perf/train_tokens_per_second": tokens / seconds} if tokens and seconds else metrics
+
+
+# --------------------------------------------------------------------------- for those who watch
+
+
+@dataclass(eq=False)
+class Activity:
+    """Something that goes on and may take long."""
+
+    name: str
+    total: int | None = None
+    """How many parts it has; None where that is unknown."""
+    done: int | None = None
+    """How many of them are; None where that is unknown."""
+
+
+class Watcher(Protocol):
+    """Shows what goes on in this process."""
+
+    def show(self, activities: Sequence[Activity]) -> None:
+        """Called with all that goes on, whenever some of it begins, progresses or ends; from any thread."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Called with a line about the run as a whole."""
+        ...
+
+
+_watchers: list[Watcher] = []
+_activities: list[Activity] = []
+_CURRENT: ContextVar[Activity | None] = ContextVar("activity", default=None)
+
+
+def watch(watcher: Watcher) -> Callable[[], None]:
+    """Shows the watcher what goes on from now on; returns what ends that."""
+    _watchers.append(watcher)
+
+    def end() -> None:
+        if watcher in _watchers:
+            _watchers.remove(watcher)
+
+    return end
+
+
+def announce(text: str) -> None:
+    """A line about the run as a whole, for those who watch; the log gets it as well."""
+    _log.info(text)
+    for watcher in tuple(_watchers):
+        watcher.say(text)
+
+
+@contextmanager
+def activity(name: str, total: int | None = None) -> Generator[None]:
+    """Shows that something goes on inside this block; `progress` says how far it is."""
+    current = Activity(name, total)
+    token = _CURRENT.set(current)
+    _activities.append(current)
+    _show()
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+        _activities.remove(current)
+        _show()
+
+
+def progress(done: int | None = None) -> None:
+    """How many parts of the activity that this is called in are done; None: one more."""
+    current = _CURRENT.get()
+    if current is not None:
+        current.done = (current.done or 0) + 1 if done is None else done
+        _show()
+
+
+def _show() -> None:
+    for watcher in tuple(_watchers):
+        watcher.show(tuple(_activities))
 
 
 # --------------------------------------------------------------------------- of a run

@@ -16,6 +16,7 @@ from trivium.errors import RolloutsFailing, RunDirError, TriviumError
 from trivium.explorer import check_failures
 from trivium.loops import train_loop, train_step
 from trivium.metrics import aggregate, declared
+from trivium.phases import activity
 from trivium.synchronizer import live_explorers, weights_requested
 from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
 
@@ -97,10 +98,12 @@ class Trainer:
 
     def prepare(self) -> None:
         """Loads models, and the checkpoint where there is one."""
-        self.engine.prepare()
+        with activity("loading the trainer's models"):
+            self.engine.prepare()
+            if self.resume is not None:
+                self.engine.load(self.resume.path)
+                self.channel.restore(self.resume.path / "versions")
         if self.resume is not None:
-            self.engine.load(self.resume.path)
-            self.channel.restore(self.resume.path / "versions")
             self.engine.algorithm.restore(self.resume.state["algorithm"])
             self._saved_step, self._evaluated_step = self.resume.step, self.resume.state["evaluated"]
         self.last_trainer_sync_step = self.train_step_num
@@ -139,13 +142,13 @@ class Trainer:
         started = time.monotonic()
         version = self.train_step_num
         try:
-            with self._timed("wait"):
+            with self._timed("wait"), activity(f"step {version + 1}: rollouts", self.schedule.groups_per_step):
                 groups, fresh, sampled = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
             self._data_ended, self.train_continue = True, False
             return False
-        with self._timed("train"):
+        with self._timed("train"), activity(f"step {version + 1}: training"):
             keep = None if self.keep is None else partial(self.keep, version + 1, groups)
             metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm, keep)
         self.score = None  # of this step nothing has been measured yet

@@ -362,6 +362,26 @@ def test_functions_and_rows_of_a_notebook_are_trained_on_and_recorded(tmp_path: 
     assert [(row["step"], row["reward/component/one"]) for row in rows] == [(1, 1.0), (2, 1.0)]
 
 
+def test_the_console_says_where_the_run_is(start: Callable[..., Forked], tmp_path: Path) -> None:
+    console = (
+        "run",
+        "base.yaml",
+        "monitors=[console, jsonl]",
+        "schedule.steps=2",
+        "evaluation={taskset: train}",
+        "rewards=[exact]",
+    )
+    command = start("first", *console)
+    assert command.wait(240) == 0, command.text
+    lines = command.text.splitlines()
+    assert re.fullmatch(r"trains on cpu \(\d+ threads\) in float32: policy of [\d,]+ parameters, all trained", lines[0])
+    assert lines[1].startswith("step 0/2  accuracy")
+    assert re.match(r"step 1/2 .* tokens/s [\d,]+  seconds [\d.]+  left \d:\d\d$", lines[2])
+    again = start("again", *console)
+    assert again.wait(240) == 0, again.text
+    assert "already complete: 2 steps" in again.text
+
+
 def test_the_version_in_python_and_on_the_command_line(tmp_path: Path) -> None:
     command = Forked("version", tmp_path / "out", trivium, "--version")
     assert (command.wait(60), command.text.split()) == (0, ["trivium", __version__])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import sys
 import time
@@ -21,6 +22,7 @@ from trivium.monitors.fanout import FanOut
 from trivium.monitors.jsonl import JsonlMonitor
 from trivium.monitors.plot import learning_curve
 from trivium.monitors.tensorboard import TensorBoardMonitor
+from trivium.phases import activity, announce, progress
 from trivium.registry import resolve
 
 
@@ -28,11 +30,13 @@ def jsonl(run_dir: Path, resume_step: int = 0) -> JsonlMonitor:
     return JsonlMonitor(JsonlMonitor.Config(kind="jsonl"), run_dir=run_dir, resume_step=resume_step)
 
 
-def console(width: int = 100, terminal: bool = False, rows: int = 20) -> tuple[ConsoleMonitor, io.StringIO]:
+def console(
+    width: int = 100, terminal: bool = False, rows: int = 20, run_dir: Path = Path("runs/x")
+) -> tuple[ConsoleMonitor, io.StringIO]:
     out = io.StringIO()
     screen = Console(file=out, force_terminal=terminal, width=width)
     config = ConsoleMonitor.Config(kind="console", rows=rows)
-    return ConsoleMonitor(config, run_dir=Path("runs/x"), resume_step=0, console=screen), out
+    return ConsoleMonitor(config, run_dir=run_dir, resume_step=0, console=screen), out
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -125,6 +129,65 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "step 1  reward 0.250  grad norm 1.500  seconds 2.00",
         "step 1  accuracy 50.0%",
         "step 2  ",
+    ]
+
+
+def planned(run_dir: Path, steps: int) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "plan.yaml").write_text(f"total_steps: {steps}\n")
+
+
+def test_lines_say_how_far_the_run_is_how_fast_and_how_long_it_takes(tmp_path: Path) -> None:
+    planned(tmp_path / "x", 3)
+    monitor, out = console(run_dir=tmp_path / "x")
+    monitor.log(1, {"time/step": 100.0, "perf/rollout_tokens_per_second": 12345.6, "train/preference_accuracy": 0.75})
+    monitor.log(3, {"time/step": 0.0})
+    monitor.close()
+    assert out.getvalue().splitlines() == [
+        "step 1/3  preferred 75.0%  tokens/s 12,346  seconds 100.00  left 3:20",
+        "step 3/3  seconds 0.00",
+    ]
+
+
+def test_a_table_has_the_columns_that_have_numbers_and_says_what_is_left(tmp_path: Path) -> None:
+    planned(tmp_path / "x", 7)
+    monitor, out = console(terminal=True, run_dir=tmp_path / "x", width=200)
+    monitor.log(5, {"time/step": 3600.0, "reward/mean": 0.5})
+    monitor.close()
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue())
+    final = text[text.rindex("step 5/7") :]
+    assert "2:00:00 left" in final
+    assert final.splitlines()[1].split() == ["step", "reward", "seconds"]
+
+
+def test_what_goes_on_is_a_bar_in_a_terminal(tmp_path: Path) -> None:
+    monitor, out = console(terminal=True)
+    with activity("evaluating test", 4):
+        progress()
+        progress(3)
+        with activity("loading"):
+            monitor.close()
+    assert re.search(r"evaluating test.*3/4", out.getvalue())
+    assert "loading" in out.getvalue()
+    with activity("later"):
+        pass
+    assert "later" not in out.getvalue(), "a closed monitor does not watch"
+
+
+def test_what_takes_long_is_a_line_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, out = console()
+    with activity("quick", 2):
+        progress()
+    monkeypatch.setattr("trivium.monitors.console._QUIET_S", 0.0)
+    with activity("evaluating test", 4):
+        progress()
+    announce("already complete: [3] steps")
+    monitor.close()
+    assert out.getvalue().splitlines() == [
+        "evaluating test: 0:00",
+        "evaluating test: 1/4 after 0:00",
+        "evaluating test: took 0:00",
+        "already complete: [3] steps",
     ]
 
 

@@ -30,6 +30,7 @@ from trivium.buffers.slots import (
 )
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig
+from trivium.phases import progress
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease
@@ -172,6 +173,7 @@ class MemoryBuffer:
         def ready() -> bool:
             if not self.schedule.ordered:
                 self._evict(version)
+            progress(min(count, self._ready()))
             return self._ready() >= count
 
         async with self._changed:

@@ -36,6 +36,7 @@ from trivium.buffers.slots import (
     retried,
 )
 from trivium.errors import DataError
+from trivium.phases import progress
 from trivium.schedule import Schedule
 from trivium.types import Group, Lease
 
@@ -251,7 +252,9 @@ class Slots:
     def due(self, count: int, version: int) -> bool:
         """Whether `take` has anything to do. Raises StopAsyncIteration where the buffer is closed."""
         self._check_open()
-        return self._older(version) is not None or len(self._ready(count)) == count
+        ready = len(self._ready(count))
+        progress(ready)
+        return ready == count or self._older(version) is not None
 
     def take(self, count: int, version: int) -> list[Lease] | None:
         """Consumes the next `count` attempts for `version`; None where there are too few. Evicts first. Raises

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import Field
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from trivium.config import Plugin
+from trivium.phases import Activity, watch
 
 Row = dict[str, float]
+
+_QUIET_S = 60.0
+"""Outside a terminal, what takes longer than this says how far it is, each time that this has passed."""
 
 
 def _first(*prefixes: str) -> Callable[[Row], float | None]:
@@ -41,11 +51,14 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("eval reward", _evaluated("reward"), "{:.3f}"),
     ("accuracy", _evaluated("accuracy"), "{:.1%}"),
     ("loss", _first("train/loss/"), "{:.4f}"),
+    ("preferred", _first("train/preference_accuracy"), "{:.1%}"),
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),
+    ("tokens/s", _first("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"),
     ("seconds", _first("time/step", "time/"), "{:.2f}"),
 )
-"""Title, where its number comes from, how it is written. A row that lacks the number shows a blank."""
+"""Title, where its number comes from, how it is written. A row that lacks the number shows a blank, a table in which no
+row has it lacks the column."""
 
 
 def cells(row: Row) -> list[str]:
@@ -55,7 +68,7 @@ def cells(row: Row) -> list[str]:
 
 
 class ConsoleMonitor:
-    """Shows the newest steps. What several logs say about one step shares a line in the live table."""
+    """Shows the newest steps, and what goes on. What several logs say of one step shares a line in the live table."""
 
     class Config(Plugin):
         kind: str = "console"
@@ -67,28 +80,44 @@ class ConsoleMonitor:
         self._rows = config.rows
         self._steps: dict[int, Row] = {}
         self._title = str(run_dir)
+        self._remaining = _Remaining(_total_steps(run_dir))
         self._live: Live | None = None
+        self._bars = _Bars()
+        self._lines = _Lines(self._print)
+        self._lock = threading.Lock()
+        self._unwatch = watch(self)
         if resume_step:
-            self._console.print(f"{self._title}: continues after step {resume_step}", highlight=False)
+            self._print(f"{self._title}: continues after step {self._remaining.place(resume_step)}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "time/step" in metrics:
+            self._remaining.observe(step, metrics["time/step"])
         if not self._console.is_terminal:
-            named = [
-                f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(dict(metrics)), strict=True) if cell
-            ]
-            self._console.print(f"step {step}  " + "  ".join(named), highlight=False, soft_wrap=True)
+            pairs = zip(COLUMNS, cells(dict(metrics)), strict=True)
+            named = [f"{title} {cell}" for (title, _, _), cell in pairs if cell]
+            left = [f"left {self._remaining.left()}"] if "time/step" in metrics and self._remaining.left() else []
+            self._print(f"step {self._remaining.place(step)}  " + "  ".join(named + left))
             return
-        self._steps.setdefault(step, {}).update(metrics)
+        self._steps[step] = {**self._steps.get(step, {}), **metrics}
         while len(self._steps) > self._rows:
             del self._steps[min(self._steps)]
-        if self._live is None:
-            self._live = Live(self._table(), console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(self._table(), refresh=True)
+        self._show_live()
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Says that there is a table; its rows are too wide for a console and are in the run directory."""
-        self._console.print(f"step {step}  {name}: {len(rows)} rows", highlight=False)
+        self._print(f"step {step}  {name}: {len(rows)} rows")
+
+    def show(self, activities: Sequence[Activity]) -> None:
+        """Shows what goes on: bars in a terminal; elsewhere a line now and then about what takes long."""
+        with self._lock:
+            if self._console.is_terminal:
+                self._bars.show(activities)
+                self._show_live()
+            else:
+                self._lines.show(activities)
+
+    def say(self, text: str) -> None:
+        self._print(text)
 
     def state(self) -> dict[str, Any]:
         """Nothing: what was on the screen stays there."""
@@ -98,14 +127,115 @@ class ConsoleMonitor:
         """Nothing to take back."""
 
     def close(self) -> None:
+        self._unwatch()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _table(self) -> Table:
-        table = Table(title=self._title, title_justify="left", box=None, pad_edge=False)
-        for title in ("step", *(title for title, _, _ in COLUMNS)):
-            table.add_column(title, justify="right", no_wrap=True)
-        for step, row in sorted(self._steps.items()):
-            table.add_row(str(step), *cells(row))
-        return table
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _show_live(self) -> None:
+        """Starts the live table, which draws itself from then on."""
+        if self._live is None:
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def _table(self) -> Group:
+        steps = sorted(self._steps.items())  # a copy: another thread draws
+        rows = [(step, cells(row)) for step, row in steps]
+        shown = [place for place in range(len(COLUMNS)) if any(row[place] for _, row in rows)]
+        at = self._remaining.place(steps[-1][0]) if steps else ""
+        parts = (self._title, f"step {at}" if at else "", f"{left} left" if (left := self._remaining.left()) else "")
+        title = Text("  ".join(part for part in parts if part), style="italic")
+        table = Table(box=None, pad_edge=False)
+        for name in ("step", *(COLUMNS[place][0] for place in shown)) if steps else ():
+            table.add_column(name, justify="right", no_wrap=True)
+        for step, row in rows:
+            table.add_row(str(step), *(row[place] for place in shown))
+        return Group(title, table, self._bars.progress)
+
+
+class _Remaining:
+    """How much of a run is left, by the pace of this session's newest steps."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self._times: deque[tuple[int, float]] = deque(maxlen=20)
+        """(step, when it was logged)"""
+
+    def observe(self, step: int, seconds: float) -> None:
+        """A step that took so long was logged."""
+        now = time.monotonic()
+        if not self._times:
+            self._times.append((step - 1, now - seconds))
+        self._times.append((step, now))
+
+    def place(self, step: int) -> str:
+        return str(step) if self.total is None else f"{step}/{self.total}"
+
+    def left(self) -> str:
+        """The time that is left as `m:ss` or `h:mm:ss`; empty where it is unknown, or nothing is left."""
+        if self.total is None or not self._times or self._times[-1][0] >= self.total:
+            return ""
+        (first, began), (last, now) = self._times[0], self._times[-1]
+        return _clock((self.total - last) * (now - began) / (last - first)) if last > first else ""
+
+
+class _Bars:
+    """A bar for each activity."""
+
+    def __init__(self) -> None:
+        count = TextColumn("{task.fields[count]}", justify="right")
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), count, TimeElapsedColumn()
+        )
+        self._tasks: dict[Activity, TaskID] = {}
+
+    def show(self, activities: Sequence[Activity]) -> None:
+        for each in activities:
+            if each not in self._tasks:
+                self._tasks[each] = self.progress.add_task(each.name, total=None, count="")
+            total = each.total if each.done is not None else None
+            self.progress.update(self._tasks[each], total=total, completed=each.done or 0, count=_count(each))
+        for ended in self._tasks.keys() - set(activities):
+            self.progress.remove_task(self._tasks.pop(ended))
+
+
+class _Lines:
+    """A line about each activity that takes long, now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._since: dict[Activity, tuple[float, float]] = {}
+        """When it began, and when it was spoken of."""
+
+    def show(self, activities: Sequence[Activity]) -> None:
+        now = time.monotonic()
+        for each in activities:
+            began, spoken = self._since.setdefault(each, (now, now))
+            if now - spoken >= _QUIET_S:
+                self._since[each] = (began, now)
+                self._say(f"{each.name}: {_count(each) and f'{_count(each)} after '}{_clock(now - began)}")
+        for ended in self._since.keys() - set(activities):
+            began, _ = self._since.pop(ended)
+            if now - began >= _QUIET_S:
+                self._say(f"{ended.name}: took {_clock(now - began)}")
+
+
+def _count(each: Activity) -> str:
+    if each.done is None:
+        return ""
+    return f"{each.done}/{each.total}" if each.total is not None else str(each.done)
+
+
+def _clock(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def _total_steps(run_dir: Path) -> int | None:
+    """The steps that the run is planned for; None where nothing planned it."""
+    plan = run_dir / "plan.yaml"
+    return yaml.safe_load(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None

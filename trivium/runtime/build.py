@@ -27,6 +27,7 @@ from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.fanout import FanOut
+from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
@@ -305,14 +306,15 @@ def build_tasks(config: RunConfig, name: str) -> TaskSource:
 def build_engine(stage: Stage) -> RolloutEngine:
     """The rollout engine, its model loaded."""
     renderer = stage.renderer
-    return build(
-        "engines",
-        stage.config.engine,
-        model_dir=stage.model_dir,
-        eos_token_ids=renderer.eos_token_ids,
-        decode=renderer.decode,
-        threads=stage.threads,
-    )
+    with activity("loading the engine's model"):
+        return build(
+            "engines",
+            stage.config.engine,
+            model_dir=stage.model_dir,
+            eos_token_ids=renderer.eos_token_ids,
+            decode=renderer.decode,
+            threads=stage.threads,
+        )
 
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:

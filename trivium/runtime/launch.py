@@ -16,7 +16,7 @@ from trivium.config import RunConfig, build
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts
-from trivium.phases import verdict
+from trivium.phases import announce, verdict
 from trivium.registry import is_unnamed
 from trivium.runtime.build import (
     Stage,
@@ -85,9 +85,13 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
                     )
         changes = recorded_changes(run_dir)
         record: dict[str, Any] = {"changes": changes} if changes else {}
+        trained = False
         with open_session(config, run_dir, store, latest) as train_stage:
             for stage, resume in _remaining_stages(config, run_dir, store, latest, record):
                 record.update(train_stage(stage, resume, record))
+                trained = True
+            if not trained:
+                announce(f"already complete: {store.steps()[-1]} steps; a larger schedule.steps continues it")
         if launched_ranks() > 1:
             from trivium.training.torchrun import stop_ranks
 
@@ -207,7 +211,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
     steps = [sum(stage.schedule.steps for stage in stages[:number]) for number in range(len(stages))]
     board = open_board(config)
     waiting = build_synchronizer(config, board, fingerprint(config))
-    with logging_to(run_dir, f"log-{name}.txt"):
+    with logging_to(run_dir, f"log-{name}.txt", shown=logging.INFO):  # it has no monitor
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / f"model-{name}")
         number: int | None = -1
         explored = 0

@@ -11,8 +11,9 @@ _log = logging.getLogger("trivium")
 
 
 @contextmanager
-def logging_to(run_dir: Path, file_name: str, role: str = "") -> Generator[None]:
-    """The logger `trivium` goes to a file of the run directory while the block runs; warnings to stderr as well.
+def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = logging.WARNING) -> Generator[None]:
+    """The logger `trivium` goes to a file of the run directory while the block runs; from the level `shown` on, to
+    stderr as well.
 
     Several processes may write to one file, each saying which `role` it is: a record is appended whole.
     """
@@ -22,7 +23,7 @@ def logging_to(run_dir: Path, file_name: str, role: str = "") -> Generator[None]
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
     terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
     terminal.setFormatter(logging.Formatter(format_))
-    terminal.setLevel(logging.WARNING)
+    terminal.setLevel(shown)
     _log.setLevel(logging.INFO)
     for each in (handler, terminal):
         _log.addHandler(each)

@@ -34,7 +34,7 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators
-from trivium.phases import Phase
+from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
 from trivium.training.flops import measured_peak, utilisation
@@ -170,6 +170,20 @@ class TorchTrainEngine(TrainEngine):
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
         self._open(self._model_dir, self._model_dir, self._model_dir)
+        announce(self._description())
+
+    def _description(self) -> str:
+        """What is trained, and where, in one line."""
+        models = []
+        for role, learner in self._learners.items():
+            parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
+            number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
+            frozen = learner.optimizer is None
+            some = "frozen" if frozen else f"{trained:,} of them trained" if trained < number else "all trained"
+            models.append(f"{role} of {number:,} parameters, {some}")
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else f"{self._threads} threads"
+        ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
+        return f"trains on {self._device.type} ({name}{ranks}) in {self.config.dtype}: {'; '.join(models)}"
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
