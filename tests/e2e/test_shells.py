@@ -88,7 +88,7 @@ def test_two_shells_learn_over_postgresql(postgres: Server, tmp_path: Path) -> N
                         "policy_loss": {"kind": "ppo", "clip_high": 0.3},
                     },
                     "train": {"optimizer": {"lr": 2e-3, "betas": [0.9, 0.98], "warmup_steps": 5, "schedule": "cosine"}},
-                    "schedule": {"steps": 80, "groups_per_step": 16, "group_size": 8, "max_staleness": 1},
+                    "schedule": {"steps": 32, "groups_per_step": 16, "group_size": 8, "max_staleness": 1},
                 },
             ],
         },

@@ -7,13 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import Forked, trivium
 from trivium.buffers.journal import Journal
 from trivium.cli import main
 from trivium.config import config_from_mapping, load_config
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.slow
 
 CONFIG = Path(__file__).parent / "three_ways.yaml"
 STEPS = {"live": (1, 2), "recorded": (3, 4, 5, 6, 7)}
-WAYS: Mapping[str, tuple[list[str], list[str]]] = {
-    "torchrun": ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
-    "ray": ([sys.executable], ["cluster.kind=ray", "cluster.ranks=2"]),
-}
+WAYS = ("torchrun", "ray")
 
 
 def arguments(directory: Path, way: str) -> list[str]:
@@ -47,16 +44,18 @@ def here(directory: Path, way: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs in all three ways, a recording that they share, and the one of torchrun gone on with in one process."""
     directory = tmp_path_factory.mktemp("ways")
     said = load_config(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
     run(config_from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
     here(directory, "alone")
-    for way, (before, after) in WAYS.items():
-        command = [*before, "-m", "trivium", *arguments(directory, way), *after]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trivium"]
+    done = subprocess.run([*torchrun, *arguments(directory, "torchrun")], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
+    command = Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray)
+    assert command.wait(200) == 0, command.text
     shutil.copytree(directory / "torchrun", directory / "resumed")
     for step in (6, 7):
         shutil.rmtree(directory / "resumed" / "checkpoints" / f"step-{step:06d}")
