@@ -125,8 +125,8 @@ class Explorer:
         keys = [schedule.key(at, index) for index in range(schedule.group_size)]
         greedy = schedule.key(at, schedule.group_size) if self.greedy_baseline else None
         with self._counted(lease) as count:
-            if lease.recorded is not None and self._can_judge_again:
-                group = await self._judge_again(lease.recorded)
+            if lease.recorded is not None and self._can_judge_again(lease.recorded, at.task):
+                group = await self._judge_again(replace(lease.recorded, task=at.task))
             else:
                 group = await self.rollout(
                     at.task, keys, slot=lease.slot, epoch=at.epoch, attempt=lease.attempt, greedy=greedy
@@ -199,10 +199,11 @@ class Explorer:
         scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
-    @property
-    def _can_judge_again(self) -> bool:
-        """Whether the judge alone gives rewards: none of a recorded group's are the workflow's or an operator's."""
-        return not (capabilities_of(self.workflow).gives_rewards or self.operators)
+    def _can_judge_again(self, group: Group, task: Task) -> bool:
+        """Whether the judge alone gives a recorded group its rewards, not the workflow or an operator; and whether it
+        was rolled out for this prompt (other columns of the task may have been corrected since)."""
+        alone = not (capabilities_of(self.workflow).gives_rewards or self.operators)
+        return alone and group.task.prompt == task.prompt
 
     async def _judge_again(self, group: Group) -> Group:
         """A recorded group with the rewards of all members that only a reward may have failed computed anew."""

@@ -652,7 +652,20 @@ async def test_a_group_whose_rewards_failed_is_judged_again_where_the_judge_alon
     ], "compared with all that succeed now; the greedy one by itself"
     assert again.trajectories[2].failure == failed.trajectories[2].failure
     assert len(engine.requests) == requests + (4 if gives_rewards else 0)
-    assert (again.turns().__next__() is failed.turns().__next__()) is not gives_rewards
+    assert (next(again.turns()) is next(failed.turns())) is not gives_rewards
+
+
+@pytest.mark.parametrize(("prompt", "rolled_out"), [("1", 0), ("2", 3)])
+async def test_a_group_is_judged_again_by_the_task_as_it_is_now(prompt: str, rolled_out: int) -> None:
+    playing = replace(explorer(), judge=Ranks())
+    playing.workflow = Silent(reply)
+    engine: Any = playing.engine
+    failed = await playing.rollout_slot(Schedule([TASK], seed=0, group_size=3), Lease(0))
+    corrected = replace(TASK, prompt=(Message("user", prompt),), columns={"answer": "corrected"})
+    requests = len(engine.requests)
+    again = await playing.rollout_slot(Schedule([corrected], seed=0, group_size=3), Lease(0, 0, failed))
+    assert again.task == corrected
+    assert len(engine.requests) == requests + rolled_out
 
 
 async def test_what_an_explorer_dropped_until_it_ended_the_run_is_retried(tmp_path: Path) -> None:
