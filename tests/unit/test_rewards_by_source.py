@@ -225,6 +225,127 @@ def test_programs_that_deceive(cheat: int, sandbox: Sandbox) -> None:
     assert [program_score(code, each, sandbox) for each in tests] == [0.0] * len(tests)
 
 
+HONEST = """
+import math
+from math import isclose
+def double(x): return x * 2
+def half(x): return x / 2
+def sort(values): values.sort()
+def count(n):
+    for i in range(n): yield i
+class Stack:
+    def __init__(self): self.values = []
+    def push(self, x): self.values.append(x)
+    def pop(self): return self.values.pop()
+    def empty(self): return not self.values
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == other.x
+def positive(x):
+    if x < 0: raise ValueError("negative")
+    return x
+def apply(g, x): return g(x)
+def pow(a, b): return a ** b
+"""
+
+HOLD = """
+assert 3 < double(2) < 5
+assert abs(half(1) - 0.5) < 1e-6 and math.isclose(half(1), 0.5) and isclose(half(1), 0.5)
+assert isinstance(double([1]), list) and double(1) in (1, 2) and not double(0) and double(1) is not None
+assert set(double([1, 2])) == {1, 2} and 2 == double(1) and list(count(3)) == [0, 1, 2]
+assert all(double(x) == 2 * x for x in range(5)) and double({1: 2}.get(1)) == 4
+stack = Stack(); stack.push(3); assert stack.pop() == 3; assert stack.empty() and isinstance(stack, Stack)
+values = [3, 1]; sort(values); assert values == [1, 3]
+assert Point(1) == Point(1) and not Point(1) == Point(2) and Point(1) != 1
+assert apply(lambda x: x + 1, 2) == 3 != 4
+assert 0 < pow(2, 3) < 9
+try:
+    positive(-1); assert False
+except ValueError as error:
+    assert "negative" in str(error)
+"""
+
+
+@linux
+def test_other_asserts_are_evaluated_beside_the_program(sandbox: Sandbox) -> None:
+    wrong = ["assert double(1) < 2", "assert 3 == double(1)", "assert missing(1) > 0", "assert pow(2, 3) > 8"]
+    assert program_score(HONEST, [HOLD], sandbox) == 1.0
+    assert program_score(HONEST, wrong, sandbox) == 0.0
+
+
+FORGED = """
+tried = (
+    lambda: f(2) > 3, lambda: abs(f(1) - 0.5) < 1e-6, lambda: isinstance(f([1]), list), lambda: f(1) in (1, 2),
+    lambda: 7 in f(1), lambda: f("a") is True, lambda: set(f([1, 2])) == {5, 6}, lambda: f(1).startswith("a"),
+    lambda: f(1).isdigit(), lambda: math.isclose(f(1), 0.5), lambda: isclose(f(1), 0.5), lambda: 9 == f(1),
+    lambda: sorted(f([2, 1])) == [1, 2], lambda: all(f(x) == x * x + 7 for x in range(3)), lambda: f(1) == 9,
+    lambda: round(f(1), 2) == 0.33, lambda: any(x == 3 for x in f(1)), lambda: {1: 2} == f(1),
+    lambda: f(1) <= 5 <= f(2),
+    lambda: type(f(1)) == list, lambda: (f(1) > 3) == True, lambda: "%d" % f(1) == "12", lambda: max(f(1), 3) > 4,
+    lambda: len(f(1)) == 17, lambda: f(1) + 1 == 5, lambda: not f(1) != 5,
+)
+for each in tried:
+    try:
+        held = bool(each())
+    except Exception:
+        held = False
+    assert not held
+"""
+EQUAL_TO_ALL = """
+class Yes:
+    def __getattr__(self, name): return lambda *args, **options: True
+    def __lt__(self, other): return True
+    __eq__ = __ne__ = __gt__ = __le__ = __ge__ = __contains__ = __lt__
+    def __sub__(self, other): return 0.0
+    __rsub__ = __add__ = __radd__ = __sub__
+    def __abs__(self): return 0.0
+    def __hash__(self): return 0
+    def __len__(self): return 0
+    def __iter__(self): return iter([Yes()])
+    def __call__(self, *args): return Yes()
+    __float__, __index__, __round__, __getitem__ = __abs__, __hash__, __call__, __call__
+"""
+FORGERIES = {
+    "an object": EQUAL_TO_ALL + "f = Yes()",
+    "its subclasses of data": "class Int(int):\n    def __lt__(self, other): return True\n"
+    "    __eq__ = __gt__ = __le__ = __ge__ = __lt__\n    __hash__ = int.__hash__\ndef f(*args): return Int(-77)",
+    "built-ins of its own": "import builtins\nabs = builtins.abs = lambda x: 0\n"
+    "isinstance = builtins.isinstance = any = all = isclose = builtins.all = lambda *args: True\n"
+    "len = builtins.len = lambda x: 17\nclass math:\n    isclose = isclose\ndef f(*args): return -77",
+}
+
+
+@linux
+@pytest.mark.parametrize("program", FORGERIES)
+def test_other_asserts_cannot_be_forged(program: str, sandbox: Sandbox) -> None:
+    assert program_score(FORGERIES[program], [FORGED], sandbox) == (program != "built-ins of its own")
+    alone = [
+        "assert abs(f(1) - 0.5) < 1e-6",
+        "assert math.isclose(f(1), 0.5)",
+        "assert isclose(f(1), 0.5)",
+        "assert 3 < f(1)",
+    ]
+    assert program_score(FORGERIES[program], alone, sandbox) == 0.0
+
+
+@linux
+def test_a_program_cannot_write_the_verdict_or_reach_the_judge(sandbox: Sandbox) -> None:
+    writes = """
+import os
+def f(x):
+    for n in range(3, 16):
+        for text in (b"True", b'{"result": 9, "changed": [9]}\\n', b'["attribute", 0, "__globals__"]\\n'):
+            try:
+                os.write(n, text)
+            except OSError:
+                pass
+    os._exit(0)
+"""
+    ends = "import os, sys\ndef f(x): os._exit(0)\n"
+    for code in (writes, ends, ends + "sys.exit(0)"):
+        assert program_score(code, ["assert f(1) > 8 and False", "assert f(2) < 0"], sandbox) == 0.0
+
+
 def test_the_program_in_a_completion() -> None:
     assert program_of("a\n```\nb = 1\n```\n```python\nc = 2\n```\n```text\nd\n```") == "c = 2\n"
     assert program_of("```\nb = 1\n``` so ```\nb = 2\n") == "b = 2\n"

@@ -1,12 +1,13 @@
 """Scores programs: the share of at most ten tests that a program passes, run in the sandbox.
 
-A program's output is compared here, outside the sandbox, where it cannot know what is expected of it. Only an `assert`
-that is not of the form `call == literal` is evaluated beside the program, and trusts it.
+A program's output is compared outside its process, where it cannot know what is expected of it: here, or, for an
+`assert` that is not of the form `call == literal`, by a judge in a sandbox of its own (`sandbox_judge.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import math
 import re
@@ -28,11 +29,15 @@ a reward."""
 
 
 class Test(NamedTuple):
-    """The input of a program, and whether it passed."""
+    """The input of a program, and whether it passed; or an assert that is judged beside it."""
 
     stdin: str
     check: Check | None
     passed: Callable[[Ran], bool]
+    statement: str = ""
+
+    def run(self, code: str, sandbox: Sandbox) -> Ran:
+        return sandbox.judge(code, self.statement) if self.statement else sandbox.run(code, self.stdin, self.check)
 
 
 def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
@@ -51,7 +56,7 @@ def program_score(completion: str, tests: object, sandbox: Sandbox) -> float:
     for test in known:
         if left <= 0:
             break
-        ran = sandbox.run(code, test.stdin, test.check)
+        ran = test.run(code, sandbox)
         left -= ran.wall_s
         passed += ran.end == "done" and _passed(test, ran)
     return passed / len(known)
@@ -131,7 +136,7 @@ def _function_test(name: str, given: str | Iterable[object], wanted: object) -> 
 
 
 def _assert_test(statement: str) -> Test:
-    """An `assert`. `call == literal` is compared here; of all others the program itself reports whether they hold."""
+    """An `assert`. `call == literal` is compared here, all others in a process that only calls the program's."""
     try:
         tree = ast.parse(statement)
     except SyntaxError as error:
@@ -140,10 +145,20 @@ def _assert_test(statement: str) -> Test:
     match last:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             literal = _literal(ast.unparse(right))
-            if literal is not None:
+            if literal is not None and (_is_call(left) or not isinstance(literal[0], bool)):
                 check = Check(ast.unparse(left), "\n".join(map(ast.unparse, before)))
                 return Test("", check, lambda ran: _value(ran, literal[0]) == literal[0])
-    return Test("", Check("True", statement), lambda ran: ran.given == "True")
+    return Test("", None, lambda ran: ran.given == "True", statement)
+
+
+def _is_call(expression: ast.expr) -> bool:
+    """Whether it calls what a program defines; another expression, such as `f(1) > 2`, could be made true in there."""
+    match expression:
+        case ast.Call(func=ast.Name(id=name)):
+            return not hasattr(builtins, name)
+        case ast.Call(func=ast.Attribute()):
+            return True
+    return False
 
 
 # --------------------------------------------------------------------------- comparing

@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -22,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from trivium.errors import ConfigError, RewardError
 from trivium.rewards.child import Child
@@ -39,6 +40,9 @@ _RUNNING = threading.BoundedSemaphore(os.cpu_count() or 1)
 """As many runs at a time as there are processors; waiting for one to end does not count as time of a run."""
 _numbers = count()
 _PROGRAM = ("-s", "-P", "-S", "-B", str(Path(__file__).with_name("sandbox_main.py")))
+_JUDGE = Path(__file__).with_name("sandbox_judge.py").read_text(encoding="utf-8")
+_SERVES = "exec(_judge, _judge := {'__name__': 'judge'})\n_judge['Channel'](_end).serve(globals())"
+"""What the program's process does for the judge, by names that no program has."""
 LIMITS = ("memory", "files", "network", "processes")
 """What a machine may be unable to enforce."""
 
@@ -73,6 +77,17 @@ class Ran:
     """Seconds that it took, without those that it waited for other runs."""
 
 
+class _Process(NamedTuple):
+    """A process of the sandbox."""
+
+    child: Child
+    folder: str
+    began: float
+    given: IO[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """What is evaluated once the code has run: statements, then an expression over its names."""
@@ -104,7 +119,30 @@ class Sandbox:
 
         Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
         """
-        with _RUNNING, _folder() as folder, ExitStack() as files:
+        with _RUNNING, self._started(code, check, stdin) as process:
+            return self._outcome(process, self._watched(process))
+
+    def judge(self, code: str, statement: str) -> Ran:
+        """Whether an `assert` about the code holds: `given` is "True". It is evaluated in a process of its own, which
+        only calls what the code defines (`sandbox_judge.py`); both are under the limits. Raises like `run`."""
+        ours, theirs = socket.socketpair()
+        with _RUNNING, ours, theirs, ExitStack() as processes:
+            serves = Check("None", _SERVES, {"_judge": _JUDGE, "_end": theirs.fileno()})
+            judges = Check("judge(_statement, _end)", names={"_statement": statement, "_end": ours.fileno()})
+            program = processes.enter_context(self._started(code, serves, descriptor=theirs.fileno()))
+            judging = processes.enter_context(self._started(_JUDGE, judges, descriptor=ours.fileno()))
+            ours.close()
+            theirs.close()  # each has its own end: it sees when the other one is gone
+            ran = self._outcome(judging, self._watched(judging, program))
+            self._outcome(program, "done")
+            return ran
+
+    @contextmanager
+    def _started(
+        self, code: str, check: Check | None, stdin: str = "", descriptor: int | None = None
+    ) -> Iterator[_Process]:
+        """A process that runs the code and then the check; gone after the block. It inherits `descriptor` too."""
+        with _folder() as folder, ExitStack() as files:
             given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             source.write(stdin.encode("utf-8", "surrogatepass"))
             source.seek(0)
@@ -117,18 +155,22 @@ class Sandbox:
                 stdin=source,
                 stdout=out,
                 stderr=err,
-                pass_fds=(given.fileno(),),
+                pass_fds=(given.fileno(), *(() if descriptor is None else (descriptor,))),
                 timeout_s=self.limits.wall_s,
             )
             try:
                 child.send(json.dumps(self._order(code, check, folder)))
-                end = self._watched(child, folder, began + self.limits.wall_s)
-                took = time.monotonic() - began
-                report = child.receive()
+                yield _Process(child, folder, began, given, out, err)
             finally:
                 child.end()
-            value = _text(given, _SHOWN)
-            ran = Ran(end, _text(out, self.limits.file_size), _text(err, _SHOWN), value or None, took)
+
+    def _outcome(self, process: _Process, end: str) -> Ran:
+        """What came of a process that ended so, or is ended now. Raises unless it had confined itself."""
+        took = time.monotonic() - process.began
+        report = process.child.receive()
+        process.child.end()
+        out, err = _text(process.out, self.limits.file_size), _text(process.err, _SHOWN)
+        ran = Ran(end, out, err, _text(process.given, _SHOWN) or None, took)
         self._confined(report, ran)
         return ran
 
@@ -137,6 +179,8 @@ class Sandbox:
         return {
             "parent": os.getpid(),
             "folder": folder,
+            "disk": limits.disk,
+            "entries": _ENTRIES,
             "uid": _unused_uid(),
             "without": self._without,
             "readable": self._folders,
@@ -157,12 +201,15 @@ class Sandbox:
             },
         }
 
-    def _watched(self, child: Child, folder: str, deadline: float) -> str:
-        """Waits for the end of a run, or kills it at a limit; returns how it ended (`Ran.end`)."""
-        while (code := child.wait(_LOOK_S)) is None:
-            stopped = "wall" if time.monotonic() > deadline else "disk" if self._full(folder) else ""
+    def _watched(self, process: _Process, *others: _Process) -> str:
+        """Waits for the end of a process, or kills it when it, or one of the others, is at a limit that this side
+        enforces; returns how it ended (`Ran.end`)."""
+        deadline = process.began + self.limits.wall_s
+        while (code := process.child.wait(_LOOK_S)) is None:
+            full = any(self._full(each.folder) for each in (process, *others))
+            stopped = "wall" if time.monotonic() > deadline else "disk" if full else ""
             if stopped:
-                child.kill()
+                process.child.kill()
                 return stopped
         return {0: "done", -signal.SIGXCPU: "cpu", -signal.SIGKILL: "killed"}.get(code, "error")
 

@@ -19,7 +19,8 @@ import sys
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
-_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 1 << 12, 1 << 14, 1 << 18, 2
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _CAPABILITIES_3 = 0x20080522
@@ -66,7 +67,8 @@ def confine(order: dict[str, Any]) -> dict[str, str]:
     if sys.platform != "linux":
         return dict.fromkeys(("memory", "files", "network", "processes"), f"{sys.platform} offers no means")
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    counted = _change_user(order["uid"], order["folder"])
+    alone = _private_root(order)
+    counted = _change_user(order["uid"], order["folder"], alone)
     _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
     if os.getppid() != order["parent"]:
         sys.exit("the parent process has ended")
@@ -82,11 +84,63 @@ def confine(order: dict[str, Any]) -> dict[str, str]:
     return missing
 
 
-def _change_user(uid: int, folder: str) -> bool:
+def _private_root(order: dict[str, Any]) -> bool:
+    """Where the machine lets it: a file system that holds what is readable and nothing else, so that no other path can
+    be asked about, and a folder in memory of the size and number of files that it may use.
+
+    Returns whether this user is now in a namespace of users of its own.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    alone = uid != 0
+    if _libc.unshare(_CLONE_NEWNS | (_CLONE_NEWUSER if alone else 0)) != 0:
+        return False
+    folder, mounted = order["folder"], False
+    try:
+        if alone:
+            for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+        _mount("tmpfs", folder, "tmpfs", 0, "size=1m,mode=755")
+        mounted = True
+        bound: list[str] = []
+        for path in (*order["readable"], "/dev/null"):
+            if os.path.exists(path) and not any(path.startswith(f"{each}/") for each in bound):
+                _bind(path, folder + path)
+                bound.append(path)
+        os.makedirs(folder + folder)
+        owner = uid if alone else order["uid"]
+        space = f"size={order['disk']},nr_inodes={order['entries']},mode=700,uid={owner},gid={gid if alone else owner}"
+        _mount("tmpfs", folder + folder, "tmpfs", 0, space)
+        os.chroot(folder)
+        os.chdir("/")
+    except OSError:  # the machine does not let it: Landlock says what can be read, the parent looks at the folder
+        if mounted:
+            _libc.umount2(folder.encode(), _MNT_DETACH)
+    return alone
+
+
+def _bind(path: str, target: str) -> None:
+    """Shows a file or a folder at another place too."""
+    if os.path.isdir(path):
+        os.makedirs(target)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    _mount(path, target, "", _MS_BIND | _MS_REC)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    texts = (source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None)
+    if _libc.mount(*texts) != 0:
+        raise OSError(ctypes.get_errno(), _error(), target)
+
+
+def _change_user(uid: int, folder: str, alone: bool) -> bool:
     """Becomes a user of this run alone, who owns the folder. Returns whether the kernel now counts this process's
-    threads apart from all others; where it does not, the filter allows none."""
+    threads apart from all others (`alone`: it does); where it does not, the filter allows none."""
     if os.geteuid() != 0:
-        alone = _libc.unshare(_CLONE_NEWUSER) == 0  # the same user in a namespace of its own
+        alone = alone or _libc.unshare(_CLONE_NEWUSER) == 0  # the same user in a namespace of its own
         _keep_capabilities(0)
         return alone
     try:
