@@ -249,16 +249,30 @@ class Outcome:
         log = self._log(details)
         if self.debug or not (explained or log):
             print(details, file=sys.stderr)
-        print(cause if explained else f"{type(cause).__name__}: {cause}", file=sys.stderr)
+        print(cause if explained else _unexpected(cause), file=sys.stderr)
         if log is not None:
             print(f"traceback: {log}", file=sys.stderr)
         return 2 if isinstance(cause, ConfigError) else 1
 
     def _log(self, details: str) -> Path | None:
         """Where the traceback was written; None without a run directory."""
-        if self.log_dir is None or not self.log_dir.is_dir():
+        try:
+            if self.log_dir is None or not self.log_dir.is_dir():
+                return None
+            path = self.log_dir / "log.txt"
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(details)
+        except (OSError, ValueError):  # the disk may be full: that is what is being reported
             return None
-        path = self.log_dir / "log.txt"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(details)
         return path
+
+
+def _unexpected(error: BaseException) -> TriviumError:
+    """An error that nothing foresaw, in three parts: the last frame of its traceback says where it was raised."""
+    if isinstance(error, OSError) and error.filename is not None:
+        do = "make sure that it is what its name says, and that it can be read and written"
+        return TriviumError(f"use {error.filename}", f"{type(error).__name__}: {error.strerror}", do)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    do = "look at the traceback: where the last lines are of your own code, fix them; else report it"
+    return TriviumError("a command that ends without an error", f"{type(error).__name__}: {error}{where}", do)

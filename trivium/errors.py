@@ -6,6 +6,7 @@ TriviumError
 ├── DataError            a file, dataset or rollout record is missing or malformed; also a ValueError
 ├── MissingPackage       an optional package is not installed; also an ImportError
 ├── RunDirError          a run directory belongs to another run, or is damaged
+├── StorageError         a file cannot be written: the disk is full, a right is missing; also an OSError
 ├── RolloutError         one rollout failed: recorded as data, never ends the run by itself
 │   ├── RewardError      a reward raised, or returned something that is not a finite number
 │   └── DeadlineExceeded a deadline fired; also a TimeoutError
@@ -79,6 +80,10 @@ class MissingPackage(TriviumError, ImportError):
 
 class RunDirError(TriviumError):
     """A run directory that this config cannot continue."""
+
+
+class StorageError(TriviumError, OSError):
+    """A file or a directory that cannot be written."""
 
 
 class RolloutError(TriviumError):

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import runpy
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -219,6 +220,91 @@ def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., F
 # --------------------------------------------------------------------------- user code that misbehaves
 
 # --------------------------------------------------------------------------- damaged files
+
+TWO_STAGES = """
+extends: base.yaml
+rewards: [exact]
+schedule: {steps: 2}
+stages:
+  - {algorithm: {kind: sft}, buffer: {kind: files}, schedule: {steps: 1, group_size: 1}}
+  - {algorithm: {kind: grpo, kl: {coef: 0.01, estimator: k3}}}
+"""
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_files_of_a_run_are_refused_or_repaired_and_it_says_so(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    """What a run reads when it continues: its model, its checkpoints (one as a reference), its journal."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    (tmp_path / "stages.yaml").write_text(TWO_STAGES)
+    command = start("whole", "run", "stages.yaml")
+    assert command.wait(120) == 0, command.text
+    weights = weights_of(run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-000003")  # of the second stage only the first step is left
+    run_dir.rename(whole)
+
+    def resumed(damage: Callable[[], object], *changes: str) -> tuple[int, str]:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.copytree(whole, run_dir)
+        damage()
+        command = start("again", "run", "stages.yaml", *changes)
+        return command.wait(120), command.text
+
+    reference = run_dir / "checkpoints" / "step-000001" / "policy" / "model.safetensors"
+    code, text = resumed(lambda: flip_bit(reference))
+    assert code == 1, text
+    assert "policy/model.safetensors is missing or not what was saved" in text
+    code, text = resumed(lambda: flip_bit(run_dir / "model" / "model.safetensors"))
+    assert code == 1, text
+    assert "found: model.safetensors is missing or not what was saved" in text
+    manifest = run_dir / "checkpoints" / "step-000002" / "manifest.json"
+    code, text = resumed(lambda: manifest.write_text('{"files": {}, "step": 2}'))
+    assert code == 1, text
+    assert "found: manifest.json is damaged" in text
+    code, text = resumed(lambda: (run_dir / "config.yaml").write_bytes(b"\x00\xff"))
+    assert code == 1, text
+    assert "its config.yaml is damaged" in text
+    journal = run_dir / "rollouts" / "stage-1" / "step-000003.msgpack"
+    (whole / "checkpoints" / "step-abc").mkdir()
+    code, text = resumed(lambda: flip_bit(journal))
+    assert code == 0, text
+    assert "step-000003.msgpack is damaged, or was cut short" in text
+    assert weights_of(run_dir) == weights
+
+
+def limited(*arguments: str) -> None:
+    """The command `trivium` on a disk that is full once a file has 20,000 bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    trivium(*arguments)
+
+
+def test_what_the_machine_refuses_is_said_in_three_parts(start: Callable[..., Forked], tmp_path: Path) -> None:
+    bad = {
+        "run.dir=/proc/x": "asked: the directory '/proc/x' (run.dir)",
+        "run.dir=base.yaml": "found: File exists",
+        "train.optimizer.betas=[1.0e+30,0.9]": "train.optimizer.betas",
+    }
+    started = [
+        (start("bad", "run", "base.yaml", "rewards=[exact]", change), problem) for change, problem in bad.items()
+    ]
+    full = Forked("full", tmp_path / "full.out", limited, "run", "base.yaml", "rewards=[exact]", "model.hidden=64")
+    started.append((start("absent", "check", "/"), "found: Is a directory"))
+    for command, problem in started:
+        assert command.wait(120) == 2, command.text
+        assert problem in command.text
+        assert "Traceback" not in command.text.partition("asked:")[2]
+    assert full.wait(120) == 1, full.text
+    assert "asked: write run/" in full.text
+    assert "free space" in full.text or "check the rights" in full.text
+    assert "Traceback" not in full.text
+
 
 # --------------------------------------------------------------------------- check and evaluation
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import struct
 import sys
+import zlib
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -117,6 +119,29 @@ def test_a_flipped_bit_ends_the_journal_there(tmp_path: Path) -> None:
     data[-3] ^= 1
     path.write_bytes(data)
     assert [g.slot for g in journal.read(after_step=0)] == [0]
+
+
+def test_what_is_cut_off_a_journal_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal, file = Journal(tmp_path), tmp_path / "step-000001.msgpack"
+    journal.append(1, group(0))
+    size = file.stat().st_size
+    journal.append(1, group(1))
+    damaged = bytearray(file.read_bytes())
+    damaged[size + 20] ^= 1
+    file.write_bytes(damaged)
+    assert len(list(journal.read(0))) == 1
+    assert f"after byte {size}: the rest, {len(damaged) - size} bytes, is removed" in caplog.text
+    assert file.stat().st_size == size
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc0", b"\x90", b"\x81\xa4slot\x00", b"\xff" * 9])
+def test_a_record_that_holds_no_group_is_named(tmp_path: Path, payload: bytes) -> None:
+    journal, file = Journal(tmp_path), tmp_path / "step-000003.msgpack"
+    (tmp_path / "step-abc.msgpack").write_text("of somebody else")
+    file.write_bytes(struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+    with pytest.raises(DataError, match="it holds no group") as caught:
+        list(journal.read(0))
+    assert f"remove {file}" in str(caught.value)
 
 
 async def test_slots_are_admitted_by_version_and_trained_in_order(tmp_path: Path) -> None:

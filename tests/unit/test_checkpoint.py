@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,59 @@ async def test_round_trip(tmp_path: Path) -> None:
     assert (export(latest, tmp_path / "out") / "weights").read_bytes() == b"x" * 100
     with pytest.raises(RunDirError, match="not empty"):
         export(latest, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("manifest", "problem"),
+    [
+        (b"\x00\xff junk", "manifest.json is damaged"),
+        (b"[]", "manifest.json is damaged"),
+        (b'{"files": {}, "step": 2}', "lists no files with their hashes"),
+        (b'{"files": {"policy/weights": {}}, "step": 2}', "lists no files with their hashes"),
+        (b'{"files": 5, "step": 2}', "manifest.json is damaged"),
+        (b"[" * 100_000, "manifest.json is damaged"),
+    ],
+)
+async def test_a_damaged_manifest_verifies_nothing_and_is_refused(
+    tmp_path: Path, manifest: bytes, problem: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    await saved(store, 1, 2)
+    (tmp_path / "step-000002" / MANIFEST).write_bytes(manifest)
+    with pytest.raises(RunDirError, match=problem) as caught:
+        store.latest()
+    assert str(tmp_path / "step-000002") in str(caught.value)
+    shutil.rmtree(tmp_path / "step-000002")  # as the message says
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
+async def test_a_checkpoint_under_another_name_or_with_another_file_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    await saved(store, 1)
+    (tmp_path / "step-000001" / ".DS_Store").write_text("hidden")
+    assert store.open(1).step == 1
+    (tmp_path / "step-000001" / "policy" / "other").write_text("loaded with it")
+    with pytest.raises(RunDirError, match="policy/other was not saved with it"):
+        store.open(1)
+    (tmp_path / "step-000001" / "policy" / "other").unlink()
+    (tmp_path / "step-000001").rename(tmp_path / "step-000005")
+    with pytest.raises(RunDirError, match="is of step 1"):
+        store.latest()
+
+
+async def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    await saved(store, 1)
+    (tmp_path / "step-abc").mkdir()
+    (tmp_path / "step-abc" / MANIFEST).write_text("{}")
+    (tmp_path / "step-000009").write_text("a file")
+    (tmp_path / "step-000008").mkdir()
+    store.discard_unfinished()
+    assert store.steps() == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000009", "step-abc"]
+    assert "step-000008 has no manifest.json" in caplog.text
 
 
 async def test_what_the_monitor_calls_latest_is_what_the_store_opens(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from trivium.cli import Outcome, app, first_cause
 from trivium.errors import ConfigError, DataError
+from trivium.runtime.logs import logging_to
 
 PARTS = """
 from trivium.config import AlgorithmConfig, BufferConfig, EngineConfig, Plugin, TrainConfig, WorkflowConfig
@@ -157,9 +159,30 @@ def test_the_traceback_goes_to_the_log_of_the_run(tmp_path: Path, capsys: pytest
     (tmp_path / "log.txt").write_text("earlier\n")
     exit_code(RuntimeError("went wrong"), log_dir=tmp_path)
     shown, log = capsys.readouterr().err, (tmp_path / "log.txt").read_text()
-    assert shown == f"RuntimeError: went wrong\ntraceback: {tmp_path / 'log.txt'}\n"
+    assert shown.startswith("asked: a command that ends without an error\nfound: RuntimeError: went wrong (")
+    assert f"{__file__}:" in shown
+    assert shown.endswith(f"\ntraceback: {tmp_path / 'log.txt'}\n")
     assert log.startswith("earlier\nTraceback")
     assert "RuntimeError: went wrong" in log
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(FileNotFoundError(2, "No such file or directory", "/no/such"), log_dir=tmp_path)
+    assert capsys.readouterr().err.startswith(
+        "asked: use /no/such\nfound: FileNotFoundError: No such file or directory\ndo: "
+    )
+
+
+def test_a_log_that_cannot_be_written_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with logging_to(tmp_path, "log.txt"):
+        for number in range(3):
+            logging.getLogger("trivium").info("line %d", number)
+        exit_code(DataError("read x", "nothing", "make it"), log_dir=tmp_path)
+    shown = capsys.readouterr().err
+    assert shown.count("log.txt: No space left on device") == 1
+    assert "asked: read x\nfound: nothing\ndo: make it\n" in shown
+    assert "Logging error" not in shown
 
 
 @pytest.mark.parametrize("debug", [False, True])

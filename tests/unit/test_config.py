@@ -519,3 +519,50 @@ def test_a_stage_may_grow_when_a_run_resumes_but_not_change(folder: Path) -> Non
     assert [problem[0] for problem in resume_differences(saved, other)] == ["schedule.group_size"]
     fewer = load(folder, "stages: [{schedule: {steps: 1}}]")
     assert [problem[0] for problem in resume_differences(saved, fewer)] == ["stages"]
+
+
+UNREADABLE: dict[str, tuple[bytes, str]] = {
+    "binary": (b"\x7fELF\x00\xff", "not valid YAML"),
+    "a date that there is not": (b"run: {name: 2024-13-45}", "month must be in 1..12"),
+    "a number of 5,000 digits": (b"run: {seed: 1" + b"0" * 5000 + b"}", "not valid YAML"),
+    "extends a number": (b"extends: 5\n", "extends: 5"),
+    "extends a list": (b"extends: [a, b]\n", "name one file"),
+    "extends a directory": (b"extends: .\n", "Is a directory"),
+    "extends a NUL": (b'extends: "a\\0b"\n', "embedded null byte"),
+    "nested lists": (b"model: " + b"[" * 2000 + b"]" * 2000, "nested hundreds of levels deep"),
+    "nested mappings": (b"model: " + b"{a: " * 600 + b"1" + b"}" * 600, "nested hundreds of levels deep"),
+    "a value within itself": (b"model: &a {b: *a}\n", "nested hundreds of levels deep"),
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_a_problem_of_the_config(tmp_path: Path, content: str) -> None:
+    text, problem = UNREADABLE[content]
+    (tmp_path / "config.yaml").write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml")
+    assert problem in str(caught.value)
+    assert caught.value.do
+
+
+@pytest.mark.parametrize("override", ["a=" + "[" * 3000, ".".join("a" * 2000) + "=1", "a=2024-13-45"])
+def test_an_override_that_cannot_be_read_is_one_too(tmp_path: Path, override: str) -> None:
+    (tmp_path / "config.yaml").write_text("run: {seed: 1}")
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "config.yaml", [override])
+
+
+def test_what_no_file_and_no_array_could_hold_is_refused_by_key() -> None:
+    data = {
+        "serve": {"model": "half \ud800"},
+        "schedule": {"steps": 10**400},
+        "stages": [{"run": {"seed": -(2**63) - 1}}],
+    }
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(data)
+    assert [problem.where for problem in caught.value.problems] == [
+        "serve.model",
+        "schedule.steps",
+        "stages[0].run.seed",
+    ]
+    assert "one of about 399 digits" in str(caught.value)

@@ -156,3 +156,13 @@ def test_a_child_that_dies_is_an_error_and_is_replaced():
     for _ in range(2):
         with pytest.raises(RewardError, match="ended with code 3"):
             exits(status=3)
+
+
+def test_a_child_that_is_killed_is_not_an_exit_code():
+    with pytest.raises(RewardError, match="was ended by SIGKILL, as the system does where memory is short"):
+        Isolated("signal:raise_signal", 5)(signalnum=9)
+
+
+def test_a_child_that_leaves_says_with_which_code():
+    with pytest.raises(RewardError, match="ended with code 4"):
+        Isolated("sys:exit", 5)(status=4)

@@ -7,8 +7,9 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sqlalchemy import event
 from tests.processes import fork_server
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_slots import SLOTS
+from trivium.buffers.sql_slots import GROUPS, SLOTS
 from trivium.config import config_from_mapping, plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
 from trivium.runtime.launch import run
@@ -50,6 +51,101 @@ async def played(buffer: SqlBuffer, number: int, owner: str = "e") -> None:
     await buffer.advance(owner, 0)
     for _ in range(number):
         await buffer.put(owner, make_group(await leased(buffer, owner)))
+
+
+# --------------------------------------------------------------------------- damaged rows
+
+STORED = "the stored group of slot 1, attempt 0, of the buffer run/stage-0"
+
+
+def changed(url: str, *statements: sa.Executable) -> None:
+    """Somebody else works on the database."""
+    database = Database(url)
+
+    def work(connection: sa.Connection) -> None:
+        for statement in statements:
+            connection.execute(statement)
+
+    database.transact(work)
+
+
+def payload_of(url: str, slot: int) -> bytes:
+    query = sa.select(GROUPS.c.payload).where(GROUPS.c.slot == slot)
+    return Database(url).read(lambda connection: connection.execute(query).scalar_one())
+
+
+DAMAGES: dict[str, Callable[[str], sa.Executable]] = {
+    "its bytes are not the ones that were written": lambda url: (
+        sa.update(GROUPS).where(GROUPS.c.slot == 1).values(payload=payload_of(url, 1)[:-1] + b"\x00")
+    ),
+    "it is the group of slot 0, attempt 0": lambda url: (
+        sa.update(GROUPS).where(GROUPS.c.slot == 1).values(payload=payload_of(url, 0))
+    ),
+    "it holds no group": lambda url: sa.delete(GROUPS).where(GROUPS.c.slot == 1),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGES)
+async def test_a_damaged_row_is_refused_and_rolled_out_again_by_the_same_command(
+    url: str, tmp_path: Path, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = await opened(url, tmp_path)
+    await played(buffer, 2)
+    changed(url, DAMAGES[problem](url))
+    with pytest.raises(DataError, match=problem) as caught:
+        await buffer.take(2, 0)
+    assert STORED in str(caught.value)
+    again = await opened(url, tmp_path)
+    assert "slot 1 is rolled out again" in caplog.text
+    await played(again, 1)
+    assert [group.slot for group in await again.take(2, 0)] == [0, 1]
+
+
+async def test_a_group_of_another_buffer_is_refused(url: str, tmp_path: Path) -> None:
+    one, other = await opened(url, tmp_path), make_end(url, make_schedule(), tmp_path, name="run/stage-1")
+    await other.restore(None, 0)
+    await played(one, 2)
+    await played(other, 2)
+    theirs = sa.select(GROUPS.c.payload).where(GROUPS.c.slot == 1, GROUPS.c.buffer == "run/stage-1")
+    payload = Database(url).read(lambda connection: connection.execute(theirs).scalar_one())
+    mine = (GROUPS.c.slot == 1, GROUPS.c.buffer == "run/stage-0")
+    changed(url, sa.update(GROUPS).where(*mine).values(payload=payload))
+    with pytest.raises(DataError, match="its bytes are not the ones"):
+        await one.take(2, 0)
+    assert len(await other.take(2, 0)) == 2
+
+
+async def test_rows_that_were_stored_without_a_checksum_are_read(url: str, tmp_path: Path) -> None:
+    await played(await opened(url, tmp_path), 2)
+    for slot in range(2):
+        old = payload_of(url, slot)[8:]
+        changed(url, sa.update(GROUPS).where(GROUPS.c.slot == slot).values(payload=old))
+    again = await opened(url, tmp_path)
+    assert [group.slot for group in await again.take(2, 0)] == [0, 1]
+
+
+async def test_a_dropped_table_is_named_and_made_again(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path)
+    await played(buffer, 2)
+    changed(url, sa.DDL("DROP TABLE trivium_groups"))
+    with pytest.raises(RoleFailed, match=r"buffer.db: no such table: trivium_groups"):
+        await buffer.take(2, 0)
+    again = await opened(url, tmp_path)
+    await played(again, 2)
+    assert len(await again.take(2, 0)) == 2
+
+
+async def test_a_task_id_that_not_every_database_stores_is_refused(url: str, tmp_path: Path) -> None:
+    buffer = await opened(url, tmp_path)
+    await buffer.advance("e", 0)
+    group = make_group(await leased(buffer))
+    with pytest.raises(DataError, match="a task id without NUL"):
+        await buffer.put("e", replace(group, task=replace(group.task, task_id="a\0b")))
+
+
+def test_a_database_in_a_directory_that_cannot_be_made_is_a_problem_of_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"'/proc/none' \(buffer.url\)"):
+        Database("sqlite:////proc/none/buffer.db")
 
 
 # --------------------------------------------------------------------------- whose rows they are

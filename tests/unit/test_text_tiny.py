@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoTokenizer
 
 from trivium.config import build, plugin
-from trivium.errors import DataError
+from trivium.errors import DataError, RunDirError
 from trivium.models.load import load_lm
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import ASCII, TinyModel, tiny_tokenizer
@@ -52,18 +52,31 @@ def test_weights_are_a_function_of_the_seed_and_leave_the_generator_alone(tmp_pa
     torch.manual_seed(2)
     assert contents(TinyModel(config, seed=7).materialize(tmp_path / "b")) == first
     other = contents(TinyModel(config, seed=8).materialize(tmp_path / "c"))
-    assert [name for name in first if first[name] != other[name]] == ["model.safetensors"]
+    assert [name for name in first if first[name] != other[name]] == ["manifest.json", "model.safetensors"]
 
 
 def test_what_is_there_is_used_and_what_was_cut_short_is_made_again(tmp_path):
     source = TinyModel(TinyModel.Config(**SMALL), seed=0)
     path = source.materialize(tmp_path / "model")
-    (path / "mine").write_text("kept")
-    assert (source.materialize(path) / "mine").read_text() == "kept"
-    (tmp_path / "again.partial").mkdir()
-    (tmp_path / "again.partial" / "config.json").write_text("half of a fi")
-    assert contents(source.materialize(tmp_path / "again")).keys() == contents(path).keys() - {"mine"}
+    written = (path / "config.json").stat().st_mtime_ns
+    assert (source.materialize(path) / "config.json").stat().st_mtime_ns == written
+    (tmp_path / ".again.writing").mkdir()
+    (tmp_path / ".again.writing" / "config.json").write_text("half of a fi")
+    assert contents(source.materialize(tmp_path / "again")).keys() == contents(path).keys()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "model"]
+
+
+def test_what_was_changed_is_refused_unless_it_has_no_hashes(tmp_path, caplog):
+    source = TinyModel(TinyModel.Config(**SMALL), seed=0)
+    path = source.materialize(tmp_path / "model")
+    weights = bytearray((path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(RunDirError, match=r"model.safetensors is missing or not what was saved"):
+        source.materialize(path)
+    (path / "manifest.json").unlink()
+    assert source.materialize(path) == path  # of a run that began before there was a manifest
+    assert "no manifest.json" in caplog.text
 
 
 def test_a_directory_with_other_files_is_refused(tmp_path):

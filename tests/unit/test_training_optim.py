@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from trivium.errors import RunDirError
@@ -37,6 +38,12 @@ def test_cosine_and_what_lies_beyond():
 
 def test_warm_up_longer_than_the_run():
     assert rates(total=3, warmup_steps=4, schedule="linear") == [0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("betas", [(1e30, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, float("nan"))])
+def test_a_decay_rate_is_a_part(betas):
+    with pytest.raises(ValidationError, match="betas"):
+        OptimizerConfig(betas=betas)
 
 
 def network():

@@ -26,6 +26,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from trivium.board import Values
+from trivium.checkpoint.atomic import made_directory
 from trivium.errors import ConfigError, MissingPackage, RoleFailed
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ def located(url: str, place: Callable[[str], Path]) -> str:
 
 def _open(url: sa.URL, limit_s: float) -> sa.Engine:
     if url.get_backend_name() == "sqlite":
-        Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+        made_directory(Path(url.database or "").parent, "buffer.url")
         engine = sa.create_engine(url, connect_args={"timeout": _BUSY_S})
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)

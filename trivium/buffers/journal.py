@@ -18,13 +18,14 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import atomic_write, writing
 from trivium.errors import DataError
-from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
+from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Task, Trajectory, Turn
 
 _log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
 _FAILED = "failed-from"
+_STORED = "run the same command again: what was not trained on yet is rolled out anew"
 
 
 class Journal:
@@ -37,7 +38,8 @@ class Journal:
     def append(self, step: int, group: Group) -> None:
         """Hands the group to the operating system: it survives the death of this process."""
         record = _record(group)
-        with open(self._path(step), "ab") as file:  # buffered: written whole, or raises
+        path = self._path(step)
+        with writing(path), open(path, "ab") as file:  # buffered: written whole, or raises
             file.write(record)
 
     def read(self, after_step: int) -> Iterator[Group]:
@@ -66,7 +68,12 @@ class Journal:
     def failed_from(self) -> int | None:
         """The slot of `mark_failed`; None once `set_aside` has been called."""
         path = self.directory / _FAILED
-        return int(path.read_text(encoding="utf-8")) if path.is_file() else None
+        text = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
+        if text is not None and not text.isdecimal():
+            raise DataError(
+                f"a slot in {path}", repr(text[:60]), "write the first slot of the failed step, or remove it"
+            )
+        return None if text is None else int(text)
 
     def set_aside(self, after_step: int, groups: Sequence[Group]) -> None:
         """Moves groups of later steps to a file of their own, where they count for nothing."""
@@ -86,14 +93,20 @@ class Journal:
 
     def _paths(self, after_step: int) -> list[Path]:
         paths = sorted(self.directory.glob("step-*.msgpack"))
-        return [path for path in paths if int(path.stem.removeprefix("step-")) > after_step]
+        numbers = {path: path.stem.removeprefix("step-") for path in paths}
+        return [path for path in paths if numbers[path].isdecimal() and int(numbers[path]) > after_step]
 
     def _read_file(self, path: Path) -> Iterator[Group]:
         data, end = path.read_bytes(), 0
         for offset, payload in whole_records(data):
-            yield decode_group(payload)
+            yield _decoded(path, offset, payload, f"remove {path}: what it held is rolled out again")
             end = offset + _HEADER.size + len(payload)
         if end < len(data):
+            _log.warning(
+                "%s is damaged, or was cut short, after byte %d: the rest, %d bytes, is removed, and what it held is "
+                "rolled out again",
+                *(path, end, len(data) - end),
+            )
             os.truncate(path, end)
 
     def _path(self, step: int) -> Path:
@@ -108,9 +121,10 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 
 def _replace(path: Path, groups: Iterable[Group]) -> None:
     staging = path.with_name(f".{path.name}.writing")
-    with open(staging, "wb") as file:
-        file.writelines(map(_record, groups))
-    staging.replace(path)
+    with writing(path):
+        with open(staging, "wb") as file:
+            file.writelines(map(_record, groups))
+        staging.replace(path)
 
 
 def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
@@ -158,24 +172,53 @@ def _header(data: bytes, offset: int) -> tuple[int, int]:
     return _HEADER.unpack(header) if len(header) == _HEADER.size else (len(data) + 1, 0)
 
 
-def _decoded(path: Path, offset: int, payload: bytes) -> Group:
+_RECORDED = (
+    "name a file (step-000001.msgpack) that a run wrote under rollouts/, or trivium.buffers.journal.write_groups"
+)
+
+
+def _decoded(path: Path, offset: int, payload: bytes, do: str = _RECORDED) -> Group:
     try:
         return decode_group(payload)
-    except (KeyError, TypeError, ValueError) as error:  # msgpack's own errors are ValueErrors
-        raise _damaged(path, offset, f"it holds no group ({type(error).__name__}: {error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # msgpack's own errors are ValueErrors
+        raise _damaged(path, offset, f"it holds no group ({type(error).__name__}: {error})", do) from error
 
 
-def _damaged(path: Path, offset: int, problem: str) -> DataError:
-    return DataError(
-        f"the recorded group at byte {offset} of {path}",
-        problem,
-        "name a file (step-000001.msgpack) that a run wrote under rollouts/, or trivium.buffers.journal.write_groups",
-    )
+def _damaged(path: Path, offset: int, problem: str, do: str = _RECORDED) -> DataError:
+    return DataError(f"the recorded group at byte {offset} of {path}", problem, do)
 
 
 def _record(group: Group) -> bytes:
     payload = encode_group(group)
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def stored_record(group: Group, buffer: str) -> bytes:
+    """A group as a row of a database: a record as in a file, whose checksum also covers the buffer's name."""
+    payload = encode_group(group)
+    return _HEADER.pack(len(payload), zlib.crc32(payload, zlib.crc32(buffer.encode()))) + payload
+
+
+def read_stored(record: bytes, buffer: str, lease: Lease) -> Group:
+    """The group of a row. Raises DataError where it is not the one that was stored there.
+
+    A row without a checksum, as they were at first, is msgpack alone: a map, which begins with another byte than the
+    size of a record could.
+    """
+    place = f"the stored group of slot {lease.slot}, attempt {lease.attempt}, of the buffer {buffer}"
+    size, crc = _header(record, 0)
+    payload = record[_HEADER.size :]
+    if size != len(payload):
+        payload = record
+    elif zlib.crc32(payload, zlib.crc32(buffer.encode())) != crc:
+        raise DataError(place, "its bytes are not the ones that were written", _STORED)
+    try:
+        group = decode_group(payload)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(place, f"it holds no group ({type(error).__name__}: {error})", _STORED) from error
+    if Lease(group.slot, group.attempt) != lease:
+        raise DataError(place, f"it is the group of slot {group.slot}, attempt {group.attempt}", _STORED)
+    return group
 
 
 def encode_group(group: Group) -> bytes:

@@ -30,6 +30,7 @@ from trivium.buffers.slots import (
 )
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig
+from trivium.errors import DataError
 from trivium.phases import progress
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
@@ -200,6 +201,13 @@ class MemoryBuffer:
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         steps = sorted({self.schedule.step_of(slot) for slot in slots})
         groups = {group.slot: group for step in steps for group in self._journal.read_step(step)}
+        lost = [slot for slot in slots if slot not in groups]
+        if lost:
+            raise DataError(
+                f"groups that were taken from slots {list(slots)}",
+                f"{self._journal.directory} no longer holds those of {lost}",
+                "restore its files, or start another run.dir",
+            )
         return [groups[slot] for slot in slots]
 
     async def close(self) -> None:

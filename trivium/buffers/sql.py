@@ -10,6 +10,7 @@ import socket
 import uuid
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,12 +20,12 @@ from pydantic import AfterValidator
 
 from trivium.board import SharedBoard
 from trivium.buffers.database import Database, SqlTable, located, pause
-from trivium.buffers.journal import decode_group, encode_group
+from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slots import COUNTERS, waiting_drain, waiting_explorer, waiting_trainer
 from trivium.buffers.sql_slots import BUFFERS, CALLS, RUNS, TABLES, Slots, SlotState, forget
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig, RunConfig, config_path, free
-from trivium.errors import ConfigError, Problem, RoleFailed, SyncError
+from trivium.errors import ConfigError, DataError, Problem, RoleFailed, SyncError
 from trivium.protocols import Renderer
 from trivium.schedule import Schedule
 from trivium.types import TRAINER, Capabilities, Group, Lease
@@ -123,17 +124,21 @@ class SqlBuffer:
 
         if not wait:
             answer = await self._change(lambda slots: slots.lease(owner), undo=undo)
-            return None if answer is None else _lease(answer)
+            return None if answer is None else _lease(answer, self._name)
         answer = await self._when(
             lambda slots: slots.admits(owner),
             lambda slots: slots.lease(owner),
             lambda slots: waiting_explorer(owner, slots.loaded(owner), slots.free_slot()),
             undo=undo,
         )
-        return _lease(answer)
+        return _lease(answer, self._name)
 
     async def put(self, owner: str, group: Group) -> None:
-        payload = await asyncio.to_thread(encode_group, group)
+        if "\0" in group.task.task_id + group.task.taskset:
+            raise DataError(
+                "a task id without NUL characters", repr(group.task.task_id), "have the task source leave them out"
+            )
+        payload = await asyncio.to_thread(stored_record, group, self._name)
         await self._change(lambda slots: slots.put(owner, group, payload), joins=True)
 
     async def release(self, owner: str) -> int:
@@ -313,7 +318,11 @@ class SqlBuffer:
 
     async def _groups(self, find: Callable[[Slots], Sequence[Lease]]) -> list[Group]:
         payloads = await self._look(lambda slots: slots.payloads(find(slots)))
-        return await asyncio.to_thread(lambda: [decode_group(payload) for payload in payloads])
+
+        def decode() -> list[Group]:
+            return [read_stored(payload, self._name, lease) for lease, payload in payloads.items()]
+
+        return await asyncio.to_thread(decode)
 
     def _once(self, work: Callable[[Slots], T], joins: bool) -> object:
         token, tried = uuid.uuid4().hex, False
@@ -383,10 +392,11 @@ def _pair(lease: Lease) -> list[int]:
     return [lease.slot, lease.attempt]
 
 
-def _lease(answer: Sequence[Any]) -> Lease:
+def _lease(answer: Sequence[Any], buffer: str) -> Lease:
     """A lease from what `Slots.lease` answered."""
     slot, attempt, recorded = answer
-    return Lease(slot, attempt, None if recorded is None else decode_group(b64decode(recorded)))
+    lease = Lease(slot, attempt)
+    return lease if recorded is None else replace(lease, recorded=read_stored(b64decode(recorded), buffer, lease))
 
 
 def _run_id(rollouts: Path) -> str:

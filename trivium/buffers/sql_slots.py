@@ -14,14 +14,16 @@ table of groups is the journal. The rules are those of `buffers.slots`.
 
 from __future__ import annotations
 
+import logging
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from trivium.buffers.journal import decode_group
+from trivium.buffers.journal import read_stored
 from trivium.buffers.slots import (
     COUNTERS,
     SlotsState,
@@ -41,6 +43,7 @@ from trivium.schedule import Schedule
 from trivium.types import Group, Lease
 
 T = TypeVar("T")
+_log = logging.getLogger("trivium")
 
 TABLES = sa.MetaData()
 RUNS = sa.Table(
@@ -193,8 +196,8 @@ class Slots:
             self.head["next_slot"] += 1
         else:
             self._run(sa.update(SLOTS).where(*self._this(slot, attempt)).values(row))
-        recorded = None if free is None or free.arrival is None else self.payloads([Lease(slot, attempt)])[0]
-        return slot, attempt, None if recorded is None else b64encode(recorded).decode()
+        recorded = {} if free is None or free.arrival is None else self.payloads([Lease(slot, attempt)])
+        return slot, attempt, next((b64encode(payload).decode() for payload in recorded.values()), None)
 
     def put(self, owner: str, group: Group, payload: bytes) -> None:
         this = self._this(group.slot, group.attempt)
@@ -368,11 +371,8 @@ class Slots:
 
         query = sa.select(SLOTS).where(self._mine, _s.slot >= floor).order_by(_s.slot, _s.attempt)
         rows = self._connection.execute(query).all()
-        stored = {
-            row.slot: row
-            for row in rows
-            if row.arrival is not None and kept_on_resume(self._schedule, restored, version, _stored_group(row))
-        }
+        keeps = partial(kept_on_resume, self._schedule, restored, version)
+        stored = self._undamaged(row for row in rows if row.arrival is not None and keeps(_stored_group(row)))
         kept = {slot: row for slot, row in stored.items() if row.state in _WITH_GROUP}
         judged = {slot: row for slot, row in stored.items() if row.state in _OPEN and slot not in kept}
         judged |= self._retry_failed(kept)
@@ -384,6 +384,18 @@ class Slots:
         others = {*done, *kept, *judged}
         free = (slot for slot in range(floor, self.head["next_slot"]) if slot not in others)
         self._insert({**self._key(slot, attempts.get(slot, 0)), "state": SlotState.FREE} for slot in free)
+
+    def _undamaged(self, rows: Iterable[sa.Row]) -> dict[int, sa.Row]:
+        """The last of these rows of each slot whose group is as it was written; the others are rolled out again."""
+        kept = {row.slot: row for row in rows}
+        for part in _parts([Lease(row.slot, row.attempt) for row in kept.values()], _BULKY):
+            for lease, payload in self.payloads(part).items():
+                try:
+                    read_stored(payload, self.head["name"], lease)
+                except DataError as error:
+                    _log.warning("slot %d is rolled out again: %s (%s)", lease.slot, error.asked, error.found)
+                    del kept[lease.slot]
+        return kept
 
     def fail(self, slots: Sequence[int]) -> None:
         """Failures of these slots' groups end the run."""
@@ -401,7 +413,8 @@ class Slots:
             return {}
         self._run(sa.delete(FAILED).where(mine))
         stored = self.payloads([Lease(slot, row.attempt) for slot, row in kept.items() if slot >= from_slot])
-        failed = retried(self._schedule, [decode_group(payload) for payload in stored], from_slot)
+        groups = [read_stored(payload, self.head["name"], lease) for lease, payload in stored.items()]
+        failed = retried(self._schedule, groups, from_slot)
         log_retries(failed)
         rows = {group.slot: kept.pop(group.slot) for group, _ in failed}
         return {group.slot: rows[group.slot] for group, judged in failed if judged}
@@ -453,13 +466,13 @@ class Slots:
 
     # ------------------------------------------------------------------ rows
 
-    def payloads(self, attempts: Sequence[Lease]) -> list[bytes]:
-        """The stored groups of these attempts, in their order."""
+    def payloads(self, attempts: Sequence[Lease]) -> dict[Lease, bytes]:
+        """The stored groups of these attempts, in their order; empty where there is none."""
         g, payloads = GROUPS.c, dict[Lease, bytes]()
         for part in _parts([attempt.slot for attempt in attempts], _BULKY):
             query = sa.select(g.slot, g.attempt, g.payload).where(g.buffer == self.head["name"], g.slot.in_(part))
             payloads |= {Lease(row.slot, row.attempt): row.payload for row in self._connection.execute(query)}
-        return [payloads[attempt] for attempt in attempts]
+        return {attempt: payloads.get(attempt, b"") for attempt in attempts}
 
     def taken(self, slots: Sequence[int]) -> list[Lease]:
         """The attempts at these slots that were taken."""

@@ -17,6 +17,7 @@ from trivium.checkpoint.atomic import (
     discard_incomplete,
     folder_name,
     verify_files,
+    writing,
 )
 from trivium.checkpoint.save_monitor import CHECKPOINT, CheckpointMonitor, save_step
 from trivium.errors import RunDirError
@@ -65,8 +66,9 @@ class CheckpointStore:
         """
 
         def write_all(directory: Path) -> None:
-            write(directory)
-            (directory / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
+            with writing(directory):
+                write(directory)
+                (directory / _STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
 
         await save_step(self.monitor, step, write_all)
         await asyncio.to_thread(self.prune, pinned=state.get("pinned", ()))
@@ -92,7 +94,7 @@ class CheckpointStore:
             raise RunDirError(
                 f"the checkpoint of step {step}", f"{self.directory} has steps {self.steps()}", "name one of those"
             )
-        verify_files(path)
+        verify_files(path, step)
         return Checkpoint(step, path, self._state(step))
 
     def prune(self, pinned: Collection[int] = ()) -> None:
@@ -115,7 +117,13 @@ class CheckpointStore:
         return self.directory / folder_name(CHECKPOINT, step)
 
     def _state(self, step: int) -> Mapping[str, Any]:
-        return json.loads((self._path(step) / _STATE).read_text(encoding="utf-8"))
+        path = self._path(step) / _STATE
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunDirError(
+                f"read {path}", f"{type(error).__name__}: {error}", f"remove {path.parent} to continue without it"
+            ) from error
 
 
 def export(checkpoint: Checkpoint, out: Path, leave_out: Sequence[str] = ()) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from trivium.errors import ConfigError, Problem, TriviumError
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a YAML file, with `a.b=c` overrides applied."""
-    data = read_yaml(Path(path))
-    for override in _joined(overrides):
-        data = overlaid(data, parse_override(override))
+    with _nesting_limited(f"read the config {path}"):
+        data = read_yaml(Path(path))
+        for override in _joined(overrides):
+            data = overlaid(data, parse_override(override))
     return config_from_mapping(data, Path(path).resolve().parent)
 
 
@@ -34,12 +36,39 @@ def _joined(overrides: Sequence[str]) -> Iterator[str]:
 
 def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
     """A validated config; raises ConfigError with every problem. `base` is where relative paths start."""
-    with paths_relative_to(base):
-        config, problems = _validate(data)
+    with paths_relative_to(base), _nesting_limited("a valid config"):
+        problems = list(_unusable_values(data, ""))
+        config = None
+        if not problems:
+            config, problems = _validate(data)
     if problems or config is None:
         later = "" if config is not None else " (further checks follow once these are fixed)"
         raise ConfigError("a valid config", f"{len(problems)} problem(s)", f"fix them all at once{later}:", problems)
     return config
+
+
+@contextmanager
+def _nesting_limited(request: str) -> Generator[None]:
+    """Raises ConfigError where a config is nested so deeply that Python cannot follow."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ConfigError(request, "it is nested hundreds of levels deep", "a config needs no more than ten") from error
+
+
+def _unusable_values(value: object, where: str) -> Iterator[Problem]:
+    """The values that no file, database or array could hold, whatever the key: YAML can write them."""
+    if is_mapping(value):
+        for key, part in value.items():
+            yield from _unusable_values(part, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from _unusable_values(part, f"{where}[{number}]")
+    elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield Problem(where, "text", f"{value[:60]!r} holds half of a surrogate pair", "write the whole character")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        digits = f"one of about {value.bit_length() * 3 // 10} digits"
+        yield Problem(where, "a whole number of at most 64 bits", digits, "write a smaller one")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -57,20 +86,27 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML mapping with its `extends` followed."""
-    path = path.resolve()
-    if path in seen:
-        raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        path = path.resolve()
+        if path in seen:
+            raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, _UniqueKeys)
     except FileNotFoundError as error:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"read the config {path}", error.strerror or str(error), "name a YAML file") from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a number or date that there is not
         raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "fix the file") from error
     if not is_mapping(data):
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
     section = dict(data)
     parent = section.pop("extends", None)
-    return section if parent is None else overlaid(read_yaml(path.parent / parent, (*seen, path)), section)
+    if parent is None:
+        return section
+    if not isinstance(parent, str):
+        raise ConfigError(f"read the config {path}", f"extends: {parent!r}", "name one file, relative to this one")
+    return overlaid(read_yaml(path.parent / parent, (*seen, path)), section)
 
 
 def overlaid(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +137,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
     try:
         nested: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"override {text!r}", f"the value is not YAML: {error}", "quote it for the shell") from error
     for part in reversed(key.split(".")):
         nested = {part: nested}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trivium.checkpoint.atomic import writing
 from trivium.config import Plugin
 from trivium.errors import RunDirError
 
@@ -63,14 +64,17 @@ class _RowFile:
     """A file of JSON lines, each written whole and flushed, so that a killed run leaves whole rows before the last."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
         self.path = path
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Numbers keep every bit; NaN and infinities are written as JSON's common extension."""
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        with writing(self.path):
+            self._file.write(line)
+            self._file.flush()
 
     def position(self) -> int:
         """The length in bytes; everything before it is on disk."""

@@ -24,6 +24,8 @@ from trivium.rewards.child import Child, to_json
 
 _MEMORY = 4 << 30
 """Bytes of address space of a grader; an allocation beyond it is a MemoryError instead of a machine without memory."""
+_LEAVING_S = 5.0
+"""How long a process that closed its end may take to end, before it is killed and its exit code is lost."""
 
 
 def require(module: str, package: str, extra: str, purpose: str) -> None:
@@ -96,11 +98,20 @@ class _Children:
             found, do = f"no answer within {self._spec['wall_s']:g} s", "give it more time, or let it give up sooner"
         else:
             asked += f" within {self._spec['cpu_s']} CPU seconds" if "cpu_s" in self._spec else ""
-            found = f"its process ended with code {code} on {arguments[:80]}"
+            found = f"its process {_ending(code)} on {arguments[:80]}"
             do = "look at what it printed: it crashed, left by itself, or used too much memory"
             if "cpu_s" in self._spec:
                 do += " or CPU time; raise cpu_limit_s if it is right to take so long"
         return RewardError(asked, found, do)
+
+
+def _ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    known = {signal.SIGKILL: ", as the system does where memory is short", signal.SIGXCPU: ": its CPU time was over"}
+    return f"was ended by {name}{known.get(-code, '')}"
 
 
 class _Call:
@@ -124,7 +135,8 @@ class _Call:
         with self._lock:
             self._child, killed = None, self._killed
         if answer is None or killed:
-            raise self._children.ended(child.end(), self._arguments)
+            left = None if killed else child.wait(_LEAVING_S)
+            raise self._children.ended(child.end() if left is None else left, self._arguments)
         self._children.give_back(child)
         if "error" in answer:
             raise RewardError(f"an answer of {self._children.label}", answer["error"], "look at the task's columns")

@@ -19,6 +19,7 @@ from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
 from trivium.buffers.rollouts import keep_tokens
+from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
@@ -168,7 +169,7 @@ def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> Weight
     config = stage.config
     return resolve("channels", config.sync.method)(
         keep=kept_versions(config),
-        directory=Path(config.sync.dir) if config.sync.dir else stage.run_dir / "sync",
+        directory=made_directory(Path(config.sync.dir), "sync.dir") if config.sync.dir else stage.run_dir / "sync",
         synchronizer=synchronizer,
         role=role,
     )

@@ -201,7 +201,8 @@ def _remaining_stages(
                 latest = None
             ends.append(store.steps()[-1])
         first_version = last_version
-        model_dir = store.directory / f"step-{ends[number]:06d}" / "policy"
+        if number + 1 < len(stages):
+            model_dir = store.open(ends[number]).path / "policy"
 
 
 def explore(config: RunConfig) -> dict[str, Any]:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 _log = logging.getLogger("trivium")
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that says on stderr, once, that it cannot be written; logging would print a traceback each time."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            sys.stderr.write(f"cannot write {self.baseFilename}: {error.strerror}\n")
 
 
 @contextmanager
@@ -19,7 +34,7 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     format_ = f"{role}: %(message)s" if role else "%(message)s"
-    handler = logging.FileHandler(run_dir / file_name, encoding="utf-8")
+    handler = _LogFile(run_dir / file_name, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
     terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
     terminal.setFormatter(logging.Formatter(format_))

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
@@ -39,8 +39,7 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
 
     Raises RunDirError where another process holds it or its config is lost, ConfigError where it is another run's.
     """
-    run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir = made_directory(Path(config.run.dir), "run.dir")
     with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +55,10 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
     """What `--change` changed, in order: the last `step` before, and `changes`, by field: [value before, after]."""
     path = run_dir / _CHANGES
-    return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    try:
+        return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    except ValueError as error:
+        raise RunDirError(f"read {path}", f"it is damaged: {error}", "put it back, or remove the row") from error
 
 
 def refuse_another_run(config: RunConfig, run_dir: Path) -> None:
@@ -129,7 +131,8 @@ def _has_steps(run_dir: Path) -> bool:
     if rows.is_file():
         return re.search(rb'^\{"step": [1-9]', rows.read_bytes(), re.MULTILINE) is not None
     journals = run_dir.glob("rollouts/stage-*/step-*.msgpack")
-    return any(int(path.stem.removeprefix("step-")) > 1 for path in journals)
+    numbers = (path.stem.removeprefix("step-") for path in journals)
+    return any(number.isdecimal() and int(number) > 1 for number in numbers)
 
 
 def _record(run_dir: Path, changes: Sequence[Difference]) -> None:

@@ -6,13 +6,14 @@ The tokenizer has one token per character (or per byte) and one per role, so a p
 
 from __future__ import annotations
 
-import shutil
+import logging
 import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from trivium.checkpoint.atomic import MANIFEST, commit, staging_directory, verify_files, writing
 from trivium.config import Plugin
 from trivium.config.model_shape import ModelShape, shape_of
 from trivium.errors import DataError
@@ -21,6 +22,7 @@ from trivium.randomness import stream
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+_log = logging.getLogger("trivium")
 ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
 """Every printable ASCII character, space and newline."""
 ROLES = ("system", "user", "assistant", "tool")
@@ -94,12 +96,16 @@ class TinyModel:
     def materialize(self, directory: Path) -> Path:
         """Builds model and tokenizer into `directory` unless they are there; the weights depend on the seed alone.
 
-        Written aside and renamed: a process that dies leaves all of it or nothing.
+        A process that dies leaves all of it or nothing. Raises RunDirError where its files are not what was built.
         """
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
+        if (directory / MANIFEST).is_file():
+            verify_files(directory, step=0)
+            return directory
         if (directory / "config.json").is_file():
+            _log.warning("%s has no %s: its files are used as they are", directory, MANIFEST)
             return directory
         if directory.exists() and any(directory.iterdir()):
             raise DataError(
@@ -114,12 +120,11 @@ class TinyModel:
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
-        aside = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        tokenizer.save_pretrained(aside)
-        model.save_pretrained(aside)
-        aside.rename(directory)
+        staging = staging_directory(directory.parent, directory.name)
+        with writing(staging):
+            tokenizer.save_pretrained(staging)
+            model.save_pretrained(staging)
+        commit(directory.parent, directory.name, step=0)
         return directory
 
 

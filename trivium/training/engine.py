@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import Field
 
+from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
@@ -324,7 +325,7 @@ class TorchTrainEngine(TrainEngine):
 
     def _add_companions(self, directory: Path) -> None:
         """The files of the initial model that training does not change: tokenizer, template, licence."""
-        skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS) for p in self._model_dir.glob(pattern)}
+        skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS, MANIFEST) for p in self._model_dir.glob(pattern)}
         for file in self._model_dir.iterdir():
             if file.is_file() and file not in skip:
                 shutil.copyfile(file, directory / file.name)

@@ -7,7 +7,7 @@ included.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -17,13 +17,15 @@ from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
 from trivium.training.fsdp import full_scalar, shard_like
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Config):
     """AdamW and its learning rate."""
 
     lr: float = changeable(1e-6, ge=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
