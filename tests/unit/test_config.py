@@ -565,4 +565,4 @@ def test_what_no_file_and_no_array_could_hold_is_refused_by_key() -> None:
         "schedule.steps",
         "stages[0].run.seed",
     ]
-    assert "one of about 399 digits" in str(caught.value)
+    assert "one of about 400 digits" in str(caught.value)

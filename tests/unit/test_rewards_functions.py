@@ -159,10 +159,10 @@ def test_a_child_that_dies_is_an_error_and_is_replaced():
 
 
 def test_a_child_that_is_killed_is_not_an_exit_code():
-    with pytest.raises(RewardError, match="was ended by SIGKILL, as the system does where memory is short"):
-        Isolated("signal:raise_signal", 5)(signalnum=9)
+    with pytest.raises(RewardError, match="was ended by SIGABRT"):
+        Isolated("os:abort", 5)()
 
 
 def test_a_child_that_leaves_says_with_which_code():
-    with pytest.raises(RewardError, match="ended with code 4"):
-        Isolated("sys:exit", 5)(status=4)
+    with pytest.raises(RewardError, match="ended with code 0"):
+        Isolated("sys:exit", 5)()

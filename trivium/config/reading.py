@@ -67,7 +67,7 @@ def _unusable_values(value: object, where: str) -> Iterator[Problem]:
     elif isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         yield Problem(where, "text", f"{value[:60]!r} holds half of a surrogate pair", "write the whole character")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        digits = f"one of about {value.bit_length() * 3 // 10} digits"
+        digits = f"one of about {round(value.bit_length() * 0.30103)} digits"
         yield Problem(where, "a whole number of at most 64 bits", digits, "write a smaller one")
 
 

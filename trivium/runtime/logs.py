@@ -18,9 +18,19 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if isinstance(error, OSError):
+            self._report(error)
+        else:
             super().handleError(record)
-        elif not self.failed:
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what was not written yet is written now
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        if not self.failed:
             self.failed = True
             sys.stderr.write(f"cannot write {self.baseFilename}: {error.strerror}\n")
 

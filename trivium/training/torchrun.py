@@ -1,6 +1,7 @@
 """Ranks that `torchrun` started from one command: the first one drives, the others run its commands.
 
-What travels between them is Python's own serialisation: they are one program on one cluster.
+Commands and results travel as torch's object collectives, which pickle: the ranks are one program on one cluster, and
+trust each other (docs/operate.md, "Who is trusted").
 """
 
 from __future__ import annotations
