@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from trivium.errors import ConfigError, RunDirError, StorageError
 
 _log = logging.getLogger("trivium")
@@ -30,7 +28,9 @@ def writing(path: Path) -> Generator[None]:
         yield
     except StorageError:
         raise
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # so say libraries in Rust: safetensors
+            raise
         found, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
         full = "space" in found or "quota" in found.lower()
         do = f"{'free space on' if full else 'check the rights and the place of'} {path.parent}"
