@@ -44,6 +44,7 @@ MAY_CATCH_EVERYTHING = {
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calls": (1, "a reward that raised fails its own trajectory or sample, which the caller names"),
     "trivium.rewards.isolated_main": (1, "a child process answers with the error, which its parent raises"),
+    "trivium.rewards.sandbox_judge": (1, "the program's process answers with the error, which the judge raises"),
     "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
     "trivium.cluster.supervisor": (1, "the errors of all roles are collected; the likeliest first cause is raised"),
     "trivium.cluster.actors": (3, "an error crosses from one process to the caller in another, who raises it"),

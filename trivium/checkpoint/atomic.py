@@ -31,11 +31,11 @@ def writing(path: Path) -> Generator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and "(os error " not in str(error):  # so say libraries in Rust: safetensors
             raise
-        found, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
-        full = "space" in found or "quota" in found.lower()
+        problem, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or path
+        full = "space" in problem or "quota" in problem.lower()
         do = f"{'free space on' if full else 'check the rights and the place of'} {path.parent}"
         again = "then run the same command again: a run continues from its last checkpoint"
-        raise StorageError(f"write {place}", found, f"{do}, {again}") from error
+        raise StorageError(f"write {place}", problem, f"{do}, {again}") from error
 
 
 def made_directory(path: Path, key: str) -> Path:

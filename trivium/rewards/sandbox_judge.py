@@ -137,18 +137,18 @@ class Channel:
     def ask(self, verb: str, target: int | str, *values: object) -> Any:
         """What the program gives. An exception there is one here: the built-in one of its name, or a RuntimeError."""
         self.send([verb, target, *map(self.pack, values)])
-        while isinstance(reply := self.receive(), list):
-            self.answer(reply, None)
-        if "found" in reply:
-            return reply["found"] is True
-        if "error" in reply:
-            kind = getattr(builtins, str(reply["error"]), None)
+        while isinstance(answer := self.receive(), list):
+            self.answer(answer, None)
+        if "found" in answer:
+            return answer["found"] is True
+        if "error" in answer:
+            kind = getattr(builtins, str(answer["error"]), None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else RuntimeError)(str(reply["message"]))
+            raise (kind if is_error else RuntimeError)(str(answer["message"]))
         if verb == "call":
-            for mine, theirs in zip(values[0], reply["changed"], strict=True):  # pyright: ignore[reportArgumentType]
+            for mine, theirs in zip(values[0], answer["changed"], strict=True):  # pyright: ignore[reportArgumentType]
                 _change(mine, self.unpack(theirs))
-        return self.unpack(reply["result"])
+        return self.unpack(answer["result"])
 
 
 def _change(value: Any, changed: Any) -> None:
