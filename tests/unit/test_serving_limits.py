@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from tests.serving import Served, served
+from tests.serving import RENDERER, Babbler, Served, served
 from trivium.errors import ConfigError
+from trivium.policy import Policy
+from trivium.randomness import SampleKey
 from trivium.serving import bodies, connections
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap
+from trivium.serving.sessions import CompletionNode, ConversationIndex, Session
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import IntArray, Message
+from trivium.types import IntArray, Message, Sampling, StopReason, Turn
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
 """The first lines of a header that never ends."""
@@ -253,6 +257,21 @@ async def test_a_prompt_that_takes_long_to_encode_holds_up_no_other_request(tmp_
 
 
 # --------------------------------------------------------------------------- sessions
+
+
+def test_a_conversation_of_many_turns_is_recorded() -> None:
+    """Deeper than Python's stack, with a branch off its first completion that is the newest."""
+    policy = Policy(Babbler(), RENDERER, Sampling(1), SampleKey(0, "served-0", "served", "t"), 4096)
+    session, count = Session(None, "t", ConversationIndex(), None, 0.0), 3000
+    node: CompletionNode | None = None
+    empty = np.zeros(1, np.int32)
+    for order in range(count + 1):
+        turn = Turn(empty, empty, empty, empty, StopReason.EOS, str(order))
+        parent = session.trees[0] if order == count else node
+        node = CompletionNode(str(order), session, policy, turn, (Message("assistant", str(order)),), order, parent)
+        session.record(node)
+    assert session.trees[0].newest == count
+    assert [turn.text for turn in session.trajectory(0).turns] == [str(order) for order in range(count + 1)]
 
 
 async def test_a_session_with_a_secret_is_touched_by_nobody_else(tmp_path: Path) -> None:

@@ -345,10 +345,9 @@ class Gateway:
         answer = Message("assistant", visible_text(turn, request.sampling.stop))
         # `earlier` is the parent's own tuple: the client's copies of old messages are not kept
         conversation = (*earlier, *new, answer)
-        node = CompletionNode(
-            f"chatcmpl-{uuid.uuid4().hex}", session, policy, turn, conversation, len(session.completions)
-        )
-        self._sessions.record(node, parent)
+        completion_id, order = f"chatcmpl-{uuid.uuid4().hex}", len(session.completions)
+        node = CompletionNode(completion_id, session, policy, turn, conversation, order, parent)
+        self._sessions.record(node)
         return node
 
     async def _limited(self, policy: Policy, conversation: Sequence[Message]) -> Turn:

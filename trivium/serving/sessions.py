@@ -79,21 +79,23 @@ class CompletionNode:
     """The conversation as the client knows it, this completion last."""
     order: int
     """Position among the completions of the session."""
+    parent: CompletionNode | None = None
+    """The completion that this one continues from."""
     children: list[CompletionNode] = field(default_factory=list["CompletionNode"])
     """Completions that continue from this one."""
     calls: Counter[str] = field(default_factory=Counter[str])
     """How often a call continued from here, by the digest of the messages it added."""
 
-    @property
-    def newest(self) -> int:
-        """The order of the newest completion in this subtree."""
-        return max((child.newest for child in self.children), default=self.order)
+    newest: int = 0
+    """The order of the newest completion in this subtree."""
 
     def turns(self) -> Iterator[Turn]:
         """The turns of this subtree, depth first, the branch with the newest completion last."""
-        yield self.turn
-        for child in sorted(self.children, key=lambda child: child.newest):
-            yield from child.turns()
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node.turn
+            waiting += sorted(node.children, key=lambda child: -child.newest)
 
 
 class ConversationIndex:
@@ -169,10 +171,13 @@ class Session:
         assert start is not None
         return start.branch(f"{name}.{number}", sampling)
 
-    def record(self, node: CompletionNode, parent: CompletionNode | None) -> None:
+    def record(self, node: CompletionNode) -> None:
         self.completions.append(node)
-        (self.trees if parent is None else parent.children).append(node)
+        (self.trees if node.parent is None else node.parent.children).append(node)
         self.index.add(node)
+        above: CompletionNode | None = node
+        while above is not None:
+            above.newest, above = node.order, above.parent
 
     def end(self, status: int, reason: str) -> None:
         """Ends the session: completions in progress are cancelled, later calls get `status` and `reason`."""
@@ -229,8 +234,8 @@ class SessionStore:
             self._labelled[session.label] = session
         self.active[session] = None
 
-    def record(self, node: CompletionNode, parent: CompletionNode | None) -> None:
-        node.session.record(node, parent)
+    def record(self, node: CompletionNode) -> None:
+        node.session.record(node)
         self._by_completion[node.id] = node.session
 
     def labelled(self, label: Label) -> Session | None:

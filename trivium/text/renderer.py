@@ -28,6 +28,9 @@ from trivium.types import IntArray, Message, StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CACHED_CHARACTERS = 16_384
+"""Longer conversations are rendered anew each time: thousands of them would take up too much memory."""
+
 _EARLIER_COMPLETION = "reply"
 """Replaces earlier completions when two renderings are compared: only the other text is compared."""
 
@@ -63,7 +66,9 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message]) -> IntArray:
         """The prompt tokens of a conversation, ending at the assistant's next turn. Read-only."""
-        return self._rendered(tuple(messages))
+        conversation = tuple(messages)
+        short = sum(len(message.content) for message in conversation) <= _CACHED_CHARACTERS
+        return self._rendered(conversation) if short else self._render(conversation)
 
     def _render(self, messages: tuple[Message, ...]) -> IntArray:
         tokens = self._encode(self._text(messages, generation=True))
