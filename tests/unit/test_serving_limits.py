@@ -331,6 +331,7 @@ async def test_a_session_of_one_call_is_dropped_early(tmp_path: Path) -> None:
         (["serve.host='::'", "serve.key_variable=null"], "serve.key_variable"),
         (["serve.host=my.machine", "serve.key_variable=null"], "serve.key_variable"),
         (["run.mode=train", "serve.linger_s=5"], "serve.linger_s"),
+        (["serve.linger_s=4000"], "serve.linger_s"),
         (["evaluation.sampling.temperature=1e-45"], "evaluation.sampling.temperature"),
     ],
 )

@@ -212,6 +212,13 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
         if serve.linger_s:
             yield Problem("serve.linger_s", f"{serve.linger_s} s", f"run.mode {mode!r} serves nothing", "leave it out")
         return
+    if serve.linger_s > config.sync.deadline_s:
+        yield Problem(
+            "serve.linger_s",
+            f"{serve.linger_s:g} s",
+            f"nothing may wait for more than sync.deadline_s ({config.sync.deadline_s:g} s)",
+            "raise sync.deadline_s as well",
+        )
     if serve.key_variable is None and not _loopback(serve.host):
         yield Problem(
             "serve.key_variable",
