@@ -10,6 +10,7 @@ import runpy
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -324,8 +325,8 @@ serve: {port: 0, key_variable: AGENT_KEY}
 
 
 def with_few_descriptors(*arguments: str) -> None:
-    """`trivium` in a process that may open 700 files."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
+    """`trivium` in a process that may open 450 files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (450, 450))
     trivium(*arguments)
 
 
@@ -365,8 +366,9 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
     visitors: list[socket.socket] = []
     try:
         url = address_of(server, tmp_path / "run")
+        assert f"serving policy at {url}" in server.text
         at = httpx.URL(url)
-        for _ in range(700):
+        for _ in range(420):
             visitors.append(socket.create_connection((at.host, at.port or 0)))
             visitors[-1].send(b"GET /health HTTP/1.1\r\nX-Half: ")
         with OpenAI(base_url=f"{url}/v1", api_key="swordfish", max_retries=5) as client:
@@ -385,6 +387,7 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
         for visitor in visitors:
             visitor.close()
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").is_file()
+    assert "serving the final policy, version 2" in server.text
     assert len(server.text) < 20_000
     assert "Traceback" not in (tmp_path / "run" / "log.txt").read_text()
     again = start("again", "run", "agents.yaml")
@@ -392,11 +395,27 @@ def test_a_served_run_outlives_its_visitors_and_serves_its_final_policy(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
-def test_an_endpoint_that_other_machines_reach_needs_a_key(start: Callable[..., Forked], tmp_path: Path) -> None:
+def without_fastapi(*arguments: str) -> None:
+    """`trivium` where the extra `serve` is not installed."""
+    sys.modules["fastapi"] = None  # type: ignore[assignment]
+    trivium(*arguments)
+
+
+def test_an_endpoint_that_cannot_be_served_is_refused(
+    start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "agents.yaml").write_text(SERVED)
-    refused = start("check", "check", "agents.yaml", "serve.host=0.0.0.0", "serve.key_variable=null")
-    assert refused.wait(60) == 2, refused.text
-    assert "serve.key_variable: serve.host '0.0.0.0' without a key" in refused.text
+    monkeypatch.setenv("AGENT_KEY", "")
+    for command in ("check", "run"):
+        keyless = start(command, command, "agents.yaml")
+        assert keyless.wait(60) == 2, keyless.text
+        assert "export AGENT_KEY=..." in keyless.text
+    open_to_all = start("open", "check", "agents.yaml", "serve.host=0.0.0.0", "serve.key_variable=null")
+    assert open_to_all.wait(60) == 2, open_to_all.text
+    assert "serve.key_variable: serve.host '0.0.0.0' without a key" in open_to_all.text
+    bare = Forked("bare", tmp_path / "bare.out", without_fastapi, "run", "agents.yaml", "serve.key_variable=null")
+    assert bare.wait(60) == 2, bare.text
+    assert "pip install 'trivium[serve]'" in bare.text
 
 
 # --------------------------------------------------------------------------- Python and console

@@ -19,7 +19,7 @@ from tests.serving import RENDERER, Babbler, Served, served
 from trivium.errors import ConfigError
 from trivium.policy import Policy
 from trivium.randomness import SampleKey
-from trivium.serving import bodies, connections
+from trivium.serving import connections
 from trivium.serving.connections import ListenError, RepeatedLines, connection_cap
 from trivium.serving.sessions import CompletionNode, ConversationIndex, Session
 from trivium.text.renderer import ChatRenderer
@@ -192,7 +192,7 @@ async def test_a_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 async def test_bodies_that_do_not_arrive_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_BODY_S", 0.2)
+    monkeypatch.setattr(connections, "_BODY_S", 0.2)
     async with served(tmp_path, max_body_bytes=2000) as here:
         half = HALF + b"Content-Length: 1000\r\n\r\n" + b"x" * 500
         streams = await half_open(here, 2)
@@ -205,7 +205,7 @@ async def test_bodies_that_do_not_arrive_are_given_up(tmp_path: Path, monkeypatc
 
 
 async def test_the_memory_of_bodies_that_arrive_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_BODIES", 2)
+    monkeypatch.setattr(connections, "_BODIES", 2)
     async with served(tmp_path, max_body_bytes=2000) as here:
         streams = await half_open(here, 3)
         for _, writer in streams:

@@ -25,6 +25,7 @@ from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
 from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary
+from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
@@ -77,6 +78,8 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     for number, stage in enumerate(config.stage_configs()):
         own = Findings()
         own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
+        if stage.run.mode == "serve":
+            own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
         _inspect(stage, number, own, sources)
         prefix = f"stages[{number}]." if config.stages else ""
         for into, problems in ((findings.problems, own.problems), (findings.warnings, own.warnings)):

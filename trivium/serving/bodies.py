@@ -1,22 +1,14 @@
-"""Reads the bodies of requests: how large, how slow and how deep one may be, and which values can be recorded."""
+"""The JSON bodies of requests: how deep one may be, and which values can be recorded; errors as responses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
-
 from trivium.errors import TriviumError
 
-_BODY_S = 30.0
-"""Longest time that a body may take to arrive, in seconds."""
-_BODIES = 8
-"""All bodies that are arriving take up at most as much memory as so many of the largest size."""
 _MAX_DEPTH = 64
 """How deep the values of a body may be nested."""
 _MAX_INTEGER = 2**63
@@ -55,52 +47,6 @@ class RequestError(TriviumError):
 def bad_request(param: str, asked: str, found: str, do: str, code: str | None = None) -> RequestError:
     """An error with status 400 about one parameter."""
     return RequestError(400, asked, found, do, param=param, code=code)
-
-
-class BodyReader:
-    """Reads bodies of at most `max_bytes`, and keeps the memory of all that are arriving within bounds."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._arriving = 0
-        """Bytes of bodies that have not arrived completely."""
-
-    async def read(self, request: Request) -> bytes:
-        """The whole body. Raises RequestError: 413 too large, 408 too slow, 503 too many at once."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(_BODY_S):
-                async for part in request.stream():
-                    body += part
-                    self._arriving += len(part)
-                    self._check(len(body))
-        except TimeoutError as error:
-            found = f"it has not arrived within {_BODY_S:.0f} s"
-            raise RequestError(408, "the body of a request", found, "send it at once") from error
-        except ClientDisconnect as error:
-            raise RequestError(400, "the body of a request", "the client has disconnected", "ask again") from error
-        finally:
-            self._arriving -= len(body)
-        return bytes(body)
-
-    def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise RequestError(
-                413,
-                f"a body of at most {self._max_bytes:,} bytes",
-                f"at least {size:,} bytes",
-                "send less, or raise serve.max_body_bytes",
-                code="body_too_large",
-            )
-        if self._arriving > _BODIES * self._max_bytes:
-            raise RequestError(
-                503,
-                "memory for the body of a request",
-                f"{self._arriving:,} bytes of other bodies are arriving",
-                "ask again, with fewer requests at once",
-                code="too_many_bodies",
-                retry_after_s=1,
-            )
 
 
 def read_body(raw: bytes) -> dict[str, Any]:

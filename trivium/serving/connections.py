@@ -1,4 +1,4 @@
-"""The listening socket and its connections: how many there may be, how long an idle one is kept, what is logged.
+"""The listening socket, its connections and what arrives on them: how many, how long, how much, and what is logged.
 
 A run keeps files open for its journal and its checkpoints, so connections must never use up the process's descriptors.
 """
@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trivium.errors import TriviumError
+from trivium.serving.bodies import RequestError
 
 _log = logging.getLogger("trivium")
 _CLOSE_S = 5.0
@@ -36,6 +38,10 @@ _RESERVED = 256
 """Descriptors that are kept for the run's files, pipes and processes."""
 _FEWEST = 8
 """A server with fewer connections is refused."""
+_BODY_S = 30.0
+"""Longest time that a body may take to arrive, in seconds."""
+_BODIES = 8
+"""All bodies that are arriving take up at most as much memory as so many of the largest size."""
 _LOG_LINES, _LOG_S = 5, 60.0
 """Lines of one kind that the server may log in so many seconds."""
 _REFUSAL = (
@@ -95,6 +101,52 @@ class _Server(uvicorn.Server):
             for connection in idle_connections(self.server_state.connections):
                 if time.monotonic() - connection.idle_since > _IDLE_S:
                     connection.transport.abort()
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes`, and keeps the memory of all that are arriving within bounds."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._arriving = 0
+        """Bytes of bodies that have not arrived completely."""
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body. Raises RequestError: 413 too large, 408 too slow, 503 too many at once."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    self._arriving += len(part)
+                    self._check(len(body))
+        except TimeoutError as error:
+            found = f"it has not arrived within {_BODY_S:.0f} s"
+            raise RequestError(408, "the body of a request", found, "send it at once") from error
+        except ClientDisconnect as error:
+            raise RequestError(400, "the body of a request", "the client has disconnected", "ask again") from error
+        finally:
+            self._arriving -= len(body)
+        return bytes(body)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise RequestError(
+                413,
+                f"a body of at most {self._max_bytes:,} bytes",
+                f"at least {size:,} bytes",
+                "send less, or raise serve.max_body_bytes",
+                code="body_too_large",
+            )
+        if self._arriving > _BODIES * self._max_bytes:
+            raise RequestError(
+                503,
+                "memory for the body of a request",
+                f"{self._arriving:,} bytes of other bodies are arriving",
+                "ask again, with fewer requests at once",
+                code="too_many_bodies",
+                retry_after_s=1,
+            )
 
 
 class RepeatedLines(logging.Filter):

@@ -7,7 +7,6 @@ stage is over the gateway may go on for a while: it samples from the final polic
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from trivium.concurrency import Threads, gather_or_cancel
 from trivium.explorer import Explorer
+from trivium.phases import announce
 from trivium.policy import EngineFailure, Policy, PromptTooLong
 from trivium.protocols import Buffer
 from trivium.randomness import SampleKey
@@ -39,7 +39,6 @@ from trivium.serving.sessions import (
 from trivium.synchronizer import Synchronizer
 from trivium.types import SERVED, Failure, Message, StopReason, Turn
 
-_log = logging.getLogger("trivium")
 _ENCODERS = 2
 """Threads that encode prompts: a long one must not hold up the event loop."""
 _TOKEN_CHARACTERS = 64
@@ -137,7 +136,7 @@ class Gateway:
         if self.options.linger_s:
             await self._synchronizer.board.poll(self._has_newest, _ADOPTION_S)
             self.final = True
-            _log.info("serving the final policy, version %d, for %g s", self.explorer.version, self.options.linger_s)
+            announce(f"serving the final policy, version {self.explorer.version}, for {self.options.linger_s:g} s")
             await asyncio.wait({self._broken}, timeout=self.options.linger_s)
             self.final = False
             if self._broken.done():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,13 +12,12 @@ from trivium.config import RunConfig
 from trivium.errors import ConfigError, MissingPackage
 from trivium.explorer import Explorer
 from trivium.loops import Explore
+from trivium.phases import announce
 from trivium.protocols import Buffer
 from trivium.schedule import Schedule
 from trivium.serving.gateway import Gateway, ServingOptions
 from trivium.serving.sessions import IdleLimits
 from trivium.synchronizer import Synchronizer
-
-_log = logging.getLogger("trivium")
 
 
 def serve_agents(
@@ -37,7 +35,7 @@ def serve_agents(
     except ImportError as error:
         raise MissingPackage(error.name or "fastapi", "serve", "serve the policy (run.mode: serve)") from error
     section = config.serve
-    key = _key(section.key_variable)
+    key = read_key(section.key_variable)
     options = ServingOptions(
         idle=IdleLimits(section.idle_s, section.unstarted_idle_s),
         deadline_s=config.workflow.deadline_s,
@@ -59,7 +57,7 @@ def serve_agents(
         async with serve_app(app, section.host, section.port, section.max_connections) as url:
             path = run_dir / "serve.json"
             atomic_write(path, json.dumps({"url": url, "pid": os.getpid(), "model": section.model}) + "\n")
-            _log.info("serving %s at %s", section.model, url)
+            announce(f"serving {section.model} at {url}")
             try:
                 await gateway.run()
                 await gateway.say_goodbye()
@@ -69,8 +67,11 @@ def serve_agents(
     return serve
 
 
-def _key(variable: str | None) -> str | None:
-    """The key that clients must present. It is no config value, since the config is written into the run directory."""
+def read_key(variable: str | None) -> str | None:
+    """The key that clients must present. It is no config value, since the config is written into the run directory.
+
+    Raises ConfigError where the environment has none.
+    """
     if variable is None:
         return None
     if not os.environ.get(variable):

@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from trivium.errors import DataError, RolloutError
 from trivium.policy import EngineFailure
-from trivium.serving.bodies import BodyReader, RequestError, read_body
+from trivium.serving.bodies import RequestError, read_body
+from trivium.serving.connections import BodyReader
 from trivium.serving.gateway import Gateway
 from trivium.serving.requests import read_chat, read_feedback, read_secret
 from trivium.serving.responses import chat_completion, chunks
