@@ -26,7 +26,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
-	@echo "make docs    regenerate docs/config.md, docs/metrics.md and docs/algorithms.md"
+	@echo "make docs    regenerate the pages that follow from the code"
 	@echo "make house   figures of the code's structure: size, import cycles, call depth"
 	@echo "make words   words that the project avoids, by package"
 
@@ -49,6 +49,7 @@ types: $(FOR_DEV)
 
 docs: $(FOR_DEV)
 	$(BIN)/python tools/generate_docs.py
+	$(BIN)/python tools/models_page.py
 
 house: $(FOR_DEV)
 	@$(BIN)/python tools/house.py $(HOUSE_ARGS)

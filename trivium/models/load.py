@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from trivium.errors import ConfigError
+
 
 def load_lm(
     path: str | Path,
@@ -16,13 +18,23 @@ def load_lm(
     device: torch.device | str = "cpu",
     attention: str | None = "sdpa",
 ) -> PreTrainedModel:
-    """A causal language model in eval mode. The type `auto` is the one it was saved in.
+    """A causal language model in eval mode. The type `auto` is the one it was saved in. Raises ConfigError for a model
+    that knows no attention but its own.
 
     `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model.
     """
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
-    )
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise ConfigError(
+            f"the attention {attention} in the model {path}",
+            "its attention cannot be replaced (it keeps a list of its own)",
+            "use another model, or another engine",
+        ) from error
     return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
