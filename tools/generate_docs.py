@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md, docs/config.md and docs/metrics.md from the code."""
+"""Writes docs/algorithms.md, docs/config.md, docs/metrics.md and docs/mistakes.md from the code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from algorithms_page import algorithms_page
+from mistakes import mistakes_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from types_in_words import type_of
@@ -198,7 +199,12 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-PAGES = {"algorithms.md": algorithms_page, "config.md": config_page, "metrics.md": metrics_page}
+PAGES = {
+    "algorithms.md": algorithms_page,
+    "config.md": config_page,
+    "metrics.md": metrics_page,
+    "mistakes.md": mistakes_page,
+}
 
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)

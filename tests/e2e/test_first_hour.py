@@ -309,6 +309,82 @@ def test_what_the_machine_refuses_is_said_in_three_parts(start: Callable[..., Fo
 
 # --------------------------------------------------------------------------- check and evaluation
 
+
+def test_the_example_of_the_readme_learns_and_says_so(start: Callable[..., Forked], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"```(?:python|yaml)\n# (my_[\w.]+)[^\n]*\n(.*?)```", page, re.DOTALL):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    lines = re.findall(r"^trivium \w+ (?:my_run\.yaml|runs/mine).*", page, re.MULTILINE)
+    shown = [line.partition("#")[0].split() for line in lines]
+    assert {"check", "explain", "run", "export"} <= {arguments[1] for arguments in shown}
+    texts: dict[str, str] = {}
+    for arguments in shown:
+        command = start(arguments[1], *arguments[1:])
+        assert command.wait(300) == 0, command.text
+        texts[arguments[1]] = command.text
+    summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    assert summary["steps"] == 30
+    assert summary["reward_before"] < 0.05
+    assert summary["reward_after"] > summary["reward_before"] + 0.1
+    assert "accuracy_after" not in summary  # the reward is graded
+    assert "eval reward" in texts["run"]
+    assert "accuracy" not in texts["run"]
+    assert "total_steps: 30" in texts["check"]
+    assert "advantage" in texts["explain"]
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_prompts_that_are_too_long_are_counted_before_the_run(start: Callable[..., Forked], tmp_path: Path) -> None:
+    prompts = ["1+1=", "2+3=", "+".join("111111111111=")]
+    rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]
+    (tmp_path / "sums.jsonl").write_text("".join(rows))
+    changes = "tasks={train: {kind: jsonl, path: sums.jsonl}}", "rewards=[exact]", "schedule.steps=1"
+    for name in ("check", "run"):
+        command = start(name, name, "base.yaml", *changes)
+        assert command.wait(120) == 0, command.text
+        assert "tasks.train: prompts that leave space for a completion" in command.text
+        assert "1 of 3 do not" in command.text
+    assert "1 of 3 do not" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(start: Callable[..., Forked], tmp_path: Path) -> None:
+    command = start("run", "run", "base.yaml", "rewards=[exact]", "engine.max_context=3", "engine.device=cuda")
+    assert command.wait(120) == 2, command.text
+    assert "engine.device: cuda" in command.text
+    assert "95 of 95" in command.text or "81 of 81" in command.text or "100 of 100" in command.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_model_is_trained_and_exported_with_the_template_of_the_config(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    first = start("run", "run", "base.yaml", "rewards=[exact]", "schedule.steps=1")
+    assert first.wait(120) == 0, first.text
+    (tmp_path / "run" / "model").rename(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    (tmp_path / "hf.yaml").write_text("extends: base.yaml\nrun: {dir: other}\nmodel: {kind: hf, path: base}\n")
+    refused = start("check", "check", "hf.yaml", "rewards=[exact]")
+    assert refused.wait(120) == 2, refused.text
+    assert "set model.chat_template" in refused.text
+    changes = "rewards=[exact]", "schedule.steps=1", "model.chat_template=plain"
+    for arguments in (("check", "hf.yaml", *changes), ("run", "hf.yaml", *changes), ("export", "other", "out")):
+        command = start(arguments[0], *arguments)
+        assert command.wait(120) == 0, command.text
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    conversation = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True) == "1+1="
+
+
+def test_evaluation_is_switched_off_and_lists_are_changed_on_the_command_line(start: Callable[..., Forked]) -> None:
+    tiny = str(Path(__file__).parent / "tiny.yaml")
+    command = start("check", "check", tiny, "evaluation=null", "checkpoint.keep_best=null", "stages.0.schedule.steps=2")
+    assert command.wait(120) == 0, command.text
+    assert yaml.safe_load(command.text)["total_steps"] == 8
+    empty = start("check", "check", tiny, "evaluation={}")
+    assert empty.wait(120) == 2
+    assert "evaluation=null" in empty.text
+
+
 # --------------------------------------------------------------------------- serving
 
 SERVED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from trivium.config import (
     RunConfig,
@@ -21,10 +21,12 @@ from trivium.config import (
     parse_override,
     read_yaml,
 )
+from trivium.config.hints import FOREIGN
 from trivium.config.plan import plan_run
 from trivium.config.resume import fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime.build import Stage
+from trivium.types import Sampling
 
 PARTS = """
 from pydantic import Field
@@ -198,11 +200,18 @@ def test_a_plugin_file_that_does_not_exist(folder: Path) -> None:
     assert "no file at" in problems_of(folder, "engine: {kind: nowhere.py:Engine}")["engine"]
 
 
-def test_an_error_in_the_file_of_a_plugin_is_not_a_problem_of_the_section_that_names_it(folder: Path) -> None:
+def test_an_error_in_the_file_of_a_plugin_is_reported_with_its_place(folder: Path) -> None:
     (folder / "broken.py").write_text("from trivium.config.schema import RunSection\nRunSection(seed='x')\n")
-    with pytest.raises(ImportError, match=r"broken.py:Engine raised ValidationError[\s\S]*seed") as caught:
-        load(folder, "engine: {kind: broken.py:Engine}")
-    assert isinstance(caught.value.__cause__, ValidationError)
+    problem = problems_of(folder, "engine: {kind: broken.py:Engine}")["engine"]
+    assert "ValidationError" in problem
+    assert "seed" in problem
+    assert "(broken.py, line 2)" in problem
+    (folder / "broken.py").write_text("def f(x y): pass\n")
+    (folder / "broken2.py").write_text("import no_such_package_at_all\n")
+    problems = problems_of(folder, "rewards: [broken2.py:f]\nengine: broken.py:f")
+    assert "SyntaxError" in problems["engine"]
+    assert "no_such_package_at_all" in problems["rewards[0]"]
+    assert "(broken2.py, line 1)" in problems["rewards[0]"]
 
 
 def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say_so(folder: Path) -> None:
@@ -566,3 +575,93 @@ def test_what_no_file_and_no_array_could_hold_is_refused_by_key() -> None:
         "stages[0].run.seed",
     ]
     assert "one of about 400 digits" in str(caught.value)
+
+
+# --------------------------------------------------------------------------- what other trainers' users write
+
+
+def test_every_key_that_a_hint_names_exists() -> None:
+    pages = [(Path(__file__).parents[2] / "docs" / page).read_text() for page in ("config.md", "algorithms.md")]
+    for theirs, ours in FOREIGN.items():
+        for path in re.findall(r"\b[a-z_]+(?:\[\])?(?:\.[a-z_]+)+", ours):
+            last = path.rpartition(".")[2]
+            assert any(f"`{path}`" in page or f"`{last}`" in page for page in pages), f"{theirs} -> {path}"
+        top = re.match(r"[a-z]+", ours)
+        assert top is not None
+        assert top[0] in RunConfig.model_fields, ours
+
+
+def test_keys_of_other_trainers_are_met_with_ours(folder: Path) -> None:
+    problems = problems_of(folder, "schedule: {num_generations: 8}\nactor_rollout_ref: {rollout: {n: 8}}")
+    assert "here that is schedule.group_size" in problems["schedule.num_generations"]
+    assert "rollout.n: here that is schedule.group_size" in problems["actor_rollout_ref"]
+    assert "did you mean 'actor" not in problems["actor_rollout_ref"]
+
+
+def test_the_keys_of_an_optional_section_are_known(folder: Path) -> None:
+    problem = problems_of(folder, "schedule: {curriculum: {columm: x}}")["schedule.curriculum.columm"]
+    assert "did you mean 'column'? known: column, easy_first, spread" in problem
+    assert "schedule.curriculum.column" in problems_of(folder, "schedule: {curriculum: x}")["schedule.curriculum"]
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (("--steps", "3"), "write schedule.steps=3"),
+        (("--group-size=8",), "write schedule.group_size=8"),
+        (("--steps",), "write schedule.steps=..."),
+        (("--learning_rate", "1e-5"), "here that is train.optimizer.lr"),
+        (("--nonsense", "run.seed=1"), "section.field=..."),
+    ],
+)
+def test_an_option_that_is_a_config_value(folder: Path, options: tuple[str, ...], hint: str) -> None:
+    with pytest.raises(ConfigError, match="no such option") as caught:
+        load(folder, overrides=options)
+    assert hint in caught.value.do
+
+
+# --------------------------------------------------------------------------- places in lists, and no effect
+
+
+def test_overrides_reach_into_lists(folder: Path) -> None:
+    stages = "stages: [{schedule: {steps: 2}}, {schedule: {steps: 3}}]"
+    config = load(folder, stages, ("stages.1.schedule.steps=7", "rewards.1.weight=3"))
+    assert [stage.schedule.steps for stage in config.stage_configs()] == [2, 7]
+    assert [(reward.label, reward.weight) for reward in config.rewards] == [("Exact", 0.5), ("constant", 3.0)]
+    for wrong in ("stages.2.schedule.steps=7", "rewards.first.weight=1"):
+        with pytest.raises(ConfigError, match="places go from 0 to 1"):
+            load(folder, stages, (wrong,))
+
+
+def test_keys_laid_over_a_kind_keep_the_kind(folder: Path) -> None:
+    (folder / "run.yaml").write_text(RUN.replace("{kind: parts.py:Learn}", "parts.py:Learn"))
+    assert load(folder, "algorithm: {clip: 0.3}").algorithm.model_dump()["clip"] == 0.3
+
+
+def test_null_switches_evaluation_off_and_an_empty_section_does_not(folder: Path) -> None:
+    evaluated = "evaluation: {taskset: test, every: 2}"
+    off = load(folder, evaluated, ("evaluation=null",))
+    assert off.evaluation.taskset is None
+    assert off.stage_configs()[0].evaluation.taskset is None
+    staged = load(folder, f"{evaluated}\nstages: [{{evaluation: null}}, {{schedule: {{steps: 3}}}}]")
+    assert [stage.evaluation.taskset for stage in staged.stage_configs()] == [None, "test"]
+    with pytest.raises(ConfigError, match="evaluation=null"):
+        load(folder, evaluated, ("evaluation={}",))
+    with pytest.raises(ConfigError, match=r"engine\.sampling=null"):
+        load(folder, "engine: {sampling: {}}")
+    assert "no effect" in problems_of(folder, "evaluation: {}")["evaluation"]
+    stage = problems_of(folder, f"{evaluated}\nstages: [{{evaluation: {{}}}}]")
+    assert "changes none of them" in stage["stages[0]"]
+    best = problems_of(folder, "checkpoint: {keep_best: eval/test/reward}")["checkpoint.keep_best"]
+    assert "checkpoint.keep_best=null" in best
+
+
+def test_evaluation_samples_as_the_engine_does_unless_set(folder: Path) -> None:
+    def sampling(section: str) -> Sampling:
+        config = load(folder, f"engine: {{sampling: {{stop: [x], temperature: 0.7}}}}\nevaluation: {section}")
+        return config.evaluation.sampling.sampling(config.engine.sampling, config.evaluation.samples)
+
+    assert sampling("{taskset: test}") == Sampling(max_new_tokens=16, temperature=0.0, stop=("x",))
+    assert sampling("{taskset: test, samples: 4}").temperature == 0.7
+    own = sampling("{taskset: test, sampling: {max_new_tokens: 5, temperature: 0.3, top_p: 0.9, stop: []}}")
+    assert own == Sampling(max_new_tokens=5, temperature=0.3, top_p=0.9, stop=())

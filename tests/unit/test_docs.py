@@ -11,6 +11,7 @@ from typing import Any
 
 import algorithms_page
 import generate_docs
+import mistakes
 import numpy as np
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_the_committed_page_is_up_to_date(page: str) -> None:
 
 
 def test_no_section_kind_or_metric_is_left_out() -> None:
-    algorithms, config, metrics = (generate_docs.PAGES[page]() for page in generate_docs.PAGES)
+    algorithms, config, metrics = (generate_docs.PAGES[f"{page}.md"]() for page in ("algorithms", "config", "metrics"))
     assert [name for name in RunConfig.model_fields if f"## {name}\n" not in config] == []
     inner = [kind for section in generate_docs.INNER.values() for kind, _ in section.values()]
     kinds = {kind for kind, _ in generate_docs.KINDS.values()} | set(inner)
@@ -54,6 +55,19 @@ def test_every_field_has_a_meaning() -> None:
     assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
     assert [row for row in rows if "Undefined" in row or "Annotated" in row] == []
+
+
+def test_every_mistake_is_named_before_a_run_begins_and_its_fix_works() -> None:
+    outcomes = mistakes.outcomes()
+    assert len(outcomes) == len(mistakes.MISTAKES) >= 25
+    for mistake in mistakes.MISTAKES:
+        outcome = outcomes[mistake.title]
+        assert (outcome.exit_code, outcome.run_code) == ((0, 0) if mistake.warns else (2, 2)), mistake.title
+        for text in (outcome.text, outcome.run_text):
+            assert all(part in text for part in (": ", "found: ", "do: ")), mistake.title
+            assert "Traceback" not in text
+        assert outcome.run_text.startswith(outcome.text), f"{mistake.title}: check and run differ"
+        assert (outcome.fixed_code, outcome.fixed_text) == (0, ""), mistake.title
 
 
 # --------------------------------------------------------------------------- pages with code

@@ -8,6 +8,7 @@ that it may change with `--change`.
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -153,14 +154,26 @@ def plugin(kind: str, base: type[Plugin] = Plugin, default_name: str | None = No
 
 
 def _resolved(kind: str, name: str) -> object:
-    """The object that a section's `kind` names. What a user's module raises while it is imported is no fault of the
-    section: it passes through, as an ImportError where pydantic would take it for a bad value."""
+    """The object that a section's `kind` names. What a user's module raises while it is imported is reported with its
+    place."""
     try:
         return resolve(kind, name)
     except TriviumError as error:
         raise NestedError(error) from error
-    except (ValueError, AssertionError) as error:
-        raise ImportError(f"importing {name} raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}{_place_of(error)}"
+        raise NestedError(ConfigError(f"import {name}", found, "fix the module")) from error
+
+
+def _place_of(error: Exception) -> str:
+    """The line of the imported module that raised."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has the place
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = ("trivium/registry.py", "trivium/config/schema.py")
+    importing = max(number for number, frame in enumerate(frames) if frame.filename.endswith(ours))
+    outside = [frame for frame in frames[importing + 1 :] if "importlib" not in frame.filename]
+    return f" ({Path(outside[0].filename).name}, line {outside[0].lineno})" if outside else ""
 
 
 def build(kind: str, config: Plugin, **context: Any) -> Any:
@@ -199,7 +212,7 @@ def _merged_items(name: str, items: Sequence[Any], change: Mapping[str, Any]) ->
             raise ConfigError(
                 f"{name}.{place}",
                 f"{name} has {len(items)} item(s)",
-                f"use a place from 0 to {len(items) - 1}" if items else f"set {name} as a list",
+                f"places go from 0 to {len(items) - 1}" if items else f"set {name} as a list",
             )
     return list(merged(places, {str(place): value for place, value in change.items()}).values())
 
