@@ -144,7 +144,7 @@ def _record(run_dir: Path, changes: Sequence[Difference]) -> None:
         return
     atomic_write(run_dir / _CHANGES, "".join(json.dumps(each) + "\n" for each in (*rows, row)))
     shown = ", ".join(f"{change.where}: {change.before} -> {change.now}" for change in changes)
-    _log.warning("after step %d with %s: from here on, no run without the change gives the same", row["step"], shown)
+    _log.warning("changed after step %d: %s. No run that began so gives the same, bit for bit", row["step"], shown)
 
 
 def _remove(path: Path) -> None:
