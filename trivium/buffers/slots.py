@@ -108,7 +108,8 @@ def kept_on_resume(schedule: Schedule, state: SlotsState, version: int, group: S
         raise RunDirError(
             f"continue slot {slot}",
             f"its stored rollouts are of task {group.task_id!r}, the schedule says {expected!r}",
-            "the taskset changed: start another run.dir, or restore the tasks",
+            "the taskset changed: start another run.dir, or restore the tasks; where no step was trained yet, removing "
+            "`rollouts` in the run directory is enough",
         )
     return True
 
