@@ -21,7 +21,8 @@ from trivium import __version__
 from trivium.concurrency import usable_cores
 from trivium.config import load_config
 from trivium.config.plan import plan_run, refuse_too_large
-from trivium.errors import ConfigError, TriviumError, first_cause
+from trivium.errors import ConfigError, TriviumError, first_cause, text_of
+from trivium.runtime.main_loop import exit_without_threads
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -203,8 +204,12 @@ def rollouts(
 
 
 def main() -> None:
-    """The `trivium` command."""
-    app()
+    """The `trivium` command. It ends also where threads of user code do not."""
+    try:
+        app()
+    except SystemExit as left:
+        exit_without_threads(left.code)
+        raise
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -238,10 +243,12 @@ class Outcome:
         if isinstance(error, KeyboardInterrupt):
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
             raise typer.Exit(130) from None
-        if isinstance(error, Exception) and not isinstance(error, typer.Exit):
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code >= 128:
+            return  # a signal ended it
+        if error is not None and not isinstance(error, typer.Exit):
             raise typer.Exit(self._report(error)) from None
 
-    def _report(self, error: Exception) -> int:
+    def _report(self, error: BaseException) -> int:
         """Prints the first cause; the traceback goes to the log, or to stderr where there is no log."""
         cause = first_cause(error)
         explained = isinstance(cause, TriviumError)
@@ -275,4 +282,4 @@ def _unexpected(error: BaseException) -> TriviumError:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     do = "look at the traceback: where the last lines are of your own code, fix them; else report it"
-    return TriviumError("a command that ends without an error", f"{type(error).__name__}: {error}{where}", do)
+    return TriviumError("a command that ends without an error", f"{type(error).__name__}: {text_of(error)}{where}", do)

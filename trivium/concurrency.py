@@ -9,12 +9,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from trivium.errors import RolloutError, SyncError
+from trivium.errors import RolloutError, SyncError, text_of
 
 T = TypeVar("T")
 
@@ -36,13 +36,32 @@ class CancellationEscaped(RolloutError):
         )
 
 
+class ExitRaised(RolloutError):
+    """User code raised what would end the process, or is no Exception for another reason."""
+
+    def __init__(self, raised: BaseException) -> None:
+        super().__init__(
+            "an end by itself",
+            f"it raised {type(raised).__name__}({text_of(raised)})",
+            "raise an Exception: what user code raises fails one rollout, and does not end the process",
+        )
+        self.__cause__ = raised
+
+
+async def _contained(awaitable: Awaitable[T]) -> T:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as raised:  # a task would raise them in the event loop as well
+        raise ExitRaised(raised) from raised
+
+
 async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callable[[], object] = lambda: None) -> T:
     """The result of `awaitable`; `seconds=None` sets no limit. `ended` is called when it is done, or its time is up.
 
     Raises TimeoutError where it takes longer, and that is final: what it returns while it is being cancelled is
     ignored, and one that ignores its cancellation is not waited for.
     """
-    task = asyncio.ensure_future(awaitable)
+    task = asyncio.ensure_future(_contained(awaitable))
     try:
         await asyncio.wait({task}, timeout=None if seconds is None else max(0.0, seconds))
     finally:
@@ -54,10 +73,15 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
             _abandoned.add(task)
             task.add_done_callback(_forget)
             await asyncio.wait({task}, timeout=_GRACE_S)
+            if task.done() and isinstance(awaitable, Coroutine):
+                awaitable.close()  # it may not have started
     if late:
         raise TimeoutError
     if task.cancelled():
         raise CancellationEscaped
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise ExitRaised(error)
     return task.result()
 
 
@@ -329,7 +353,7 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning
         return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # raised again in the caller
-        return None, raised
+        return None, raised if isinstance(raised, Exception) else ExitRaised(raised)
 
 
 def _deliver(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

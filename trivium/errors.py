@@ -18,8 +18,10 @@ TriviumError
 
 from __future__ import annotations
 
+import sysconfig
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -89,6 +91,9 @@ class StorageError(TriviumError, OSError):
 class RolloutError(TriviumError):
     """One rollout failed; caught at the rollout boundary and recorded."""
 
+    place: str = ""
+    """Where user code in another process raised it (see `user_place`)."""
+
 
 class RewardError(RolloutError):
     """A reward that did not give a finite number."""
@@ -142,6 +147,19 @@ def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) 
 def described(value: object) -> str:
     """A value and its type, shortened, for error texts."""
     return f"{text_of(value, 80, repr)} of type {type(value).__name__}"
+
+
+_OWN = str(Path(__file__).parent)
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
+
+
+def user_place(frames: Iterable[tuple[str, int, str]]) -> str:
+    """`function (file:line)` of the innermost frame that is user code, neither of Trivium nor of a library; empty where
+    none is. `frames` are (file, line, function), outermost first."""
+    for file, line, function in reversed(list(frames)):
+        if not file.startswith((_OWN, *_LIBRARIES)):
+            return f"{function} ({file}:{line})"
+    return ""
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trivium.concurrency import gather_or_cancel, left_behind, wait_for
-from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing, text_of
+from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing, text_of, user_place
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
+_MAX_KINDS = 50
+"""Kinds of failure that are logged."""
 Score = Mapping[str, float] | RewardError
 """Weighted components of a reward by name, or why there are none."""
 
@@ -84,6 +88,8 @@ class Explorer:
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
     """What was started, in that order, up to the oldest group in progress (None)."""
     _finished: deque[Group] = field(init=False)
+    _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
+    """The kinds of failure that are in the log."""
 
     def __post_init__(self) -> None:
         self._semaphore = asyncio.Semaphore(self.max_concurrent)
@@ -245,7 +251,7 @@ class Explorer:
             return Trajectory(key.index, policy.turns, rewards, metrics=metrics)
         except EngineFailure:
             raise
-        except Exception as error:  # the rollout boundary: a bad rollout is data
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the rollout boundary: a bad rollout is data
             return Trajectory(key.index, policy.turns, failure=self._failure(error))
 
     async def _scored(self, task: Task, trajectory: Trajectory, left_s: float) -> Trajectory:
@@ -295,7 +301,7 @@ class Explorer:
         )
         return replace(trajectory, failure=self._failure(error))
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: BaseException) -> Failure:
         match error:
             case RewardError():
                 side = "reward"
@@ -308,7 +314,34 @@ class Explorer:
         message = text_of(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
         if side == "deadline" and (number := left_behind()):
             message += f"\n{number} call(s) of plain functions that were given up still run in their threads"
-        return Failure(side, type(error).__name__, message)
+        failure = Failure(side, type(error).__name__, message, _cause(error))
+        self._log_failure(failure, error)
+        return failure
+
+    def _log_failure(self, failure: Failure, error: BaseException) -> None:
+        """Logs the first failure of each kind, with its traceback in the file alone."""
+        reason = failure.cause or re.sub(r"\d+", "", getattr(error, "found", ""))
+        kind = (failure.side, failure.kind, reason)
+        if kind in self._reported or len(self._reported) == _MAX_KINDS:
+            return
+        self._reported.add(kind)
+        what = described_failure(failure)
+        _log.warning("a rollout failed, others like it are counted: %s\n%s", what, failure.message)
+        _log.info("the traceback of that failure", exc_info=error)
+
+
+def described_failure(failure: Failure) -> str:
+    """What failed and why, the same for all failures of one kind."""
+    return f"{failure.side}: {failure.cause or failure.kind}"
+
+
+def _cause(error: BaseException) -> str:
+    """What user code raised, and where; empty where none did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
+    place = getattr(error, "place", "") or user_place(frames)
+    return f"{type(error).__name__} in {place}" if place else ""
 
 
 def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> None:
@@ -319,11 +352,13 @@ def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> N
     dropped = sum(t.failure is None for group in groups if group.dropped for t in group.rollouts)
     if len(failures) + dropped <= max_fraction * total:
         return
-    (side, kind, message), times = Counter((f.side, f.kind, f.message) for f in failures).most_common(1)[0]
+    (side, kind, cause), times = Counter((f.side, f.kind, f.cause) for f in failures).most_common(1)[0]
+    message = next(f.message for f in failures if (f.side, f.kind, f.cause) == (side, kind, cause))
+    often = f"{times} times, {cause}" if cause else f"{times} times"
     beside = f" and {dropped} were dropped with them" if dropped else ""
     error = RolloutsFailing(
         f"at most {max_fraction:.0%} failed trajectories in {what}",
-        f"{len(failures)} of {total} failed{beside}; most often ({times} times) the {side}: {kind}: {message}",
+        f"{len(failures)} of {total} failed{beside}; most often ({often}) the {side}: {kind}: {message}",
         "fix the cause and run the same command again: it continues from the last checkpoint, and rolls out or judges "
         "again what failed (but prompts that are too long and, with schedule.deterministic, rollouts that met their "
         "deadline); or raise workflow.max_failed_fraction if this many failures are normal",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trivium.errors import RolloutsFailing, VersionGone
+from trivium.errors import RoleFailed, RolloutsFailing, VersionGone
 from trivium.metrics import aggregate
 from trivium.phases import collecting, measured, phase
 from trivium.types import SCORES, capabilities_of
@@ -249,6 +249,8 @@ async def run(parts: Parts) -> None:
                 if parts.watch is not None:
                     watching = roles.create_task(parts.watch(), name="watch")
                     training.add_done_callback(lambda _: watching.cancel())
+        if parts.trainer is not None and parts.trainer.train_continue:
+            raise RoleFailed(parts.trainer.name, "its task was cancelled, and not by this run")
     finally:
         if parts.explorer is not None:
             await parts.explorer.engine.close()

@@ -105,6 +105,7 @@ declare(
     better="down",
 )
 declare("rollout/trajectories", "trajectories trained on", aggregation="sum")
+declare("rollout/total", "all trajectories of the step, failed and greedy ones included", aggregation="sum")
 declare(
     "rollout/failed",
     "trajectories that failed and were left out, greedy ones included",

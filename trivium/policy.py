@@ -37,7 +37,7 @@ def finite_number(value: object, largest: float = MAX_REWARD) -> float:
         number = item() if item is not None and getattr(value, "shape", None) == () else value
         if not isinstance(number, Real | np.bool_):
             raise ValueError(described(value))
-        number = float(number)
+        number = float(cast("float", number))
     except ValueError:
         raise
     except OverflowError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import RolloutsFailing, RunDirError, TriviumError
-from trivium.explorer import check_failures
+from trivium.explorer import check_failures, described_failure
 from trivium.loops import train_loop, train_step
 from trivium.metrics import aggregate, declared
 from trivium.phases import activity
@@ -157,6 +158,7 @@ class Trainer:
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
         self._spend({name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")})
+        self._count_failures(fresh)
         metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(fresh) / metrics["time/step"]
         self._seconds.clear()
         self.synchronizer.report_step(self.train_step_num)
@@ -422,6 +424,14 @@ class Trainer:
         """What became of groups that were not trained on, since the last step."""
         before, self._counts = self._counts, await self.buffer.counts()
         return {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
+
+    def _count_failures(self, groups: Sequence[Group]) -> None:
+        """Adds the failed rollouts to the run's, by cause."""
+        failures = [t.failure for group in groups for t in group.rollouts if t.failure is not None]
+        if failures:
+            before: Mapping[str, int] = self.record.get("failures", {})
+            counts = Counter(before) + Counter(map(described_failure, failures))
+            self.record["failures"] = dict(sorted(counts.items()))
 
     def _spend(self, seconds: Mapping[str, float]) -> None:
         """Adds to what the run's time went to, by phase."""

@@ -248,6 +248,8 @@ class Failure:
     kind: str
     """The error's class name."""
     message: str
+    cause: str = ""
+    """What user code raised, and in which function, file and line; empty where it raised nothing."""
 
     @property
     def of_rewards(self) -> bool:

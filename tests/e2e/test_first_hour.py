@@ -220,6 +220,138 @@ def test_another_config_goes_on_from_the_weights_of_a_run(start: Callable[..., F
 
 # --------------------------------------------------------------------------- user code that misbehaves
 
+WILD = """
+import asyncio, os, sys, time
+from trivium.config import WorkflowConfig
+
+class Odd(BaseException):
+    pass
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+async def leave():
+    sys.exit(0)
+
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+def leaves(prompt, completion):
+    sys.exit(0)
+
+class Wild:
+    class Config(WorkflowConfig):
+        how: str = "mixed"
+
+    calls = 0
+
+    def __init__(self, config):
+        self.how = config.how
+
+    async def run(self, task, policy):
+        Wild.calls += 1
+        how = ["plain", "plain", "exit", "interrupt", "odd", "stop", "task", "stubborn", "huge", "unnamed", "mute"]
+        how = (how[Wild.calls] if Wild.calls < len(how) else "plain") if self.how == "mixed" else self.how
+        await policy.generate(task.prompt)
+        return getattr(self, how)() or {"wild": 1.0}
+
+    def plain(self):
+        pass
+
+    def exit(self):
+        sys.exit(0)
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    def odd(self):
+        raise Odd("ball")
+
+    def mute(self):
+        raise Mute
+
+    def huge(self):
+        return {"wild": 1e39}
+
+    def unnamed(self):
+        return {5: 1.0}
+
+    def stop(self):
+        asyncio.get_running_loop().stop()
+
+    def task(self):
+        self.task = asyncio.create_task(leave())
+
+    def stubborn(self):
+        self.other = asyncio.create_task(stubborn())
+
+    def cancel(self):
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    def vanish(self):
+        os._exit(0)
+
+    def block(self):
+        time.sleep(3600)
+"""
+
+
+def test_whatever_user_code_raises_or_calls_fails_its_rollout_and_is_shown(
+    start: Callable[..., Forked], tmp_path: Path
+) -> None:
+    (tmp_path / "wild.py").write_text(WILD)
+    (tmp_path / "run.yaml").write_text(
+        "extends: base.yaml\nworkflow: {kind: wild.py:Wild, max_failed_fraction: 1.0}\nmonitors: [{kind: console}]\n"
+    )
+    run = start("wild", "run", "run.yaml")
+    assert run.wait(120) == 0, run.text
+    failures: dict[str, int] = json.loads((tmp_path / "run" / "summary.json").read_text())["failures"]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert sum(failures.values()) == 6
+    for kind, line in [("SystemExit", "exit"), ("KeyboardInterrupt", "interrupt"), ("Odd", "odd"), ("Mute", "mute")]:
+        (cause,) = [cause for cause in failures if f"{kind} in {line} (" in cause]
+        assert re.search(rf"{re.escape(str(tmp_path))}/wild.py:\d+\)$", cause)
+        assert run.text.count(f"others like it are counted: {cause}") == 1
+        assert re.search(rf"Traceback[\s\S]*wild.py[\s\S]*in {line}\n", log)
+    assert failures["reward: RewardError"] == 2
+    assert "1e+39, and 1e+09 is the largest that can be used" in run.text
+    assert "the workflow named it 5 of type int" in run.text
+    shown = re.findall(r"failed (\d+)/(\d+)", run.text)
+    assert sum(int(failed) for failed, _ in shown) == 6
+    assert {total for _, total in shown} == {"8"}
+    assert re.search(r"1 task\(s\) that ignore their cancellation, in stubborn \(.*wild.py:\d+\)", run.text)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("workflow.how=cancel", 1, "all of its tasks were cancelled, by user code"),
+        ("workflow.how=vanish", 0, ""),
+        ("rewards=[{kind: exits.py:reward}]", 1, "SystemExit"),
+        # 10 s after the deadline
+        ("{workflow.how: block, workflow.deadline_s: 0.5}", 1, "block ("),
+    ],
+    ids=["cancel", "vanish", "import", "block"],
+)
+def test_a_run_that_user_code_ends_does_not_look_finished(
+    start: Callable[..., Forked], tmp_path: Path, how: str, code: int, words: str
+) -> None:
+    (tmp_path / "wild.py").write_text(WILD)
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "run.yaml").write_text("extends: base.yaml\nworkflow: {kind: wild.py:Wild}\n")
+    values = [f"{k}={v}" for k, v in yaml.safe_load(how).items()] if how.startswith("{") else [how]
+    run = start("wild", "run", "run.yaml", *values)
+    assert run.wait(120) == code, run.text
+    assert words in run.text
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
 # --------------------------------------------------------------------------- damaged files
 
 TWO_STAGES = """

@@ -24,6 +24,7 @@ def describe(groups: Sequence[Group], kept: Sequence[Group], refused_by: Mapping
         "rollout/groups": len(groups),
         "rollout/refused": len(groups) - len(kept),
         **{f"rollout/refused/{rule}": count for rule, count in refused_by.items()},
+        "rollout/total": sum(len(group.rollouts) for group in groups),
         "rollout/failed": failures.total(),
         **{f"rollout/failed/{side}": count for side, count in failures.items()},
         "rollout/trajectories": sum(len(group.alive) for group in kept),

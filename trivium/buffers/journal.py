@@ -271,11 +271,12 @@ def _pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "rewards": dict(trajectory.rewards),
         "failure": None if failure is None else [failure.side, failure.kind, failure.message],
         "metrics": dict(trajectory.metrics),
+        **({"cause": failure.cause} if failure is not None and failure.cause else {}),
     }
 
 
 def _unpack_trajectory(data: dict[str, Any]) -> Trajectory:
-    failure = None if data["failure"] is None else Failure(*data["failure"])
+    failure = None if data["failure"] is None else Failure(*data["failure"], cause=data.get("cause", ""))
     turns = tuple(_unpack_turn(turn) for turn in data["turns"])
     return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"])
 

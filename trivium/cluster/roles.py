@@ -30,6 +30,7 @@ from trivium.runtime.build import (
     distributed_engine,
     open_store,
 )
+from trivium.runtime.main_loop import run_in_loop
 
 
 def make_buffer(spec: StageSpec) -> Buffer:
@@ -55,7 +56,8 @@ def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, An
         try:
             trainer.prepare()
             parts = build_parts(stage, endpoints, trainer)
-            asyncio.run(run(parts if ranks is None else replace(parts, watch=ranks.actors.watch)))
+            running = run(parts if ranks is None else replace(parts, watch=ranks.actors.watch))
+            run_in_loop(running, stage.config.workflow.deadline_s)
             return trainer.run_record
         finally:
             trainer.engine.close()
@@ -79,7 +81,7 @@ def trains_on_gpus(config: RunConfig) -> bool:
 def explore(name: str, spec: StageSpec, shared: SharedActors) -> None:
     """Explores and evaluates until the trainer is done with the stage."""
     stage = spec.stage()
-    asyncio.run(_explore(name, stage, spec, shared))
+    run_in_loop(_explore(name, stage, spec, shared), stage.config.workflow.deadline_s)
 
 
 async def _explore(name: str, stage: Stage, spec: StageSpec, shared: SharedActors) -> None:
@@ -98,7 +100,7 @@ async def _explore(name: str, stage: Stage, spec: StageSpec, shared: SharedActor
     engine = await ReplicatedEngine.start(engine_spec, names)
     try:
         endpoints = shared.endpoints(stage, name)
-        explorer = build_explorer(stage, name, engine)
+        explorer = await asyncio.to_thread(build_explorer, stage, name, engine)
         await endpoints.synchronizer.wait_for_trainer(name)
         await run(build_parts(stage, endpoints, explorer=explorer))
     finally:

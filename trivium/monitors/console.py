@@ -46,7 +46,15 @@ def _evaluated(name: str) -> Callable[[Row], float | None]:
     return find
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
+def _failed(row: Row) -> str | None:
+    """Failed of all rollouts, where any did; of an evaluation their number."""
+    if row.get("rollout/failed"):
+        return f"{row['rollout/failed']:.0f}/{row['rollout/total']:.0f}"
+    number = sum(value for key, value in row.items() if key.startswith("eval/") and key.endswith("/failed"))
+    return f"{number:.0f}" if number else None
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], float | str | None], str], ...] = (
     ("reward", _first("reward/mean"), "{:.3f}"),
     ("eval reward", _evaluated("reward"), "{:.3f}"),
     ("accuracy", _evaluated("accuracy"), "{:.1%}"),
@@ -55,6 +63,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | None], str], ...] = (
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),
     ("tokens/s", _first("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"),
+    ("failed", _failed, "{}"),
     ("seconds", _first("time/step", "time/"), "{:.2f}"),
 )
 """Title, where its number comes from, how it is written. A row that lacks the number shows a blank, a table in which no

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trivium.concurrency import CancellationEscaped, Threads, wait_for
+from trivium.concurrency import CancellationEscaped, ExitRaised, Threads, wait_for
 
 RewardFunction = Callable[..., Any]
 
@@ -38,7 +38,7 @@ class RewardCall:
             return await wait_for(self._patience_s, self._outcome(arguments))
         except TimeoutError:
             return TimeoutError(f"no answer within {self._deadline_s:g} s")
-        except CancellationEscaped as error:
+        except (CancellationEscaped, ExitRaised) as error:
             return error
 
     async def _outcome(self, arguments: dict[str, object]) -> object:
@@ -47,8 +47,6 @@ class RewardCall:
                 return await self._function(**arguments)
             result = await self._threads.run(lambda: self._function(**arguments))
             return await result if inspect.isawaitable(result) else result
-        except SystemExit as left:  # it would end this process
-            return RuntimeError(f"SystemExit({left.code}) raised by the function")
         except Exception as error:
             return error
 

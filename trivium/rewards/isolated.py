@@ -139,7 +139,10 @@ class _Call:
             raise self._children.ended(child.end() if left is None else left, self._arguments)
         self._children.give_back(child)
         if "error" in answer:
-            raise RewardError(f"an answer of {self._children.label}", answer["error"], "look at the task's columns")
+            error = RewardError(f"an answer of {self._children.label}", answer["error"], "look at the task's columns")
+            error.place = answer["place"]
+            error.add_note(answer["traceback"])
+            raise error
         return answer["result"]
 
     def kill(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import socket
@@ -32,6 +31,7 @@ from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
+from trivium.runtime.main_loop import run_in_loop
 from trivium.schedule import Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.text import hf_tokenizer
@@ -516,12 +516,12 @@ def evaluate(config: RunConfig, step: int) -> Metrics:
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     else:
         model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
-    metrics = asyncio.run(_evaluate(Stage(last, 0, step, True, run_dir, model_dir)))
+    stage = Stage(last, 0, step, True, run_dir, model_dir)
+    metrics = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
 
 
-async def _evaluate(stage: Stage) -> Metrics:
-    explorer = build_explorer(stage)
+async def _evaluate(stage: Stage, explorer: Explorer) -> Metrics:
     try:
         return await _build_evaluator(stage, explorer).run(explorer.version)
     finally:

@@ -39,6 +39,7 @@ from trivium.runtime.build import (
     train_device,
 )
 from trivium.runtime.logs import logging_to
+from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import open_run_dir, recorded_changes, refuse_another_run
 from trivium.synchronizer import Synchronizer
@@ -47,7 +48,7 @@ from trivium.training.ranks import launched_ranks, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
-_CARRIED = ("accuracy_before", "accuracy_after", "reward_before", "reward_after", "seconds", "time")
+_CARRIED = ("accuracy_before", "accuracy_after", "reward_before", "reward_after", "failures", "seconds", "time")
 """What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
 
 
@@ -156,7 +157,7 @@ def _local_session(
             explorer = build_explorer(stage, config.run.explorer or "explorer-0") if explores else None
             parts = build_parts(stage, endpoints, trainer, explorer)
             trainer.prepare()
-            asyncio.run(run_parts(parts))
+            run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
             return trainer.run_record
         finally:
             trainer.engine.close()
@@ -197,6 +198,7 @@ def _remaining_stages(
             if resume is None or resume.step < last_version:
                 record |= {"stage": number, "pinned": list(ends)}
                 _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
+                (run_dir / "summary.json").unlink(missing_ok=True)  # it says that the run is finished
                 yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
                 latest = None
             ends.append(store.steps()[-1])
@@ -223,7 +225,8 @@ def explore(config: RunConfig) -> dict[str, Any]:
             synchronizer = build_synchronizer(stage.config, board).attach(waiting)
             endpoints = local_endpoints(stage, synchronizer, name)
             if stage.num_explorers:
-                asyncio.run(run_parts(build_parts(stage, endpoints, explorer=build_explorer(stage, name))))
+                parts = build_parts(stage, endpoints, explorer=build_explorer(stage, name))
+                run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
             else:
                 asyncio.run(_wait_for_stage_end(synchronizer, name))
         if not explored:

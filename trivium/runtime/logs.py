@@ -49,6 +49,7 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
     terminal.setFormatter(logging.Formatter(format_))
     terminal.setLevel(shown)
+    terminal.addFilter(lambda record: not record.exc_info)  # tracebacks are for the file
     _log.setLevel(logging.INFO)
     for each in (handler, terminal):
         _log.addHandler(each)

@@ -55,6 +55,7 @@ from trivium.runtime.build import (
 )
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
+from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.run_dir import ADOPTED
 from trivium.trainer import Trainer
 from trivium.types import Batch, Metrics
@@ -293,7 +294,7 @@ class RayPPOTrainer:
             trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
         parts = self._build_parts(stage, endpoints, trainer)
         self._load_checkpoint()
-        asyncio.run(self._run(parts))
+        run_in_loop(self._run(parts), stage.config.workflow.deadline_s)
         self._last = parts.evaluator.results if isinstance(parts.evaluator, Validator) else {}
         return trainer.run_record
 
@@ -320,7 +321,7 @@ class RayPPOTrainer:
             await explorer.adopt(engine.version, endpoints.channel)
             return await validator.run(engine.version)
 
-        return asyncio.run(validated())
+        return run_in_loop(validated(), stage.config.workflow.deadline_s)
 
     def _rendered(self, stage: Stage) -> Stage:
         """The stage, rendering as the user's tokenizer does."""

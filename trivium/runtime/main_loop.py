@@ -1,0 +1,281 @@
+"""The event loop of a run's process. Whatever user code raises, calls, ignores or blocks: the run ends by itself, in
+time, and never as if it had finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ctypes import CDLL, c_int, c_void_p
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+from trivium.errors import DeadlineExceeded, TriviumError, first_cause, text_of, user_place
+
+T = TypeVar("T")
+
+_log = logging.getLogger("trivium")
+GRACE_S = 10.0
+"""By how much a block of the loop may exceed a deadline."""
+_CANCEL_S = 2.0
+"""How long a task may take to end once it is cancelled."""
+_THREADS_S = 300.0
+"""How long the end of the loop waits for threads: those of a train step finish it."""
+_LOOK_S = 1.0
+"""How often the watchdog looks."""
+_left_behind: set[asyncio.Task[Any]] = set()
+"""Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
+
+
+def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """The coroutine's result, from an event loop of its own, like `asyncio.run`. In addition:
+
+    - SystemExit in a task, `loop.stop()`: the loop goes on; that `main` is cancelled, without Ctrl-C, is an error;
+    - a task that ignores its cancellation is left behind after two seconds, and named in the log;
+    - a function that holds the loop for `deadline_s` and `GRACE_S` ends the process with code 1, and is named;
+    - Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one ends the process at once.
+    """
+    loop = asyncio.new_event_loop()
+    executor = ThreadPoolExecutor(thread_name_prefix=f"loop-{id(loop):x}")
+    loop.set_default_executor(executor)
+    task = loop.create_task(main, name="main")
+    try:
+        with _interruptible(loop, task) as signals:
+            with _watched(loop, deadline_s + GRACE_S):
+                _drive(loop, task, signals)
+                _drive(loop, loop.create_task(_end(), name="end"), signals)
+            executor.shutdown(wait=False)
+            names = f"loop-{id(loop):x}"
+            join([t for t in threading.enumerate() if t.name.startswith(names)], min(deadline_s + GRACE_S, _THREADS_S))
+    finally:
+        loop.close()
+    return _result(task, signals.raised)
+
+
+def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:
+    """What the task returned. Raises its error, as one that no caller takes for an ordinary end."""
+    if task.cancelled():
+        raise raised or _not_finished("all of its tasks were cancelled")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        cause = first_cause(error)
+        raise _not_finished(f"{type(cause).__name__}({text_of(cause)}) was raised") from error
+    return task.result()
+
+
+def _not_finished(problem: str) -> TriviumError:
+    return TriviumError(
+        "a run that ends because it has finished",
+        f"{problem}, by user code",
+        "let user code raise an error of its own, and cancel only tasks that it started",
+    )
+
+
+def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _Signals) -> None:
+    """Runs the loop until the task is done: user code may stop the loop, or raise through it."""
+    task.add_done_callback(lambda _: loop.stop())
+    while not task.done():
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as raised:
+            if signals.sent(raised):
+                signals.raised = raised
+                task.cancel()
+            else:
+                _log.warning("user code raised %r in a task; the run goes on", raised)
+                _log.info("the traceback of that", exc_info=raised)
+
+
+async def _end() -> None:
+    """Cancels what still runs; leaves behind what ignores it."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    ended, ignoring = await asyncio.wait(others, timeout=_CANCEL_S) if others else (set(), set())
+    for task in ended:
+        if not task.cancelled():
+            task.exception()  # retrieved, or asyncio would log that it never was
+    places = Counter(user_place(_stack_of(task)) or repr(task.get_coro()) for task in ignoring)
+    for place, number in places.items():
+        _log.warning("left behind: %d task(s) that ignore their cancellation, in %s", number, place)
+    for task in ignoring:
+        task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+        _left_behind.add(task)
+
+
+def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
+    """(file, line, function) of the coroutines that await each other, outermost first."""
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        coroutine = coroutine.cr_await
+
+
+# --------------------------------------------------------------------------- Ctrl-C
+
+
+@dataclass
+class _Signals:
+    """What became of the signals that end a run."""
+
+    handled: bool
+    """Whether Ctrl-C is handled here: a KeyboardInterrupt is user code's own then."""
+    raised: BaseException | None = None
+    """What a signal raised, or would have."""
+
+    def sent(self, raised: BaseException) -> bool:
+        """Whether it may be a signal handler that raised it, and not user code."""
+        if isinstance(raised, KeyboardInterrupt):
+            return not self.handled
+        return threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGTERM))
+
+
+@contextmanager
+def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Generator[_Signals]:
+    """Makes Ctrl-C cancel the task; for the second one the kernel ends the process, so that nothing in it can be in the
+    way."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = _Signals(in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signals.raised = KeyboardInterrupt()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"interrupted: the run ends; Ctrl-C again ends it at once\n")
+        loop.call_soon_threadsafe(task.cancel)
+
+    if not signals.handled:
+        yield signals
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    _for_one_signal(signal.SIGINT)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _for_one_signal(number: int) -> None:
+    """Has the kernel restore the default action once the signal arrived, where the C library can: a handler of Python's
+    waits for the interpreter, which a function in C may hold for ever."""
+    libc = CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "sysv_signal"):
+        return
+    libc.signal.restype = c_void_p
+    libc.signal.argtypes = libc.sysv_signal.argtypes = [c_int, c_void_p]
+    libc.sysv_signal(number, libc.signal(number, None))
+
+
+# --------------------------------------------------------------------------- watchdog
+
+
+@contextmanager
+def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[None]:
+    """Ends the process where the loop does not turn for so long. Only looks count: time in which the process was
+    stopped does not."""
+    thread_id, stopped = threading.get_ident(), threading.Event()
+    answered = threading.Event()
+
+    def watch() -> None:
+        look_s = min(_LOOK_S, patience_s / 4)
+        silent_s = 0.0
+        answered.set()
+        # Where C code holds the interpreter no thread runs: then faulthandler's, which needs none, prints every stack.
+        faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
+        while not stopped.wait(look_s):
+            faulthandler.dump_traceback_later(patience_s + GRACE_S, exit=True, file=2)
+            silent_s = 0.0 if answered.is_set() else silent_s + look_s
+            if silent_s > patience_s:
+                _end_process(thread_id, silent_s)
+            if answered.is_set():
+                answered.clear()
+                loop.call_soon_threadsafe(answered.set)
+
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        with _suspendable():
+            yield
+    finally:
+        stopped.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _suspendable() -> Generator[None]:
+    """Takes faulthandler's clock back before Ctrl-Z stops the process; the watchdog's next look sets it again."""
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+def _end_process(thread_id: int, silent_s: float) -> None:
+    """Says which function holds the loop, and ends the process."""
+    stack = traceback.extract_stack(sys._current_frames()[thread_id])
+    error = DeadlineExceeded(
+        "an event loop that turns",
+        f"{_innermost(stack)} has held it for {silent_s:.0f} s, and workflow.deadline_s is over",
+        "let it `await`, or call what blocks with asyncio.to_thread; a plain reward function blocks nothing",
+    )
+    _log.critical("%s", error)
+    _log.info("the stack of the event loop:\n%s", "".join(traceback.format_list(stack)))
+    logging.shutdown()
+    os._exit(1)
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+    file, line, function = frames[-1]
+    return user_place(frames) or f"{function} ({file}:{line})"
+
+
+def join(threads: Sequence[threading.Thread], seconds: float) -> list[threading.Thread]:
+    """Waits for the threads, so long at most; returns those that still run, which are named in the log."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    running = [thread for thread in threads if thread.is_alive()]
+    frames = sys._current_frames()
+    for thread in running:
+        stack = traceback.extract_stack(frames.get(thread.ident or 0))
+        _log.warning("left behind: a thread that still runs %s", _innermost(stack))
+    return running
+
+
+def exit_without_threads(code: object, seconds: float = 30.0) -> None:
+    """Ends a process that is about to exit with this code, where threads keep it for longer than that."""
+
+    def running() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+
+    def end() -> None:
+        time.sleep(seconds)
+        if join(running(), 0.0):
+            sys.stdout.flush()
+            os._exit(code if isinstance(code, int) else int(code is not None))
+
+    if running():
+        threading.Thread(target=end, name="exit", daemon=True).start()
