@@ -110,8 +110,8 @@ def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
-    known = {signal.SIGKILL: ", as the system does where memory is short", signal.SIGXCPU: ": its CPU time was over"}
-    return f"was ended by {name}{known.get(-code, '')}"
+    known = {"SIGKILL": ", as the system does where memory is short", "SIGXCPU": ": its CPU time was over"}
+    return f"was ended by {name}{known.get(name, '')}"
 
 
 class _Call:

@@ -17,12 +17,17 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "bytes": bytes.fromhex,
     "complex": complex,
@@ -44,7 +49,7 @@ class Channel:
     def __init__(self, descriptor: int) -> None:
         self._incoming = os.fdopen(os.dup(descriptor), "rb")
         self._descriptor = descriptor
-        self._objects: list[object] = []
+        self._objects: list[Any] = []
 
     def send(self, message: object) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -58,14 +63,13 @@ class Channel:
             raise EOFError("the other process has ended")
         return json.loads(line)
 
-    def local(self, number: int) -> Any:
-        return self._objects[number]
-
     def pack(self, value: Any) -> Any:
         """A value as JSON. Subclasses of plain types count as these; objects become numbers."""
-        if value is None or isinstance(value, bool | float | str | int):
-            plain = next((kind for kind in (bool, float, str, int) if isinstance(value, kind)), None)
-            return value if plain is None else plain(value)
+        if value is None:
+            return None
+        for plain in (bool, float, str, int):
+            if isinstance(value, plain):
+                return plain(value)
         if isinstance(value, Remote):
             return {"yours": value._number}
         if isinstance(value, dict):
@@ -143,8 +147,9 @@ class Channel:
             return answer["found"] is True
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if is_error else RuntimeError)(str(answer["message"]))
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                raise kind(str(answer["message"]))
+            raise RuntimeError(str(answer["message"]))
         if verb == "call":
             for mine, theirs in zip(values[0], answer["changed"], strict=True):  # pyright: ignore[reportArgumentType]
                 _change(mine, self.unpack(theirs))
