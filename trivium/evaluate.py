@@ -16,7 +16,7 @@ from trivium.randomness import SampleKey
 
 if TYPE_CHECKING:
     from trivium.explorer import Explorer
-    from trivium.protocols import TaskSource
+    from trivium.protocols import Buffer, TaskSource
     from trivium.synchronizer import Synchronizer
     from trivium.types import Group, Metrics, Sampling
 
@@ -147,6 +147,28 @@ class Evaluator:
                 f"the explorer holds version {self.explorer.version}",
                 "publish the version and wait for its adoption before evaluating",
             )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows that are never trained on, for the loss over them."""
+
+    taskset: str
+    buffer: Buffer
+    """Holds the rows of the taskset alone, in order."""
+    num_groups: int
+
+    async def groups(self) -> list[Group]:
+        """Every row as a group."""
+        return await self.buffer.taken_groups(range(self.num_groups))
+
+    def named(self, metrics: Metrics) -> Metrics:
+        """The part of an update's metrics that says how well the rows are learned, under `eval/<taskset>/`."""
+        named = {"loss": sum(value for key, value in metrics.items() if key.startswith("train/loss/"))}
+        for name in ("preference_accuracy", "preference_margin"):
+            if f"train/{name}" in metrics:
+                named[name] = metrics[f"train/{name}"]
+        return {f"eval/{self.taskset}/{name}": value for name, value in named.items()}
 
 
 @dataclass

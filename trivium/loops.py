@@ -63,6 +63,18 @@ def train_step(
     return {**metrics, **measured(phases), **engine.utilisation(phases), "train/version": engine.version}
 
 
+def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algorithm) -> Metrics:
+    """The metrics of the updates that a step over these groups would make, under the current weights. Nothing is
+    updated."""
+    batch = add_scores(engine, algorithm.batch(algorithm.filter(groups)[0]), algorithm.needs)
+    batch, _ = algorithm.advantages(batch)
+    rows = [
+        engine.measure(objective.role, prepare_mini_batch(engine, batch, objective, 0), objective)
+        for objective in algorithm.objectives_at(engine.version)
+    ]
+    return aggregate(rows)
+
+
 def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
     """The batch with these scores of the current models as columns."""
     for what in sorted(needs):

@@ -304,6 +304,9 @@ declare(
     aggregation="sum",
 )
 declare("eval/*/reward", "mean total reward", better="up")
+declare("eval/*/loss", "loss over rows that are not trained on (`evaluation.held_out`)", better="down")
+declare("eval/*/preference_accuracy", "fraction of those pairs whose preferred completion ranks higher", better="up")
+declare("eval/*/preference_margin", "mean over those pairs of reward or score, preferred minus rejected", better="up")
 declare("eval/*/pass@*", "probability that k samples contain a right one (unbiased; Chen et al. 2021)", better="up")
 declare("eval/*/best@*", "expected highest reward of k samples, failed ones left out", better="up")
 declare("eval/*/worst@*", "expected lowest reward of k samples, failed ones left out", better="up")

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from trivium.errors import ConfigError
 from trivium.types import SaveStrategy
 
 if TYPE_CHECKING:
@@ -270,6 +271,14 @@ class TrainEngine(ABC):
     @abstractmethod
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step of one role on a mini-batch; normalised over all of it, however it is cut."""
+
+    def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        """The loss and the metrics that `update` would report for a mini-batch, without an update."""
+        raise ConfigError(
+            f"the loss of the {role} over held-out rows",
+            f"{type(self).__name__} has no method `measure`",
+            "leave evaluation.held_out out, or write the method",
+        )
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Any]]:

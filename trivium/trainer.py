@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import RolloutsFailing, RunDirError, TriviumError
 from trivium.explorer import check_failures, described_failure
-from trivium.loops import train_loop, train_step
+from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declared
 from trivium.phases import activity
 from trivium.synchronizer import live_explorers, weights_requested
@@ -24,7 +24,7 @@ from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_
 if TYPE_CHECKING:
     from trivium.board import Values
     from trivium.checkpoint.store import Checkpoint, CheckpointStore
-    from trivium.evaluate import RemoteEvaluator
+    from trivium.evaluate import HeldOut, RemoteEvaluator
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
     from trivium.schedule import Schedule
     from trivium.synchronizer import Synchronizer
@@ -65,6 +65,8 @@ class Trainer:
     checkpoints: CheckpointStore
     cadence: Cadence
     evaluator: RemoteEvaluator | None = None
+    held_out: HeldOut | None = None
+    """Rows to measure the loss over, at the cadence of evaluations."""
     resume: Checkpoint | None = None
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
@@ -94,6 +96,8 @@ class Trainer:
         self._writing: asyncio.Task[Path] | None = None
         """The save of that step, while it is being written."""
         self._evaluated_step: int | None = None
+        self._measured_step: int | None = None
+        """The last step that the loss over held-out rows was measured at."""
         self._data_ended = False
         self._started = time.monotonic()
 
@@ -107,6 +111,7 @@ class Trainer:
         if self.resume is not None:
             self.engine.algorithm.restore(self.resume.state["algorithm"])
             self._saved_step, self._evaluated_step = self.resume.step, self.resume.state["evaluated"]
+            self._measured_step = self.resume.state.get("measured")
         self.last_trainer_sync_step = self.train_step_num
 
     async def train(self) -> str:
@@ -132,6 +137,8 @@ class Trainer:
         at_start = version == self.schedule.first_version and starts
         if at_start and self.evaluator is not None:
             self._record(await self._evaluate(self.evaluator), "before", "after")
+        if version == self.schedule.first_version and self.held_out is not None:
+            self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)
         self.train_continue = self.train_step_num < self.last_step
 
     async def train_step(self) -> bool:
@@ -269,6 +276,8 @@ class Trainer:
         self._look_at_save()
         if self.evaluation_due and self.evaluator is not None:
             self._record(await self._evaluate(self.evaluator), "after")
+        if self.held_out is not None and self._is_due(self._measured_step, ends=True):
+            self.record["held_out_after"] = await self._measure(self.held_out)
         if self._due(self.cadence.save_every) and self._saved_step != self.train_step_num:
             await self.save_checkpoint()
 
@@ -298,6 +307,7 @@ class Trainer:
                 "version": version,
                 "score": self.score,
                 "evaluated": self._evaluated_step,
+                "measured": self._measured_step,
                 "counts": dict(self._counts),
                 "buffer": await self.buffer.state(),
                 "strategy": self.strategy.state(),
@@ -378,10 +388,14 @@ class Trainer:
     @property
     def evaluation_due(self) -> bool:
         """Whether the current step is one to evaluate, and has not been."""
-        version = self.train_step_num
-        if self.evaluator is None or version in (self.schedule.first_version, self._evaluated_step):
-            return False
         ends = self.cadence.evaluate_ends and not self.cadence.skip_end
+        return self.evaluator is not None and self._is_due(self._evaluated_step, ends=ends)
+
+    def _is_due(self, last: int | None, *, ends: bool) -> bool:
+        """Whether to measure at the current step what was measured at step `last`; `ends`: also at the stage's end."""
+        version = self.train_step_num
+        if version in (self.schedule.first_version, last):
+            return False
         at_end = ends and (version == self.last_step or self._data_ended)
         return at_end or self._due(self.cadence.evaluate_every)
 
@@ -394,12 +408,7 @@ class Trainer:
         started = time.monotonic()
         metrics = await self._answering(evaluator.run(version))
         self._evaluated_step = version
-        seconds = time.monotonic() - started
-        self._spend({"evaluate": seconds})
-        self.monitor.log(version, {**metrics, "time/evaluate": seconds})
-        best = self.checkpoints.keep_best
-        if best is not None:
-            self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
+        self._log_evaluation(metrics, time.monotonic() - started)
         names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
         keys = {name: f"eval/{evaluator.taskset}/{name}" for name in names}
         return {name: metrics[key] for name, key in keys.items() if key in metrics}
@@ -410,6 +419,22 @@ class Trainer:
         started_graded = "reward_before" in record and "accuracy_before" not in record
         graded = started_graded or "accuracy" not in measured
         self.record = {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}
+
+    async def _measure(self, held_out: HeldOut) -> Metrics:
+        """Logs the loss over held-out rows and what belongs to it; returns them."""
+        started = time.monotonic()
+        groups = await held_out.groups()
+        metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
+        self._measured_step = self.train_step_num
+        self._log_evaluation(metrics, time.monotonic() - started)
+        return metrics
+
+    def _log_evaluation(self, metrics: Metrics, seconds: float) -> None:
+        self._spend({"evaluate": seconds})
+        self.monitor.log(self.train_step_num, {**metrics, "time/evaluate": seconds})
+        best = self.checkpoints.keep_best
+        if best in metrics:
+            self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
 
     def _changed(self, version: int) -> Metrics:
         """How many config fields `--change` changed before this step, where it did."""

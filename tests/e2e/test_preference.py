@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from trivium.config import config_from_mapping, merged
+from trivium.errors import ConfigError
 from trivium.metrics import depends_on_machine
 from trivium.models.heads import ScoreModel
 from trivium.models.packed import pack
@@ -128,6 +129,52 @@ def test_completions_with_a_label_teach_which_are_desirable(tmp_path: Path) -> N
     assert done[0]["train/preference_chosen"] == done[0]["train/preference_rejected"] == 0  # the reference itself
     assert done[-1]["train/preference_chosen"] > 0 > done[-1]["train/preference_rejected"]
     assert "train/preference_accuracy" not in done[-1]  # no completion has another one to compare with
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward_model"])
+def test_the_loss_over_held_out_rows_is_that_of_an_update_on_them(kind: str, pairs: Path, tmp_path: Path) -> None:
+    """Held out are the rows that one step trains on, whole: before it, the loss is the one that it reports."""
+    data = offline(pairs, kind)
+    data["tasks"] = {**data["tasks"], "same": data["tasks"]["train"]}
+    data["evaluation"] = {"held_out": "same", "every": 2}
+    data["schedule"] = {"steps": 3, "groups_per_step": 64, "group_size": 1 if kind == "sft" else 2}
+    data["buffer"] = {"kind": "files", **({"completion": "chosen"} if kind == "sft" else {})}
+    data["checkpoint"] = {"save_every": 2, "keep": 4, "keep_best": "eval/same/loss"}
+    done = train(tmp_path / "run", data, {"train": {"optimizer": {"lr": 1e-3}}})
+    evaluated = {row["step"]: row for row in done["rows"] if "eval/same/loss" in row}
+    trained = {row["step"]: row for row in done["rows"] if "rollout/groups" in row}
+    assert list(evaluated) == [0, 2, 3]
+    role = "reward" if kind == "reward_model" else "policy"
+    for step in (0, 2):
+        before = trained[step + 1]
+        assert evaluated[step]["eval/same/loss"] == pytest.approx(before[f"train/loss/{role}"], abs=1e-5)
+        for name in () if kind == "sft" else ("preference_accuracy", "preference_margin"):
+            assert evaluated[step][f"eval/same/{name}"] == pytest.approx(before[f"train/{name}"], abs=1e-5)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["held_out_before"] == {key: evaluated[0][key] for key in summary["held_out_before"]}
+    assert (
+        summary["held_out_after"]["eval/same/loss"] == evaluated[3]["eval/same/loss"] < evaluated[0]["eval/same/loss"]
+    )
+    unmeasured = merged(data, {"evaluation": None, "checkpoint": {"keep_best": None}})
+    plain = train(tmp_path / "plain", unmeasured, {"train": {"optimizer": {"lr": 1e-3}}})
+    assert_same({**plain, "rows": []}, {**done, "rows": []})  # measuring changes no weight
+    shutil.rmtree(done["last"])
+    assert_same(train(tmp_path / "run", data, {"train": {"optimizer": {"lr": 1e-3}}}), done)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"evaluation": {"held_out": "tset"}}, "evaluation.held_out"),
+        ({"evaluation": {"held_out": "train"}, "buffer": {"kind": "memory"}}, "evaluation.held_out"),
+        ({"evaluation": {"held_out": "train", "samples": 2}}, "evaluation.samples"),
+        ({"evaluation": {"held_out": "train"}, "checkpoint": {"keep_best": "eval/train/los"}}, "checkpoint.keep_best"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], where: str, pairs: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(merged(merged(BASE, offline(pairs, "dpo")), {"rewards": ["exact"], **changes}))
+    assert where in [problem.where for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward_model"])

@@ -15,6 +15,7 @@ from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, config_from_mapping, merged, read_yaml
 from trivium.metrics import declared
 from trivium.runtime.build import Stage, build_buffer, build_schedule, shares_buffer
+from trivium.runtime.export import export
 from trivium.runtime.launch import run
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
@@ -32,14 +33,17 @@ SMALLER: dict[str, dict[str, Any]] = {
         "evaluation": {"sampling": {"max_new_tokens": 16}},
     },
     "guess.yaml": {},
+    "lora.yaml": {},
     "own_reward/run.yaml": {},
     "reasoning_gym.yaml": {"tasks": {"train": {"size": 32}, "test": {"size": 16}}},
 }
-"""Every recipe, and what keeps it within a second or two."""
+"""Every recipe of supervised steps and then RL, and what keeps it within a second or two."""
+OVER_ROWS = {"sft.yaml": 15, "dpo.yaml": 12, "reward_model.yaml": 12, "distill.yaml": 15}
+"""The others, and how many steps of a stage show that it learns."""
 
 
 def test_no_recipe_is_left_out() -> None:
-    assert {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml")} == set(SMALLER)
+    assert {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml")} == {*SMALLER, *OVER_ROWS}
 
 
 def smaller(recipe: str, run_dir: Path) -> RunConfig:
@@ -122,3 +126,25 @@ def test_several_turns_and_no_token_of_the_world_is_trained_on(tmp_path: Path) -
         assert world.count("digit?") + world.count("up") + world.count("down") == len(trajectory.turns)
         assert (experience.rollout_log_prob[~experience.response_mask] == 0).all()
         assert (experience.rollout_log_prob[experience.response_mask] < 0).all()
+
+
+def test_recipes_over_rows_learn_what_they_do_not_train_on(tmp_path: Path) -> None:
+    """Each as its comment says, the teacher exported from the first; distillation comes closer to it."""
+    summaries: dict[str, dict[str, Any]] = {}
+    for recipe, steps in OVER_ROWS.items():
+        data = read_yaml(RECIPES / recipe)
+        assert Path(data["run"]["dir"]).name == Path(recipe).stem
+        data = merged(data, {"run": {"dir": str(tmp_path / recipe)}, "monitors": [{"kind": "jsonl"}]})
+        for part in data.get("stages", [data]):
+            part["schedule"]["steps"] = steps
+        if recipe == "distill.yaml":
+            assert data["algorithm"]["teacher"]["path"] == "../runs/sft-model"
+            data["algorithm"]["teacher"]["path"] = str(export(tmp_path / "sft.yaml", None, tmp_path / "teacher"))
+        summaries[recipe] = run(config_from_mapping(data, RECIPES))
+    rows = [json.loads(line) for line in (tmp_path / "distill.yaml" / "metrics.jsonl").read_text().splitlines()]
+    distance = [row["train/teacher_kl"] for row in rows if "train/teacher_kl" in row]
+    assert sum(distance[-3:]) < sum(distance[:3]) / 2
+    for recipe in ("sft.yaml", "dpo.yaml", "reward_model.yaml"):
+        before, after = summaries[recipe]["held_out_before"], summaries[recipe]["held_out_after"]
+        assert after["eval/test/loss"] < before["eval/test/loss"]
+        assert recipe == "sft.yaml" or after["eval/test/preference_accuracy"] > 0.8

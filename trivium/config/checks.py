@@ -119,11 +119,16 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation, best = config.evaluation, config.checkpoint.keep_best
     names = ("accuracy", "reward", "response_tokens") if evaluation.taskset is not None else ()
     measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
+    if evaluation.held_out is not None:
+        measured += [f"eval/{evaluation.held_out}/{name}" for name in ("loss", "preference_accuracy")]
+        yield from _check_held_out(config, evaluation.held_out)
     if best is not None and best not in measured:
         remedy = suggest(best, measured) if measured else "name evaluation.taskset, or write checkpoint.keep_best=null"
         yield Problem("checkpoint.keep_best", f"the metric {best!r}", "no evaluation measures it", remedy)
     if evaluation.taskset is None:
-        for name in (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default):
+        of_loss = ("held_out", "every") if evaluation.held_out is not None else ()
+        changed = (n for n, f in type(evaluation).model_fields.items() if getattr(evaluation, n) != f.default)
+        for name in (name for name in changed if name not in of_loss):
             yield Problem(
                 f"evaluation.{name}",
                 f"evaluation.{name} without evaluation.taskset",
@@ -152,6 +157,18 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"evaluation every {evaluation.every} steps",
             f"weights are published every {config.sync.interval} steps, so others would be evaluated",
             "make it a multiple of sync.interval",
+        )
+
+
+def _check_held_out(config: RunConfig, name: str) -> Iterator[Problem]:
+    if name not in config.tasks:
+        yield Problem("evaluation.held_out", f"the taskset {name!r}", "no such taskset", suggest(name, config.tasks))
+    if capabilities_of(resolve("buffers", config.buffer.kind)).sampled:
+        yield Problem(
+            "evaluation.held_out",
+            f"the loss over {name!r} with buffer.kind {config.buffer.kind!r}",
+            "what is trained here learns from rollouts, not from rows",
+            "use evaluation.taskset; or set held_out in the stage that has buffer.kind files",
         )
 
 

@@ -514,6 +514,9 @@ class EvaluationSection(Config):
 
     taskset: str | None = None
     """Which taskset to evaluate; unset means no evaluation."""
+    held_out: str | None = None
+    """Taskset whose rows measure the loss of what is trained, at the start and the end of a stage that learns from rows
+    (`buffer.kind: files`): `eval/NAME/loss`, and for pairs `eval/NAME/preference_accuracy`. Nothing is sampled."""
     every: int = free(0, ge=0)
     """Train steps between evaluations; 0 evaluates at the start and the end of the last stage only."""
     samples: int = Field(default=1, ge=1)

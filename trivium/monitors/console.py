@@ -59,6 +59,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | str | None], str], ...] = (
     ("eval reward", _evaluated("reward"), "{:.3f}"),
     ("accuracy", _evaluated("accuracy"), "{:.1%}"),
     ("loss", _first("train/loss/"), "{:.4f}"),
+    ("held-out loss", _evaluated("loss"), "{:.4f}"),
     ("preferred", _first("train/preference_accuracy"), "{:.1%}"),
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),

@@ -23,7 +23,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.errors import ConfigError
-from trivium.evaluate import Evaluator, RemoteEvaluator
+from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.fanout import FanOut
@@ -193,6 +193,16 @@ def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
     )
 
 
+def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
+    """The rows of `evaluation.held_out`, read as the buffer reads those that are trained on."""
+    taskset = stage.config.evaluation.held_out
+    if taskset is None:
+        return None
+    tasks = build_tasks(stage.config, taskset)
+    in_order = replace(schedule, tasks=tasks, shuffle=False, curriculum=None)
+    return HeldOut(taskset, build_buffer(stage, in_order), len(tasks))
+
+
 BuildTrainEngine = Callable[[Stage, GroupAlgorithm, WeightChannel], TrainEngine]
 
 
@@ -232,6 +242,7 @@ def build_trainer(
         checkpoints=store,
         cadence=Cadence(config.checkpoint.save_every, config.evaluation.every, stage.is_last),
         evaluator=RemoteEvaluator(endpoints.synchronizer, str(config.evaluation.taskset)) if stage.evaluated else None,
+        held_out=_held_out(stage, schedule),
         resume=resume,
         max_failed_fraction=config.workflow.max_failed_fraction,
         saves_asynchronously=config.checkpoint.asynchronous,

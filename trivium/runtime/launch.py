@@ -48,7 +48,17 @@ from trivium.training.ranks import launched_ranks, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
-_CARRIED = ("accuracy_before", "accuracy_after", "reward_before", "reward_after", "failures", "seconds", "time")
+_CARRIED = (
+    "accuracy_before",
+    "accuracy_after",
+    "reward_before",
+    "reward_after",
+    "held_out_before",
+    "held_out_after",
+    "failures",
+    "seconds",
+    "time",
+)
 """What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
 
 

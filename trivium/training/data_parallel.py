@@ -67,6 +67,10 @@ class RankVerbs:
         self.engine.version = share.version
         return self.engine.update(role, share.batch, objective, totals)
 
+    def measure(self, share: Share, role: str, objective: Objective, totals: LossDenominators) -> Metrics:
+        self.engine.version = share.version
+        return self.engine.measure(role, share.batch, objective, totals)
+
     def sync_weight(self, version: int) -> bool:
         self.engine.version = version
         return self.engine.sync_weight()
@@ -125,10 +129,16 @@ class DistributedTrainEngine(TrainEngine):
         return scores
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        return self._on_shares("update", role, batch, objective)
+
+    def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        return self._on_shares("measure", role, batch, objective)
+
+    def _on_shares(self, method: str, role: str, batch: Batch, objective: Objective) -> Metrics:
         group, denominators = self._group_of(role), count(batch, self._max_response_length)
         rows = shares_of(units(batch, objective.unit), batch, group.data_size)
         shares = [(Share(self.version, batch.select(share)),) for share in rows]
-        return group.scatter("update", shares, role, objective, denominators)[0]
+        return group.scatter(method, shares, role, objective, denominators)[0]
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         return self._group.run_on_all_ranks("utilisation", dict(phases))

@@ -218,6 +218,12 @@ class TorchTrainEngine(TrainEngine):
             totals=totals,
         )
 
+    def measure(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
+        """What `update` would report, learning rate and gradient aside; the weights stay as they are."""
+        torch.set_num_threads(self._threads)
+        taken = self.version - self._first_version
+        return self._learner(role).measure(batch, cast(TrainableObjective, objective), step=taken, totals=totals)
+
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """Model FLOPs over the peak of all ranks. The policy stands for critic, reward model and reference."""
         if self._shapes is None:

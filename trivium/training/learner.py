@@ -118,11 +118,9 @@ class Learner:
             if not rows:
                 self._empty_pass()
                 continue
-            micro = self._collate(batch, rows, sorted(objective.needs - {"entropy"}))
-            inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
-            outputs = objective.loss(inputs, totals)
+            outputs, entropy = self._outputs(batch, rows, objective, totals, step)
             outputs.loss.backward()
-            tally.add(outputs, inputs.entropy)
+            tally.add(outputs, entropy)
         norm = self.optimizer.step(lr, max_grad_norm, who)
         self.optimizer.zero_grad()
         return {
@@ -131,6 +129,29 @@ class Learner:
             f"train/lr/{self.name}": lr,
             **tokens,
         }
+
+    def measure(
+        self, batch: Batch, objective: TrainableObjective, *, step: int, totals: LossDenominators | None = None
+    ) -> Metrics:
+        """The loss and the metrics of an update without its gradient; nothing for a batch without a trained token."""
+        self._check_lengths(batch)
+        totals = totals or count(batch, self.max_response_length)
+        if totals.tokens == 0:
+            return {}
+        tally = _Tally()
+        with torch.no_grad():
+            for rows in self._passes(batch, objective.unit):
+                tally.add(*self._outputs(batch, rows, objective, totals, step))
+        reshard(self.model)
+        return objective.derived(tally.metrics(self.name, totals, self.ranks))
+
+    def _outputs(
+        self, batch: Batch, rows: Sequence[int], objective: TrainableObjective, totals: LossDenominators, step: int
+    ) -> tuple[LossOutputs, torch.Tensor | None]:
+        """What the objective makes of one micro-batch, and the entropy of its tokens where the model has one."""
+        micro = self._collate(batch, rows, sorted(objective.needs - {"entropy"}))
+        inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
+        return objective.loss(inputs, totals), inputs.entropy
 
     def _check_lengths(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long: none waits in a pass that another skips."""

@@ -104,7 +104,7 @@ class RewardModelConfig(PairsConfig):
                 "evaluation.taskset",
                 "an evaluation of the policy",
                 f"the algorithm {self.kind!r} does not change the policy",
-                "leave it out and watch train/preference_accuracy",
+                "use evaluation.held_out: its loss and its preference accuracy on rows that it does not train on",
             )
 
 
