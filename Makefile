@@ -18,8 +18,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 FOR_DEMO := $(VENV)/.installed-demo
 FOR_DEV := $(VENV)/.installed-dev
+FOR_SITE := $(VENV)/.installed-site
+# Where `make site` puts the pages.
+SITE ?= site
 
-.PHONY: help demo test lint format types docs house words clean
+.PHONY: help demo test lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
@@ -27,6 +30,7 @@ help:
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
+	@echo "make site    the documentation as pages, in site/"
 	@echo "make house   figures of the code's structure: size, import cycles, call depth"
 	@echo "make words   words that the project avoids, by package"
 
@@ -51,6 +55,9 @@ docs: $(FOR_DEV)
 	$(BIN)/python tools/generate_docs.py
 	$(BIN)/python tools/models_page.py
 
+site: $(FOR_SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
+
 house: $(FOR_DEV)
 	@$(BIN)/python tools/house.py $(HOUSE_ARGS)
 
@@ -67,6 +74,10 @@ $(BIN)/python:
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	touch $(FOR_DEMO) $@
+
+$(FOR_SITE): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[site]'
+	touch $@
 
 $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[demo]'

@@ -21,9 +21,9 @@ from trivium.randomness import uniforms
 from trivium.rewards.judge import make_judge
 from trivium.schedule import Schedule
 from trivium.serving.connections import serve_app
-from trivium.serving.gateway import Gateway
+from trivium.serving.gateway import Gateway, ServingOptions
 from trivium.serving.server import ChatServer
-from trivium.serving.sessions import IdleLimits, ServingOptions
+from trivium.serving.sessions import IdleLimits
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.served import ServedTasks
 from trivium.text.renderer import ChatRenderer

@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md, docs/config.md, docs/metrics.md and docs/mistakes.md from the code."""
+"""Writes docs/{algorithms,config,metrics,mistakes}.md, and the tables of other pages, from the code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 from algorithms_page import algorithms_page
 from mistakes import mistakes_page
+from page_tables import TABLES
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from types_in_words import type_of
@@ -204,6 +205,7 @@ PAGES = {
     "config.md": config_page,
     "metrics.md": metrics_page,
     "mistakes.md": mistakes_page,
+    **TABLES,
 }
 
 if __name__ == "__main__":

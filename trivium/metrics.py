@@ -128,13 +128,22 @@ declare("rollout/staleness", "mean of trainer version minus the oldest version i
 declare("rollout/staleness_max", "largest staleness trained on", unit="versions", aggregation="max")
 declare(
     "rollout/called_off",
-    "groups stopped in progress: they could only have become too stale",
+    "groups called off in progress: they could only have become too stale",
     aggregation="sum",
     better="down",
 )
 declare("rollout/given_up", "slots given up after `schedule.max_attempts`", aggregation="sum", better="down")
-declare("rollout/dropped", "groups that the experience pipeline refused", aggregation="sum")
-declare("rollout/evicted", "groups given up because they became too stale", aggregation="sum", better="down")
+declare(
+    "rollout/dropped",
+    "groups dropped before they were stored: by an operator, or by `workflow.min_members`",
+    aggregation="sum",
+)
+declare(
+    "rollout/evicted",
+    "finished groups removed because they became too stale; their slots are issued again",
+    aggregation="sum",
+    better="down",
+)
 declare(
     "workflow/retries",
     "how often a trajectory had failed and been rolled out again (where `workflow.max_retries` is set)",

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 import yaml
 from openai import BadRequestError, OpenAI, PermissionDeniedError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -25,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.processes import Forked, commands, eventually, trivium
 from trivium import __file__ as trivium_file
 from trivium import __version__
+from trivium.cli import app
 from trivium.metrics import depends_on_machine
 
 BASE = """
@@ -799,3 +802,35 @@ def test_rollouts_are_shown_with_their_tokens_and_why_they_failed(tmp_path: Path
 
 
 # --------------------------------------------------------------------------- documents and examples
+
+
+def test_the_commands_of_the_documents_exist() -> None:
+    """Every `trivium` line of a code block names a command, options that it has, and keys of the config."""
+    commands: Any = typer.main.get_command(app)
+    keys = {line.split("`")[1] for line in (ROOT / "docs" / "config.md").read_text().splitlines() if line[:3] == "| `"}
+    lines = [
+        line
+        for page in [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "mistakes.md"})]
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in block.splitlines()
+        if line.startswith("trivium ")
+    ]
+    assert len(lines) > 20
+    for line in lines:
+        command, *words = shlex.split(line, comments=True)[1:]
+        if command.startswith("-"):
+            continue
+        options = {name for option in commands.commands[command].params for name in option.opts}
+        assert {word for word in words if word.startswith("-")} <= options, line
+        for key in (word.partition("=")[0] for word in words if re.match(r"[a-z]+\.[a-z_.]+=", word)):
+            section = key.partition(".")[0] in ("tasks", "stages", "model")
+            assert section or any(f"{each}.".startswith(f"{key}.") for each in keys), line
+
+
+def test_the_values_to_start_from_pass_check(start: Callable[..., Forked], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    values = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    del values["engine"]["sampling"]["max_new_tokens"]  # the tiny model has no room for so many
+    (tmp_path / "start.yaml").write_text(yaml.safe_dump({"extends": "base.yaml", "rewards": ["exact"], **values}))
+    check = start("check", "check", "start.yaml")
+    assert check.wait(60) == 0, check.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,29 @@ def test_every_mistake_is_named_before_a_run_begins_and_its_fix_works() -> None:
             assert "Traceback" not in text
         assert outcome.run_text.startswith(outcome.text), f"{mistake.title}: check and run differ"
         assert (outcome.fixed_code, outcome.fixed_text) == (0, ""), mistake.title
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """Read without mkdocs, which is not installed for the tests; `make site` checks the links."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": ([\w-]+\.md)$", text.partition("\nnav:")[2], re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {*listed} == {page.name for page in (ROOT / "docs").glob("*.md")}, "name the page under nav in mkdocs.yml"
+
+
+def test_pages_name_metrics_and_keys_that_exist() -> None:
+    """Keys and metrics in code font; of a page about other trainers, in the column of what is here."""
+    keys = {line.split("`")[1] for line in generate_docs.config_page().splitlines() if line.startswith("| `")}
+    sections = {*RunConfig.model_fields} - {"stages"}
+    for page in ("troubleshooting", "hyperparameters", "memory", "concepts"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        for name in re.findall(r"`([a-z_]+(?:[./][a-z_*]+)+)`", text):
+            if name.partition(".")[0] in sections:
+                known = name in keys or any(key.startswith(f"{name}.") for key in keys)
+                assert known, f"{page}.md names {name}"
+            elif name.partition("/")[0] in {metric.partition("/")[0] for metric in METRICS}:
+                known = name in METRICS or any(fnmatchcase(name, key) or fnmatchcase(key, name) for key in METRICS)
+                assert known, f"{page}.md names {name}"
 
 
 # --------------------------------------------------------------------------- pages with code

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trivium.concurrency import Threads, gather_or_cancel
@@ -22,25 +22,22 @@ from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.serving.admission import Admission
 from trivium.serving.bodies import RequestError
-from trivium.serving.feedback import FeedbackReceiver
 from trivium.serving.groups import OpenGroups
 from trivium.serving.requests import ChatRequest, Feedback
 from trivium.serving.sessions import (
     CompletionNode,
+    IdleLimits,
     Label,
     OpenGroup,
-    ServingOptions,
     Session,
     SessionStore,
     Slot,
-    check_secret,
     digest,
-    ended_error,
-    unknown,
+    same_secret,
     visible_text,
 )
 from trivium.synchronizer import Synchronizer
-from trivium.types import SERVED, Message, StopReason, Turn
+from trivium.types import SERVED, Failure, Message, StopReason, Turn
 
 _ENCODERS = 2
 """Threads that encode prompts: a long one must not hold up the event loop."""
@@ -50,6 +47,24 @@ _ADOPTION_S = 60.0
 """Longest wait for the last published version when the training is over, in seconds."""
 _GOODBYE_S = 1.0
 """How long later calls are answered before the server closes, in seconds."""
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What a gateway takes from the config."""
+
+    idle: IdleLimits
+    """When a session is dropped."""
+    deadline_s: float
+    """Seconds after which a session without feedback fails; also the longest wait of a call for a slot."""
+    reward_names: frozenset[str]
+    """The names of the config's reward functions."""
+    check_columns: Callable[[Collection[str]], None]
+    """Raises DataError for columns that the reward functions cannot be called with."""
+    require_secret: bool = False
+    """Whether every session begins with a secret."""
+    linger_s: float = 0.0
+    """Seconds that the final policy is served after the training."""
 
 
 class Gateway:
@@ -74,9 +89,6 @@ class Gateway:
         self._sessions = SessionStore()
         self._admission = Admission(explorer, buffer, schedule, synchronizer)
         self._groups = OpenGroups(explorer, buffer, self._admission, self._sessions, schedule.group_size)
-        self._feedback = FeedbackReceiver(
-            self._sessions, self._groups, schedule.group_size, options, explorer.must_judge
-        )
         self._concurrency = asyncio.Semaphore(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -204,12 +216,12 @@ class Gateway:
         label = (labels.evaluation, labels.task_id, labels.session)
         session = self._sessions.labelled(label) if labels.session else self._sessions.of_completion(labels.reply_to)
         if session is None and labels.reply_to:
-            raise unknown(f"the completion {labels.reply_to!r}")
+            raise _unknown(f"the completion {labels.reply_to!r}")
         if session is None:
             return self._begin(label, request)
-        check_secret(session, labels.secret)
+        _check_secret(session, labels.secret)
         if session.ended is not None:
-            raise ended_error(session, "choose a new name for a new rollout")
+            raise _ended(session, "choose a new name for a new rollout")
         if labels.evaluation is not (session.group is None):
             raise RequestError(
                 400,
@@ -268,7 +280,7 @@ class Gateway:
                 self._groups.add_columns(session.group, request.columns or {})
                 await self._slot(session.group)
             if session.ended is not None:
-                raise ended_error(session, "roll the task out again")
+                raise _ended(session, "roll the task out again")
             if session.policy is None:
                 session.policy, session.started = self._policy(session, request), time.monotonic()
             return await self._generate(session, parent, request)
@@ -322,7 +334,7 @@ class Gateway:
             turn = await generating
         except asyncio.CancelledError:
             if session.ended is not None and not _is_cancelled():
-                raise ended_error(session, "roll the task out again") from None
+                raise _ended(session, "roll the task out again") from None
             raise
         finally:
             generating.cancel()
@@ -347,17 +359,103 @@ class Gateway:
     def feedback(self, feedback: Feedback) -> dict[str, Any]:
         """Ends all trajectories of the feedback, or none where one cannot be ended."""
         self._check_open()
-        return self._feedback.receive(feedback)
+        sessions = self._targets(feedback)
+        for session in sessions:
+            self._check_feedback(session, feedback)
+        groups = {session.group: None for session in sessions if session.group is not None}
+        self._check_columns(list(groups), feedback)
+        for session in sessions:
+            if feedback.failure:
+                session.failure = Failure("workflow", "AgentFailure", feedback.failure)
+            session.rewards = feedback.rewards
+            self._groups.finish(session, 409, "it had its feedback")
+        return {
+            "trajectories": len(sessions),
+            "groups": [
+                {"task_id": group.task_id, "done": len(group.done), "of": self._schedule.group_size} for group in groups
+            ],
+        }
+
+    def _targets(self, feedback: Feedback) -> list[Session]:
+        if feedback.session:
+            session = self._sessions.labelled((False, feedback.task_id, feedback.session))
+            if session is None:
+                raise _unknown(f"the session {feedback.session!r} of task {feedback.task_id!r}")
+            return [session]
+        sessions: dict[Session, None] = {}
+        for completion_id in feedback.ids:
+            session = self._sessions.of_completion(completion_id)
+            if session is None:
+                raise _unknown(f"the completion {completion_id!r}")
+            sessions[session] = None
+        return list(sessions)
+
+    def _check_feedback(self, session: Session, feedback: Feedback) -> None:
+        _check_secret(session, feedback.secret)
+        if session.ended is not None:
+            raise _ended(session, "a trajectory has feedback once")
+        if session.group is None:
+            raise RequestError(400, "feedback for an evaluation", "nothing is trained on it", "leave `evaluation` out")
+        if session.calls or not session.completions:
+            raise RequestError(
+                409,
+                f"feedback for session {session.name!r}",
+                f"{session.calls} call(s) are still in progress",
+                "wait for the completions first",
+                code="in_progress",
+            )
+        if not (feedback.rewards or feedback.failure or self.options.reward_names) and self.explorer.must_judge:
+            raise RequestError(
+                400,
+                "a reward",
+                "feedback without one, and the config names no reward function",
+                "send `reward`, or add an entry under `rewards`",
+                param="reward",
+            )
+        if both := sorted(feedback.rewards.keys() & self.options.reward_names):
+            raise RequestError(
+                400,
+                f"rewards {both}",
+                "the config's own reward functions have these names",
+                "rename them",
+                param="rewards",
+            )
+
+    def _check_columns(self, groups: Sequence[OpenGroup], feedback: Feedback) -> None:
+        for group in groups:
+            if not feedback.failure:
+                self.options.check_columns({**group.columns, **feedback.columns})
+        for group in groups:
+            self._groups.add_columns(group, feedback.columns)
 
     async def commit(self, task_id: str | None, secret: str) -> dict[str, int]:
         """Closes the open groups of a task (None: of all) that have a finished trajectory; journaled when this
         returns. Sessions of theirs without feedback are dropped: all of them must have begun with this secret."""
         self._check_open()
-        try:
-            return await self._feedback.commit(task_id, secret)
-        except RequestError:
-            self._check_open()  # where the run ends meanwhile, that is the reason
-            raise
+        groups = self._groups.finished(task_id)
+        if task_id is not None:
+            for session in (session for group in groups for session in group.sessions):
+                _check_secret(session, secret)
+        groups = [g for g in groups if all(same_secret(session, secret) for session in g.sessions)]
+        if task_id is not None and not groups:
+            raise RequestError(
+                404, f"commit task {task_id!r}", "no open group of it has a trajectory", "send feedback first"
+            )
+        result = {"groups": len(groups), "trajectories": sum(len(g.done) for g in groups), "dropped": 0}
+        submitting: list[asyncio.Task[None]] = []
+        for group in groups:
+            for session in list(group.active):
+                result["dropped"] += 1
+                self._groups.drop(session, "its group was committed")
+            submitting.append(self._groups.submit(group))
+        if submitting:
+            await asyncio.wait(submitting)
+        self._check_open()
+        if any(task.cancelled() for task in submitting):
+            raise RequestError(
+                410, "commit", "a group became too stale to train on meanwhile", "roll the task out again"
+            )
+        return result
 
     def text_of(self, completion_id: str) -> str | None:
         """The text of a completion as its client knows it; None where the completion is unknown."""
@@ -396,6 +494,34 @@ class Gateway:
             code="closed",
             retry_after_s=1,
         )
+
+
+def _unknown(what: str) -> RequestError:
+    return RequestError(
+        404,
+        what,
+        "it is unknown: it expired, or belongs to an earlier server",
+        "roll the task out again",
+        code="unknown",
+    )
+
+
+def _check_secret(session: Session, secret: str) -> None:
+    if not same_secret(session, secret):
+        raise RequestError(
+            403,
+            f"session {session.name!r}",
+            "it began with a secret that this request does not have, or without the one that it has",
+            "send the `secret` of its first call",
+            param="secret",
+            code="wrong_secret",
+        )
+
+
+def _ended(session: Session, do: str) -> RequestError:
+    assert session.ended is not None
+    status, reason = session.ended
+    return RequestError(status, f"session {session.name!r}", f"it has ended: {reason}", do, code="session_over")
 
 
 def _is_cancelled() -> bool:

@@ -15,8 +15,8 @@ from trivium.loops import Explore
 from trivium.phases import announce
 from trivium.protocols import Buffer
 from trivium.schedule import Schedule
-from trivium.serving.gateway import Gateway
-from trivium.serving.sessions import IdleLimits, ServingOptions
+from trivium.serving.gateway import Gateway, ServingOptions
+from trivium.serving.sessions import IdleLimits
 from trivium.synchronizer import Synchronizer
 
 

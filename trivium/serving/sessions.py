@@ -13,12 +13,11 @@ import hashlib
 import hmac
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trivium.policy import Policy
-from trivium.serving.bodies import RequestError
 from trivium.types import Failure, Lease, Message, Sampling, StopReason, Trajectory, Turn
 
 Conversation = tuple[Message, ...]
@@ -213,24 +212,6 @@ class IdleLimits(NamedTuple):
         return self.unstarted_idle_s, "serve.unstarted_idle_s"
 
 
-@dataclass(frozen=True)
-class ServingOptions:
-    """What a gateway takes from the config."""
-
-    idle: IdleLimits
-    """When a session is dropped."""
-    deadline_s: float
-    """Seconds after which a session without feedback fails; also the longest wait of a call for a slot."""
-    reward_names: frozenset[str]
-    """The names of the config's reward functions."""
-    check_columns: Callable[[Collection[str]], None]
-    """Raises DataError for columns that the reward functions cannot be called with."""
-    require_secret: bool = False
-    """Whether every session begins with a secret."""
-    linger_s: float = 0.0
-    """Seconds that the final policy is served after the training."""
-
-
 class SessionStore:
     """The sessions of a gateway, by label, by conversation and by the ids of their completions."""
 
@@ -309,31 +290,3 @@ def visible_text(turn: Turn, stop: Sequence[str]) -> str:
 def conflicting_column(known: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first column on which the two disagree."""
     return next((name for name, value in new.items() if name in known and known[name] != value), None)
-
-
-def unknown(what: str) -> RequestError:
-    return RequestError(
-        404,
-        what,
-        "it is unknown: it expired, or belongs to an earlier server",
-        "roll the task out again",
-        code="unknown",
-    )
-
-
-def check_secret(session: Session, secret: str) -> None:
-    if not same_secret(session, secret):
-        raise RequestError(
-            403,
-            f"session {session.name!r}",
-            "it began with a secret that this request does not have, or without the one that it has",
-            "send the `secret` of its first call",
-            param="secret",
-            code="wrong_secret",
-        )
-
-
-def ended_error(session: Session, do: str) -> RequestError:
-    assert session.ended is not None
-    status, reason = session.ended
-    return RequestError(status, f"session {session.name!r}", f"it has ended: {reason}", do, code="session_over")

@@ -1,0 +1,66 @@
+"""Tables inside pages that are written by hand: between two comments, from the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from trivium.config.hints import FOREIGN
+from trivium.config.memory_estimate import engine_memory, memory_plan
+from trivium.config.model_shape import ModelShape
+
+DOCS = Path(__file__).parents[1] / "docs"
+_BEGIN, _END = "<!-- the table is generated: make docs -->\n", "<!-- end of the table -->\n"
+_GIB = 2**30
+
+
+def with_table(page: str, table: Callable[[], str]) -> str:
+    """The page as it is, its table made anew."""
+    before, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(_BEGIN)
+    return f"{before}{_BEGIN}\n{table()}\n{_END}{rest.partition(_END)[2]}"
+
+
+def _keys() -> str:
+    """What a key of another trainer's config is called here."""
+    rows = [f"| `{key}` | {_code(here)} |" for key, here in sorted(FOREIGN.items())]
+    return "\n".join(["| there | here |", "|---|---|", *rows, ""])
+
+
+def _code(here: str) -> str:
+    """The key in code font, what is said about it in words."""
+    words = here.split(" ")
+    return " ".join(f"`{word.rstrip(',:')}`{word[len(word.rstrip(',:')) :]}" if "." in word else word for word in words)
+
+
+def _qwen3(hidden: int, layers: int, heads: int, mlp: int, *, tied: bool) -> ModelShape:
+    norms = 2 * hidden + 2 * 128
+    return ModelShape(hidden, layers, heads, 8, 128, mlp, 151936, tied, small=norms, outside=hidden)
+
+
+_MODELS = {
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+    "Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
+}
+
+
+def _memory() -> str:
+    """GiB on the device of one training rank, and of one rollout engine."""
+    head = "| model | all weights | with a reference | LoRA, rank 16 | each of 8 ranks | engine | its cache |"
+    rows = [head, "|---|---|---|---|---|---|---|"]
+    for name, shape in _MODELS.items():
+        rank = partial(memory_plan, shape, tokens=8192, dtype="bfloat16", gradient_checkpointing=True)
+        plans = [rank(), rank(frozen={"reference": shape}), rank(adapter_rank=16), rank(shards=8)]
+        engine = engine_memory(shape, dtype="bfloat16", rows=64, tokens=2048).values()
+        sizes = [*(sum(plan.values()) for plan in plans), *engine]
+        rows.append(f"| {name} | {' | '.join(f'{size / _GIB:.0f}' for size in sizes)} |")
+    return "\n".join([*rows, ""])
+
+
+TABLES = {
+    "coming-from.md": partial(with_table, "coming-from.md", _keys),
+    "memory.md": partial(with_table, "memory.md", _memory),
+}
+"""Pages with such a table."""
