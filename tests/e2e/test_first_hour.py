@@ -423,8 +423,8 @@ def limited(*arguments: str) -> None:
 
 def test_what_the_machine_refuses_is_said_in_three_parts(start: Callable[..., Forked], tmp_path: Path) -> None:
     bad = {
-        "run.dir=/proc/x": "asked: the directory '/proc/x' (run.dir)",
-        "run.dir=base.yaml": "found: File exists",
+        "run.dir=/proc/x": "run.dir: write to /proc/x",
+        "run.dir=base.yaml": "run.dir: write to base.yaml",
         "train.optimizer.betas=[1.0e+30,0.9]": "train.optimizer.betas",
     }
     started = [
