@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ class ConsoleMonitor:
         for step, row in rows:
             table.add_row(str(step), *(row[place] for place in shown))
         return Group(title, table, self._bars.progress)
+
+
+@contextmanager
+def shown(run_dir: Path) -> Generator[None]:
+    """Shows on stderr what goes on inside this block, which logs no steps."""
+    monitor = ConsoleMonitor(ConsoleMonitor.Config(), run_dir=run_dir, resume_step=0, console=Console(stderr=True))
+    try:
+        yield
+    finally:
+        monitor.close()
 
 
 class _Remaining:

@@ -26,6 +26,7 @@ from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
+from trivium.monitors.console import shown
 from trivium.monitors.fanout import FanOut
 from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
@@ -528,7 +529,8 @@ def evaluate(config: RunConfig, step: int) -> Metrics:
     else:
         model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
     stage = Stage(last, 0, step, True, run_dir, model_dir)
-    metrics = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
+    with shown(run_dir):
+        metrics = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
     return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
 
 
