@@ -96,10 +96,10 @@ class World:
 @pytest.mark.parametrize(
     ("parts", "retried"),
     [
-        ("rewards: [{kind: service.py:reward}]", "0 group(s) are rolled out again, the rewards of 2 computed again"),
+        ("rewards: [{kind: service.py:reward}]", "2 group(s) are retried; of 2 only rewards failed"),
         (
             "rewards: [{kind: service.py:plain}]\nworkflow: {kind: service.py:World}",
-            "2 group(s) are rolled out again, the rewards of 0 computed again",
+            "2 group(s) are retried; of 0 only rewards failed",
         ),
     ],
     ids=["reward", "environment"],

@@ -135,12 +135,10 @@ def retried(schedule: Schedule, groups: Sequence[Group], from_slot: int) -> list
 
 
 def log_retries(failed: Sequence[tuple[Group, bool]]) -> None:
-    """Says what becomes of the groups that `retried` names."""
+    """Says how many groups `retried` names."""
     judged = sum(judged for _, judged in failed)
     _log.warning(
-        "failures ended this run before: %d group(s) are rolled out again, the rewards of %d computed again",
-        len(failed) - judged,
-        judged,
+        "failures ended this run before: %d group(s) are retried; of %d only rewards failed", len(failed), judged
     )
 
 
