@@ -56,7 +56,7 @@ docs: $(FOR_DEV)
 	$(BIN)/python tools/models_page.py
 
 site: $(FOR_SITE)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
 house: $(FOR_DEV)
 	@$(BIN)/python tools/house.py $(HOUSE_ARGS)
