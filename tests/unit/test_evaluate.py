@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 from statistics import mean
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.evaluate import best_at_k, maj_at_k, pass_at_k, worst_at_k
+from trivium.evaluate import Evaluator, best_at_k, maj_at_k, pass_at_k, worst_at_k
+from trivium.types import Group, Sampling, Task, Trajectory
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
@@ -44,3 +46,18 @@ def test_maj_at_k_is_the_mean_over_all_subsets(answers: list[str], data: st.Data
 def test_majority_grows_with_k_where_the_right_answer_leads() -> None:
     answers = ["a", "b", "c", "a", "b", "c", "a", "a"]
     assert [round(maj_at_k(answers, "a", k), 3) for k in (1, 3, 4, 8)] == [0.5, 0.595, 0.671, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold", "accuracy", "partial"),
+    [([0.0, 1.0], None, 0.5, 0), ([-1.0, 1.0], None, 0.5, 0), ([0.5, 1.0], None, 0.5, 1), ([0.5, 0.2], 0.5, 0.5, 0)],
+)
+def test_graded_rewards_are_counted_unless_a_threshold_makes_them_right_or_wrong(
+    rewards: list[float], threshold: float | None, accuracy: float, partial: int
+) -> None:
+    explorer = cast(Any, None)  # `measured` rolls nothing out
+    evaluator = Evaluator(explorer, [], "test", 0, 2, (1,), Sampling(max_new_tokens=4), threshold)
+    trajectories = tuple(Trajectory(index, rewards={"r": reward}) for index, reward in enumerate(rewards))
+    metrics = evaluator.measured([Group(0, Task("a", ()), trajectories)], version=3)
+    assert (metrics["eval/test/accuracy"], metrics["eval/test/partial"]) == (accuracy, partial)
+    assert metrics["eval/test/reward"] == pytest.approx(mean(rewards))

@@ -29,7 +29,7 @@ from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
-from trivium.types import SERVED, Message, Task, Trajectory
+from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
 from trivium.workflows.single_turn import SingleTurn
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
 
 def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
     """Whether an explorer rolls the taskset out, so that rewards judge it."""
-    explored = resolve("buffers", config.buffer.kind) is not FileBuffer
+    explored = capabilities_of(resolve("buffers", config.buffer.kind)).explored
     return taskset == config.evaluation.taskset or (taskset == "train" and explored)
 
 
@@ -166,7 +166,7 @@ def _look_at_prompts(
     config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, renderer: ChatRenderer
 ) -> None:
     """Counts the prompts that leave no space for a completion, and those with characters that no token stands for."""
-    if resolve("workflows", config.workflow.kind) is not SingleTurn or not _is_rolled_out(config, taskset):
+    if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset):
         return  # another workflow makes its own prompts
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
     small_alphabet = isinstance(config.model, TinyModel.Config)
@@ -197,12 +197,12 @@ def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
 
 def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer: ChatRenderer) -> None:
     """The order of tasks by difficulty, and the completions of an expert: every row that a step may take."""
-    expert = isinstance(config.buffer, FileBuffer.Config)
-    if config.schedule.curriculum is None and not expert:
+    section = config.buffer
+    if config.schedule.curriculum is None and not isinstance(section, FileBuffer.Config):
         return
     folder = Path(config.run.dir)
     schedule = findings.attempt("tasks.train", lambda: build_schedule(Stage(config, number, 0, True, folder, folder)))
-    if schedule is None or not expert:
+    if schedule is None or not isinstance(section, FileBuffer.Config):
         return
     limit, total = context_limit(config), len(schedule.tasks)
     slots = [
@@ -210,7 +210,7 @@ def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer:
         for slot in range(total)
         if slot < _FIRST_ROWS or (limit and not _surely_below(limit, _texts(schedule.at(slot).task)))
     ]
-    buffer = FileBuffer(config.buffer, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
+    buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
     groups = findings.attempt("tasks.train", lambda: asyncio.run(buffer.taken_groups(slots)))
     too_long = [
         f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
