@@ -209,7 +209,9 @@ def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Traine
     program, metrics, weights = how.program(), [], [exported(engine)]
     for step, (batch, objective) in enumerate(program):
         prepared = prepare_mini_batch(engine, batches[batch], objective, 0)
+        measured = engine.measure(objective.role, prepared, objective) if step % 3 == 0 else {}
         metrics.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
+        assert measured == pytest.approx({key: metrics[-1][key] for key in measured}), "the update that is not made"
         engine.version += 1
         if step % 10 == 9 or step + 1 == len(program):
             weights.append(exported(engine))
