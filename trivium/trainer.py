@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import RolloutsFailing, RunDirError, TriviumError
@@ -166,7 +167,8 @@ class Trainer:
         metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
         self._spend({name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")})
         self._count_failures(fresh)
-        metrics["perf/rollout_tokens_per_second"] = _rollout_tokens(fresh) / metrics["time/step"]
+        sampled_tokens = sum(trajectory.num_tokens for group in fresh for trajectory in group.rollouts)
+        metrics["perf/rollout_tokens_per_second"] = sampled_tokens / metrics["time/step"]
         self._seconds.clear()
         self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
@@ -422,8 +424,7 @@ class Trainer:
 
     async def _measure(self, held_out: HeldOut) -> Metrics:
         """Logs the loss over held-out rows and what belongs to it; returns them."""
-        started = time.monotonic()
-        groups = await held_out.groups()
+        started, groups = time.monotonic(), await held_out.groups()
         metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
         self._measured_step = self.train_step_num
         self._log_evaluation(metrics, time.monotonic() - started)
@@ -432,8 +433,7 @@ class Trainer:
     def _log_evaluation(self, metrics: Metrics, seconds: float) -> None:
         self._spend({"evaluate": seconds})
         self.monitor.log(self.train_step_num, {**metrics, "time/evaluate": seconds})
-        best = self.checkpoints.keep_best
-        if best in metrics:
+        if (best := self.checkpoints.keep_best) in metrics:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
 
     def _changed(self, version: int) -> Metrics:
@@ -474,16 +474,9 @@ class Trainer:
 def _origin(groups: Sequence[Group]) -> Metrics:
     """Which tasks and versions a step's groups are of."""
     versions = [group.oldest_version for group in groups if not group.expert]
-    metrics: Metrics = {"sample/task_count": len({(group.task.taskset, group.task.task_id) for group in groups})}
-    if versions:
-        metrics["sample/model_version/mean"] = sum(versions) / len(versions)
-        metrics["sample/model_version/min"] = min(versions)
-        metrics["sample/model_version/max"] = max(versions)
-    return metrics
-
-
-def _rollout_tokens(groups: Sequence[Group]) -> int:
-    return sum(trajectory.num_tokens for group in groups for trajectory in group.rollouts)
+    statistics = (("mean", fmean), ("min", min), ("max", max)) if versions else ()
+    of_versions = {f"sample/model_version/{name}": statistic(versions) for name, statistic in statistics}
+    return {"sample/task_count": len({(g.task.taskset, g.task.task_id) for g in groups}), **of_versions}
 
 
 def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
