@@ -205,13 +205,13 @@ def test_an_error_in_the_file_of_a_plugin_is_reported_with_its_place(folder: Pat
     problem = problems_of(folder, "engine: {kind: broken.py:Engine}")["engine"]
     assert "ValidationError" in problem
     assert "seed" in problem
-    assert "(broken.py, line 2)" in problem
+    assert "broken.py:2)" in problem
     (folder / "broken.py").write_text("def f(x y): pass\n")
     (folder / "broken2.py").write_text("import no_such_package_at_all\n")
     problems = problems_of(folder, "rewards: [broken2.py:f]\nengine: broken.py:f")
     assert "SyntaxError" in problems["engine"]
     assert "no_such_package_at_all" in problems["rewards[0]"]
-    assert "(broken2.py, line 1)" in problems["rewards[0]"]
+    assert "broken2.py:1)" in problems["rewards[0]"]
 
 
 def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say_so(folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
-from trivium.errors import ConfigError, Problem, TriviumError, UnknownName
+from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
 from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
 from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
 
@@ -161,19 +161,10 @@ def _resolved(kind: str, name: str) -> object:
     except TriviumError as error:
         raise NestedError(error) from error
     except Exception as error:
-        found = f"{type(error).__name__}: {error}{_place_of(error)}"
-        raise NestedError(ConfigError(f"import {name}", found, "fix the module")) from error
-
-
-def _place_of(error: Exception) -> str:
-    """The line of the imported module that raised."""
-    if isinstance(error, SyntaxError):
-        return ""  # its text has the place
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = ("trivium/registry.py", "trivium/config/schema.py")
-    importing = max(number for number, frame in enumerate(frames) if frame.filename.endswith(ours))
-    outside = [frame for frame in frames[importing + 1 :] if "importlib" not in frame.filename]
-    return f" ({Path(outside[0].filename).name}, line {outside[0].lineno})" if outside else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        place = user_place((frame.filename, frame.lineno or 0, frame.name) for frame in frames)
+        cause = f"{type(error).__name__}: {error}" + (f", in {place}" if place else "")
+        raise NestedError(ConfigError(f"import {name}", cause, "fix the module")) from error
 
 
 def build(kind: str, config: Plugin, **context: Any) -> Any:
