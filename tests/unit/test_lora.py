@@ -373,7 +373,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         config_from_mapping(said)
     wrong = {problem.where: problem.found for problem in caught.value.problems}
     assert wrong["train.lora.push"] == "engine.kind 'scripted' cannot"
-    assert "no adapter_config.json there" in wrong["train.lora.path"]
+    assert "no such directory" in wrong["train.lora.path"]
     assert "has its own" in wrong["train.lora.rank"]
 
 

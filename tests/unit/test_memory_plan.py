@@ -28,7 +28,7 @@ from trivium.config.memory_estimate import MIB, Machine, adapter_parameters, eng
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
 from trivium.errors import ConfigError, DataError
-from trivium.text.tiny import TinyModel
+from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine
 
 SIZES = {
@@ -286,6 +286,7 @@ class TestPlan:
         refuse_too_large(config_of(tmp_path, cluster={"kind": "ray", "address": "auto"}), Machine(1))
 
     def test_check_prints_the_plan_and_refuses(self, tmp_path: Path) -> None:
+        tiny_tokenizer("0123456789+=").save_pretrained(tmp_path)
         config = config_of(tmp_path, LLAMA_70B, train={"gradient_checkpointing": True})
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))

@@ -37,7 +37,8 @@ class DatasetsTasks(RowTasks):
         except ModuleNotFoundError as error:
             raise _no_datasets(f"tasks.{name}") from error
         if not Path(config.path).is_dir():
-            raise DataError(*_no_folder(config.path, f"tasks.{name}")[1:])
+            problem = _no_folder(config.path, f"tasks.{name}")
+            raise DataError(f"{problem.where}: {problem.asked}", problem.found, problem.do)
         self._datasets = datasets
         super().__init__(config, name=name, seed=seed)
 
