@@ -5,9 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in what tests start
 
 import pytest
+from hypothesis import HealthCheck, settings
 from postgres import postgres
 
 __all__ = ["postgres"]
+
+# No example has a deadline: how long one takes says how busy the machine is.
+settings.register_profile("trivium", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("trivium")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

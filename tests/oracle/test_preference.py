@@ -241,7 +241,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_cutting_between_pairs_their_order_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
     log_prob, mask, reference = rows(seed=data.draw(st.integers(0, 99)))

@@ -25,7 +25,7 @@ def random_logits(rows: int, size: int, seed: int, scale: float) -> torch.Tensor
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     SIZES,
     st.integers(0, 999),
@@ -46,7 +46,7 @@ def test_the_uniform_falls_into_the_tokens_interval(
     assert log_prob[0] == pytest.approx(float(probs[token].log()), abs=1e-4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     SIZES, st.integers(0, 999), st.floats(0.05, 1), st.integers(0, 40), st.floats(0, 1, exclude_max=True), st.booleans()
 )
@@ -74,7 +74,7 @@ def test_truncation_renormalises(size: int, seed: int, top_p: float, top_k: int,
         assert float(log_prob[0]) == pytest.approx(np.log(weight[token] / mass), abs=1e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SIZES, st.integers(1, 70), st.integers(0, 999), st.booleans(), st.booleans())
 def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cut: bool, mixed: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -131,7 +131,7 @@ def reencoded(renderer_name: str, engine: IdEngine) -> bool:
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     asks=st.lists(st.text(min_size=1, max_size=8), min_size=3, max_size=3),
     length=st.integers(1, 12),
@@ -160,7 +160,7 @@ def test_the_loss_sees_the_tokens_that_were_sampled(name, asks, length, eos_rate
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(length=st.integers(1, 12), eos_rate=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 2**40))
 def test_between_two_replies_stands_what_the_template_says_and_each_turn_is_closed_once(name, length, eos_rate, seed):
     """Context between replies is the same whether the policy closed its turn or was cut, but for the closing itself."""
@@ -188,7 +188,7 @@ def test_text_would_have_lost_them(name):
     assert reencoded(name, engine)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**40))
 def test_a_workflow_that_rewrites_history_starts_a_new_experience(seed):
     renderer = RENDERERS["bytes-own"]

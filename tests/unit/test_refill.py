@@ -50,7 +50,7 @@ FILTERS: list[list[object]] = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     ahead=st.integers(0, 2),
     interval=st.integers(1, 2),

@@ -60,7 +60,7 @@ async def say(target: CheckpointMonitor, step: int, what: str, is_state_dict: bo
         await target.notify_finished(step, is_state_dict)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(saves=st.lists(save_of_a_step(), min_size=1, max_size=4), data=st.data())
 def test_complete_is_announced_and_everybody_done_in_any_order(
     saves: list[list[Event]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -202,7 +202,7 @@ def test_the_noise_is_normal_and_drawn_anew_after_each_use(tmp_path: Path) -> No
     assert np.abs(np.corrcoef(noise.T) - np.eye(4)).max() < 0.2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     groups=st.integers(2, 6),
     fraction=st.floats(0.2, 0.9),
@@ -331,7 +331,7 @@ async def test_whatever_lags_behind_no_group_is_older_than_the_bound(tmp_path: P
 # --------------------------------------------------------------------------- mix
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     groups=st.integers(2, 7),
     ratio=st.floats(0.05, 0.8),

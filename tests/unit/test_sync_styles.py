@@ -59,7 +59,7 @@ def session(schedule: Schedule, directory: Path, style: SyncStyle, seed: int, bo
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     style=st.sampled_from(SyncStyle),
     ahead=st.integers(0, 3),

@@ -121,7 +121,7 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
         TinyModel.Config(**wrong)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text())
 def test_bytes_encode_any_text_and_give_it_back(text):
     ids = BYTES(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
