@@ -463,6 +463,23 @@ def test_a_resumed_run_may_change_length_and_budgets_and_nothing_else(folder: Pa
     }
 
 
+def test_an_evaluation_that_means_what_the_saved_one_spelled_out_is_the_same(folder: Path) -> None:
+    # Saved before evaluations inherited the engine's sampling: as numbers, whether or not anything is evaluated.
+    saved = yaml.safe_load(to_yaml(load(folder)))
+    plain = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_new_tokens": 0, "stop": []}
+    saved["evaluation"] |= {"taskset": None, "threshold": 1.0, "sampling": plain}
+    assert resume_differences(saved, load(folder)) == []
+    saved["evaluation"] |= {"taskset": "train"}
+    now = load(folder, "evaluation: {taskset: train}")
+    (problem,) = resume_differences(saved, now)
+    assert problem[:3] == ("evaluation.sampling.max_new_tokens", "16", "the run began with 256")
+    told = load(folder, "evaluation: {taskset: train, sampling: {max_new_tokens: 256}}")
+    assert resume_differences(saved, told) == []
+    assert resume_changes(saved, told) == []
+    warmer = load(folder, "evaluation: {taskset: train, sampling: {max_new_tokens: 256, temperature: 0.5}}")
+    assert [problem.where for problem in resume_differences(saved, warmer)] == ["evaluation.sampling.temperature"]
+
+
 def test_what_a_resumed_run_may_change_only_if_told_to(folder: Path) -> None:
     stages = "stages: [{{schedule: {{steps: 1}}}}, {{rewards: [{{kind: parts.py:Exact, weight: {0}, column: {1}}}]}}]"
     saved = yaml.safe_load(to_yaml(load(folder, stages.format(0.5, "answer"))))

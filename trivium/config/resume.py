@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from trivium.config.reading import flatten
-from trivium.config.schema import BufferConfig, RunConfig, is_mapping
+from trivium.config.schema import BufferConfig, EvaluationSampling, RunConfig, SamplingConfig, is_mapping
 from trivium.errors import Problem
 
 
@@ -109,7 +110,19 @@ def _stages(saved: Mapping[str, Any], config: RunConfig) -> Sequence[RunConfig]:
 
 
 def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]:
+    training = old.engine.sampling
+    old, new = _filled_in(old, training), _filled_in(new, training)
     return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), new, where, False)
+
+
+def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
+    """The stage with what its evaluation leaves open as it is used, for configs were saved with it; where nothing is
+    evaluated, without it."""
+    own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
+    if own.taskset is not None:
+        used["sampling"] = EvaluationSampling(**asdict(own.sampling.sampling(training, own.samples)))
+        used["threshold"] = 1.0 if own.threshold is None else own.threshold
+    return stage.model_copy(update={"evaluation": own.model_copy(update=used)})
 
 
 def _differences(old: object, new: object, section: object, where: str, may_change: bool) -> Iterator[Difference]:
