@@ -11,6 +11,8 @@ import pytest
 
 from trivium.config import config_from_mapping, merged
 from trivium.config.memory_estimate import Machine
+from trivium.errors import ConfigError
+from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
 from trivium.text.tiny import TinyModel
 
@@ -61,7 +63,8 @@ def test_rows_without_the_column_of_a_reward_are_counted(tmp_path: Path) -> None
     assert "1 of 4" in problem.found
 
 
-EXPERT = {"algorithm": "sft", "buffer": "files", "schedule": {"group_size": 1}, "rewards": []}
+SHARED: dict[str, Any] = {"buffer": {"kind": "sql", "url": "sqlite:///m.db"}, "sync": {"method": "checkpoint"}}
+EXPERT = {"algorithm": "sft", "buffer": "files", "schedule": {"group_size": 1, "steps": 2}, "rewards": []}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,62 @@ def test_completions_of_an_expert_are_looked_at(tmp_path: Path, row: dict[str, A
     (problem,) = look(tmp_path, [good, row], EXPERT).problems
     assert words in problem.found
     assert problem.where == "tasks.train"
+
+
+def test_rows_that_no_step_takes_and_the_engines_context_do_not_count(tmp_path: Path) -> None:
+    good = [{"prompt": f"{n}+1=", "completion": "5"} for n in range(3)]
+    assert look(tmp_path, good, {**EXPERT, "engine": {"max_context": 4}}).problems == []  # nothing is sampled
+    in_order = {**EXPERT, "schedule": {"group_size": 1, "steps": 3, "shuffle": False}}
+    rows = [*good, {"prompt": "1+1=", "completion": "1" * 20}]
+    assert look(tmp_path, rows, in_order).problems == []
+    (problem,) = look(tmp_path, rows, merged(in_order, {"schedule": {"steps": 4}})).problems
+    assert "1 of 4 do not: task" in problem.found
+
+
+MADE = """
+from trivium.config import Plugin
+from trivium.types import Message, Task
+
+class Endless:
+    Config = Plugin
+    def __init__(self, config, *, name, seed):
+        self.name = name
+    def __len__(self):
+        return 10**9
+    def __getitem__(self, index):
+        assert index < 10_000, "a task that no step takes was made"
+        return Task(str(index), (Message("user", "1+1="),), {"answer": "2"}, self.name)
+
+class NeedsGpu:
+    def __init__(self, config):
+        raise RuntimeError("this machine has none")
+    def __call__(self, prompt, completion, answer):
+        return 0.0
+"""
+
+
+def test_a_source_that_makes_its_tasks_is_not_read_to_its_end(tmp_path: Path) -> None:
+    made = tmp_path / "made.py"
+    made.write_text(MADE)
+    (tmp_path / "m").mkdir()
+    tasks = {"tasks": {"train": {"kind": f"{made.rename(tmp_path / 'm' / 'made.py')}:Endless"}}}
+    findings = look(tmp_path, ROWS, tasks)
+    assert (findings.problems, findings.warnings) == ([], [])
+    (problem,) = look(tmp_path, ROWS, {**tasks, "engine": {"max_context": 4}}).problems
+    assert "1000 of 1000 do not" in problem.found
+
+
+@pytest.mark.parametrize("elsewhere", [{"cluster": {"kind": "ray"}}, SHARED | {"run": {"mode": "train"}}])
+def test_a_reward_is_not_built_where_it_is_not_called(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+    (tmp_path / "m").mkdir()
+    made = tmp_path / "m" / "made.py"
+    made.write_text(MADE)
+    rewards = {"rewards": [{"kind": f"{made}:NeedsGpu"}]}
+    assert look(tmp_path, ROWS, {**rewards, **elsewhere}).problems == []
+    with pytest.raises(RuntimeError, match="has none"):
+        look(tmp_path, ROWS, rewards)
+    (problem,) = look(tmp_path, [{"prompt": "1+1="}], {**rewards, **elsewhere}).problems
+    assert "lacks answer" in problem.found
 
 
 def test_a_curriculum_needs_its_column(tmp_path: Path) -> None:
@@ -104,6 +163,26 @@ def test_processes_beyond_the_gpus_there_are(tmp_path: Path) -> None:
     assert problem.where == "train.device"
     elsewhere = {"cluster": {"kind": "ray", "ranks": 4, "address": "auto"}, "train": {"device": "cuda"}}
     assert look(tmp_path, ROWS, elsewhere).problems == []
+
+
+def test_devices_of_the_other_half_of_a_run_are_not_looked_for_here(tmp_path: Path) -> None:
+    cuda = SHARED | {"engine": {"device": "cuda"}, "train": {"device": "cuda"}}
+    for mode, where in (("train", "train.device"), ("explore", "engine.device")):
+        (problem,) = look(tmp_path, ROWS, cuda | {"run": {"mode": mode}}).problems
+        assert problem.where == where
+
+
+def test_ranks_on_other_machines_need_no_gpu_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
+    mapping = {"run": {"dir": str(tmp_path / "run")}, "model": TINY, "tasks": tasks, "rewards": ["exact"]}
+    config = config_from_mapping({**mapping, "train": {"device": "cuda"}, "engine": {"device": "cpu"}})
+    monkeypatch.setattr(launch, "machine", lambda: Machine(1 << 34, (1 << 34,) * 2))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launch.ready(config) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="there are 2"):
+        launch.ready(config)
 
 
 def test_what_every_stage_shares_is_reported_once(tmp_path: Path) -> None:

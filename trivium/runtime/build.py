@@ -35,6 +35,7 @@ from trivium.rewards.judge import make_judge
 from trivium.runtime.main_loop import run_in_loop
 from trivium.schedule import Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
+from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.trainer import Cadence, Trainer
@@ -314,6 +315,11 @@ def build_schedule(stage: Stage) -> Schedule:
 
 def build_tasks(config: RunConfig, name: str) -> TaskSource:
     return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
+
+
+def holds_tasks(tasks: TaskSource) -> bool:
+    """Whether the source has read its tasks already, rather than making each when it is asked."""
+    return isinstance(tasks, RowTasks)
 
 
 def build_engine(stage: Stage) -> RolloutEngine:

@@ -43,8 +43,8 @@ from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import open_run_dir, recorded_changes, refuse_another_run
 from trivium.synchronizer import Synchronizer
-from trivium.training.device import machine, training_ranks
-from trivium.training.ranks import launched_ranks, this_rank
+from trivium.training.device import machine
+from trivium.training.ranks import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")
@@ -119,7 +119,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
 def ready(config: RunConfig) -> list[Problem]:
     """What a user should know before the run begins. Raises ConfigError with everything that keeps it from running
     here, and what `run` raises for a run directory that belongs to another run."""
-    findings = preflight(config, machine(), training_ranks(config))
+    ranks = config.cluster.ranks if config.cluster.kind == "ray" else ranks_here()
+    findings = preflight(config, machine(), ranks)
     findings.refuse()
     refuse_another_run(config, Path(config.run.dir))
     return findings.warnings

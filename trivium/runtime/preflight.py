@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import Machine, context_limit
+from trivium.config.memory_estimate import Machine, context_limit, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel
@@ -24,7 +24,7 @@ from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
-from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary
+from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary, holds_tasks, shares_buffer
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 _MESSAGE_TOKENS = 64
 """What a chat template adds to a message at most: a prompt that fits with as much is not rendered to be counted."""
+_MADE_TASKS = 1000
+"""Tasks that are looked at of a source that makes them when asked: of one that has read its rows, all are."""
 _FIRST_ROWS = 64
 """Expert completions that are looked at in full; of further rows, only those that may be too long."""
 _MONITORS = {
@@ -71,7 +73,7 @@ class Findings:
 
 
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
-    """Looks at everything that the stages of a config read or use on this machine, where that many ranks train."""
+    """Looks at everything that the stages of a config read or use on this machine, on which that many ranks train."""
     findings = Findings()
     findings.problems += _directory_problems(Path(config.run.dir))
     sources: dict[str, TaskSource | None] = {}
@@ -98,8 +100,12 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
         paths = Path(teacher.path), Path(config.model.path)
         findings.attempt("algorithm.teacher", lambda: check_vocabulary(*paths))
     renderer = findings.attempt("model", lambda: _renderer(config))
-    # A reward model is not loaded to see what it reads: with workers, a class is known by its signature.
-    rewards = [r.model_copy(update={"workers": 1}) if isinstance(r, ModelReward.Config) else r for r in config.rewards]
+    # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is any
+    # reward built where it is not called, which may lack what it needs (a GPU, a service).
+    elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
+    unbuilt = [r.model_copy(update={"workers": 1}) for r in config.rewards]
+    built_here = [not (elsewhere or isinstance(r, ModelReward.Config)) for r in config.rewards]
+    rewards = [r if here else u for r, u, here in zip(config.rewards, unbuilt, built_here, strict=True)]
     judge = findings.attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
     for name, section in config.tasks.items():
         key = f"{name} {section.model_dump_json()}"
@@ -109,10 +115,11 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
         if tasks is None:
             continue
         if judge is not None and _is_rolled_out(config, name):
-            lacking = [text for task in _all(tasks) if (text := judge.lacking(task.columns))]
+            seen = _seen(tasks)
+            lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
             what = "tasks with the columns that the rewards read"
             remedy = "name the columns so in the task source, or give the reward's parameter a default"
-            _count(config, findings, name, what, lacking, len(tasks), remedy)
+            _count(config, findings, name, what, lacking, len(seen), remedy)
         if renderer is not None:
             _look_at_prompts(config, findings, name, tasks, renderer)
     if renderer is not None and not findings.problems:
@@ -125,8 +132,17 @@ def _is_rolled_out(config: RunConfig, taskset: str) -> bool:
     return taskset == config.evaluation.taskset or (taskset == "train" and explored)
 
 
-def _all(tasks: TaskSource) -> Iterator[Task]:
-    return (tasks[index] for index in range(len(tasks)))
+def _explores_here(config: RunConfig) -> bool:
+    return config.run.mode != "train"
+
+
+def _trains_here(config: RunConfig) -> bool:
+    return config.run.mode != "explore" and not (config.run.mode == "serve" and shares_buffer(config))
+
+
+def _seen(tasks: TaskSource) -> range:
+    """The places of the tasks that are looked at."""
+    return range(len(tasks) if holds_tasks(tasks) else min(len(tasks), _MADE_TASKS))
 
 
 def _count(
@@ -170,8 +186,8 @@ def _look_at_prompts(
         return  # another workflow makes its own prompts
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
     small_alphabet = isinstance(config.model, TinyModel.Config)
-    too_long, unreadable = list[str](), list[str]()
-    for task in _all(tasks):
+    too_long, unreadable, seen = list[str](), list[str](), _seen(tasks)
+    for task in (tasks[place] for place in seen):
         messages = workflow.prompt(task)
         if limit is None or (_surely_below(limit, messages) and not small_alphabet):
             continue
@@ -183,9 +199,9 @@ def _look_at_prompts(
         if caught:
             unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
     what = "prompts that leave space for a completion"
-    _count(config, findings, taskset, what, too_long, len(tasks), "shorten or drop them, or raise engine.max_context")
+    _count(config, findings, taskset, what, too_long, len(seen), "shorten or drop them, or raise engine.max_context")
     if unreadable:
-        found = f"{len(unreadable)} of {len(tasks)} have others, which the policy cannot see: {unreadable[0]}"
+        found = f"{len(unreadable)} of {len(seen)} have others, which the policy cannot see: {unreadable[0]}"
         remedy = "add them to model.alphabet, or set it to bytes"
         findings.warnings.append(Problem(f"tasks.{taskset}", "prompts of the model's characters", found, remedy))
 
@@ -204,7 +220,8 @@ def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer:
     schedule = findings.attempt("tasks.train", lambda: build_schedule(Stage(config, number, 0, True, folder, folder)))
     if schedule is None or not isinstance(section, FileBuffer.Config):
         return
-    limit, total = context_limit(config), len(schedule.tasks)
+    shape, taken = shape_in(config), config.schedule.steps * schedule.fresh_per_step
+    limit, total = None if shape is None else shape.max_positions, min(len(_seen(schedule.tasks)), taken)
     slots = [
         slot
         for slot in range(total)
@@ -245,14 +262,14 @@ def _directory_problems(run_dir: Path) -> Iterator[Problem]:
 
 
 def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
-    """GPUs that this machine does not have. A cluster that runs already is elsewhere."""
+    """GPUs that this machine does not have. A cluster that runs already is elsewhere, and so may be the trainer of an
+    explorer and the explorers of a trainer. `ranks` are those that train on this machine."""
     if config.cluster.address is not None:
         return
     gpus, cluster = len(here.gpus), config.cluster
-    for where, device, wanted in (
-        ("engine", getattr(config.engine, "device", "cpu"), cluster.explorers * cluster.engines),
-        ("train", getattr(config.train, "device", "cpu"), ranks),
-    ):
+    engine = getattr(config.engine, "device", "cpu") if _explores_here(config) else "cpu"
+    train = getattr(config.train, "device", "cpu") if _trains_here(config) else "cpu"
+    for where, device, wanted in (("engine", engine, cluster.explorers * cluster.engines), ("train", train, ranks)):
         if device.startswith("cuda") and not gpus:
             yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
