@@ -61,6 +61,7 @@ def test_groups_with_too_few_living_members_are_left_out_and_counted() -> None:
             "rollout/refused": 2,
             "rollout/refused/too_few_alive": 2,
             "rollout/trajectories": 4,
+            "rollout/total": 8,
             "rollout/failed": 3,
             "rollout/failed/reward": 2,
             "rollout/failed/deadline": 1,

@@ -50,7 +50,7 @@ def test_the_reader_of_drawings_notices_a_wrong_parent() -> None:
 
 def test_what_the_drawing_says_an_error_also_is() -> None:
     also = dict(re.findall(r"─ (\w+) .*also an? (\w+)", errors.__doc__ or ""))
-    assert len(also) == 4
+    assert len(also) == 5
     for name, kind in also.items():
         builtin = __builtins__[kind] if isinstance(__builtins__, dict) else getattr(__builtins__, kind)
         assert issubclass(getattr(errors, name), builtin), name
