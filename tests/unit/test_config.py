@@ -446,7 +446,15 @@ def test_the_plan_counts_steps_across_stages(folder: Path) -> None:
     assert yaml.safe_load(plan.to_yaml())["total_steps"] == 7
 
 
-@pytest.mark.parametrize("change", ["", "sync: {interval: 2, offset: 1}", "stages: [{schedule: {steps: 3}}, {}]"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "",
+        "sync: {interval: 2, offset: 1}",
+        "stages: [{schedule: {steps: 3}}, {}]",
+        "evaluation: {taskset: train, every: 3}\nstages: [{schedule: {steps: 3}}, {evaluation: null}]",
+    ],
+)
 def test_a_saved_config_reads_back_as_the_same_config(folder: Path, change: str) -> None:
     config = load(folder, change)
     again = config_from_mapping(yaml.safe_load(to_yaml(config)), folder / "somewhere")

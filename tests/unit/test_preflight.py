@@ -153,6 +153,26 @@ def test_a_model_directory_without_a_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer" in problem.asked
 
 
+def test_prompts_that_the_chat_template_refuses_are_counted(tmp_path: Path) -> None:
+    model = config_from_mapping({"model": TINY, "tasks": {"train": "arithmetic"}, "rewards": ["exact"]}).model
+    assert isinstance(model, TinyModel.Config)
+    directory = TinyModel(model, seed=0).materialize(tmp_path / "model")
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no such role') }}"
+        "{% endif %}{{ message.content }}{% endfor %}"
+    )
+    change = {"model": {"kind": "hf", "path": str(directory), "chat_template": template}}
+    user = {"role": "user", "content": "1+1="}
+    rows = [*ROWS, {"prompt": [{"role": "system", "content": "+"}, user], "answer": "2"}]
+    findings = look(tmp_path, rows, change)
+    assert findings.problems == []
+    (warning,) = findings.warnings
+    assert "1 of 4 do not: task" in warning.found
+    assert "no such role" in warning.found
+    (problem,) = look(tmp_path, rows[3:], change).problems
+    assert "1 of 1 do not: task" in problem.found
+
+
 def test_processes_beyond_the_gpus_there_are(tmp_path: Path) -> None:
     ray = {"cluster": {"kind": "ray", "ranks": 4}}
     (problem,) = look(tmp_path, ROWS, ray, gpus=2).problems

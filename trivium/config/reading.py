@@ -173,7 +173,7 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
             continue
         problems += check(staged, f"stages[{number}].")
         complete = staged.model_dump(mode="json", exclude_unset=True)
-        resolved.append({name: complete[name] for name in stage})
+        resolved.append({name: None if stage[name] is None else complete[name] for name in stage})
     if not config.stages:
         problems += check(config)
     return config.model_copy(update={"stages": tuple(resolved)}), problems

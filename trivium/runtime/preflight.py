@@ -18,7 +18,7 @@ from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import Machine, context_limit, shape_in
 from trivium.config.reading import sections_of
-from trivium.errors import ConfigError, MissingPackage, Problem, TriviumError
+from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
@@ -181,23 +181,30 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
 def _look_at_prompts(
     config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, renderer: ChatRenderer
 ) -> None:
-    """Counts the prompts that leave no space for a completion, and those with characters that no token stands for."""
+    """Counts the prompts that the template refuses or that leave no space for a completion, and those with characters
+    that no token stands for."""
     if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset):
         return  # another workflow makes its own prompts
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
     small_alphabet = isinstance(config.model, TinyModel.Config)
-    too_long, unreadable, seen = list[str](), list[str](), _seen(tasks)
+    too_long, unreadable, refused, seen = list[str](), list[str](), list[str](), _seen(tasks)
     for task in (tasks[place] for place in seen):
         messages = workflow.prompt(task)
         if limit is None or (_surely_below(limit, messages) and not small_alphabet):
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            length = len(renderer.render(messages))
+            try:
+                length = len(renderer.render(messages))
+            except DataError as error:
+                refused.append(f"task {task.task_id!r}: {error.found}")
+                continue
         if length >= limit:
             too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
         if caught:
             unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
+    what = "prompts that the chat template takes"
+    _count(config, findings, taskset, what, refused, len(seen), "give them the roles that the model was trained on")
     what = "prompts that leave space for a completion"
     _count(config, findings, taskset, what, too_long, len(seen), "shorten or drop them, or raise engine.max_context")
     if unreadable:
