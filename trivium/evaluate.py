@@ -77,7 +77,7 @@ class Evaluator:
     k: tuple[int, ...]
     sampling: Sampling
     threshold: float | None = None
-    """The reward from which a rollout counts as right; None: 1, and rewards between 0 and 1 are counted."""
+    """The reward from which a rollout counts as right; None: 1, and rewards other than -1, 0 and 1 are counted."""
     max_failed_fraction: float = 1.0
 
     async def run(self, version: int) -> Metrics:
@@ -101,7 +101,7 @@ class Evaluator:
         check_failures(groups, self.max_failed_fraction, f"the evaluation on {self.taskset!r}")
         metrics = {name: sum(row[name] for row in map(self._judge, groups)) / len(groups) for name in self._names()}
         metrics["failed"] = sum(t.failure is not None for g in groups for t in g.trajectories)
-        metrics["partial"] = sum(self.threshold is None and 0 < t.reward < 1 for g in groups for t in g.alive)
+        metrics["partial"] = sum(self.threshold is None and t.reward not in (-1, 0, 1) for g in groups for t in g.alive)
         return {f"eval/{self.taskset}/{name}": value for name, value in {**metrics, "version": version}.items()}
 
     async def _rollout(self, index: int) -> Group:

@@ -309,7 +309,7 @@ declare("mismatch/rejection/*/sequence_below", "fraction of sequences whose mean
 declare("eval/*/accuracy", "mean over tasks of the fraction of samples that got the full reward", better="up")
 declare(
     "eval/*/partial",
-    "rollouts whose reward lies between 0 and 1, where evaluation.threshold is unset: accuracy says little about these",
+    "rollouts whose reward is not -1, 0 or 1, where evaluation.threshold is unset: accuracy says little about these",
     aggregation="sum",
 )
 declare("eval/*/reward", "mean total reward", better="up")

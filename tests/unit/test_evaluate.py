@@ -50,7 +50,14 @@ def test_majority_grows_with_k_where_the_right_answer_leads() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "threshold", "accuracy", "partial"),
-    [([0.0, 1.0], None, 0.5, 0), ([-1.0, 1.0], None, 0.5, 0), ([0.5, 1.0], None, 0.5, 1), ([0.5, 0.2], 0.5, 0.5, 0)],
+    [
+        ([0.0, 1.0], None, 0.5, 0),
+        ([-1.0, 1.0], None, 0.5, 0),
+        ([0.5, 1.0], None, 0.5, 1),
+        ([0.5, 0.2], 0.5, 0.5, 0),
+        ([3.4, -2.1], None, 0.5, 2),  # a reward model's scores
+        ([3.4, -2.1], 0.0, 0.5, 0),
+    ],
 )
 def test_graded_rewards_are_counted_unless_a_threshold_makes_them_right_or_wrong(
     rewards: list[float], threshold: float | None, accuracy: float, partial: int

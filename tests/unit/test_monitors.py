@@ -124,12 +124,14 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     monitor.log(1, {"reward/mean": 0.25, "train/grad_norm/policy": 1.5, "time/step": 2.0})
     monitor.log(1, {"eval/test/accuracy": 0.5})
     monitor.log(1, {"eval/test/accuracy": 0.5, "eval/test/reward": 0.6, "eval/test/partial": 3.0})
+    monitor.log(1, {"eval/test/loss": 0.7, "eval/test/preference_accuracy": 0.25})
     monitor.log(2, {})
     monitor.close()
     assert out.getvalue().splitlines() == [
         "step 1  reward 0.250  grad norm 1.500  seconds 2.00",
         "step 1  accuracy 50.0%",
         "step 1  eval reward 0.600",
+        "step 1  held-out loss 0.7000  held-out preferred 25.0%",
         "step 2  ",
     ]
 

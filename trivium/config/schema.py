@@ -518,7 +518,7 @@ class EvaluationSection(Config):
     """How evaluation samples."""
     threshold: float | None = None
     """A total reward of at least this counts as right. Unset, it is 1, and the console and the summary show an accuracy
-    only where no reward lies between 0 and 1."""
+    only where every reward is -1, 0 or 1."""
 
 
 class CheckpointSection(Config):

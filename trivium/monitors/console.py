@@ -62,6 +62,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], float | str | None], str], ...] = (
     ("loss", _first("train/loss/"), "{:.4f}"),
     ("held-out loss", _evaluated("loss"), "{:.4f}"),
     ("preferred", _first("train/preference_accuracy"), "{:.1%}"),
+    ("held-out preferred", _evaluated("preference_accuracy"), "{:.1%}"),
     ("length", _first("rollout/response_tokens"), "{:.1f}"),
     ("grad norm", _first("train/grad_norm/"), "{:.3f}"),
     ("tokens/s", _first("perf/rollout_tokens_per_second", "perf/train_tokens_per_second"), "{:,.0f}"),
