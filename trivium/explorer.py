@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trivium.concurrency import gather_or_cancel, left_behind, wait_for
-from trivium.errors import DeadlineExceeded, RewardError, RolloutError, RolloutsFailing, text_of, user_place
+from trivium.errors import (
+    DeadlineExceeded,
+    RewardError,
+    RolloutError,
+    RolloutsFailing,
+    TriviumError,
+    text_of,
+    user_place,
+)
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
@@ -320,7 +328,7 @@ class Explorer:
 
     def _log_failure(self, failure: Failure, error: BaseException) -> None:
         """Logs the first failure of each kind, with its traceback in the file alone."""
-        reason = failure.cause or re.sub(r"\d+", "", getattr(error, "found", ""))
+        reason = failure.cause or re.sub(r"\d+", "", text_of(error.found) if isinstance(error, TriviumError) else "")
         kind = (failure.side, failure.kind, reason)
         if kind in self._reported or len(self._reported) == _MAX_KINDS:
             return
@@ -337,10 +345,12 @@ def described_failure(failure: Failure) -> str:
 
 def _cause(error: BaseException) -> str:
     """What user code raised, and where; empty where none did."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    seen = {id(error)}
+    while (cause := error.__cause__) is not None and id(cause) not in seen:  # `raise error from error` is its own cause
+        seen.add(id(cause))
+        error = cause
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
-    place = getattr(error, "place", "") or user_place(frames)
+    place = (error.place if isinstance(error, RolloutError) else "") or user_place(frames)
     return f"{type(error).__name__} in {place}" if place else ""
 
 

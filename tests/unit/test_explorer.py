@@ -95,6 +95,35 @@ async def test_a_workflow_that_raises_fails_its_own_trajectory_only(raised: Exce
     assert (failed.side, failed.kind) == (side, type(raised).__name__)
 
 
+async def test_an_error_that_is_its_own_cause_fails_its_trajectory_only() -> None:
+    async def raises(task: Task, policy: Policy) -> None:
+        try:
+            raise ValueError("x")
+        except ValueError as error:
+            raise error from error
+
+    (failure,) = [t.failure for t in (await play(explorer(raises), 1)).trajectories]
+    assert failure is not None
+    assert failure.cause.startswith("ValueError in raises (")
+
+
+class Placed(Exception):
+    """Has an attribute of a name that errors of Trivium's have."""
+
+    @property
+    def place(self) -> str:
+        raise RuntimeError("no")
+
+
+async def test_an_error_whose_attributes_cannot_be_read_fails_its_trajectory_only() -> None:
+    async def raises(task: Task, policy: Policy) -> None:
+        raise Placed
+
+    (failure,) = [t.failure for t in (await play(explorer(raises), 1)).trajectories]
+    assert failure is not None
+    assert failure.cause.startswith("Placed in raises (")
+
+
 async def test_a_cancellation_that_escapes_a_workflow_is_its_failure() -> None:
     async def leaks(task: Task, policy: Policy) -> None:
         raise asyncio.CancelledError

@@ -314,7 +314,7 @@ async def test_secrets_can_be_required(tmp_path: Path) -> None:
 
 
 async def test_a_session_of_one_call_is_dropped_early(tmp_path: Path) -> None:
-    async with served(tmp_path, group_size=2, unstarted_idle_s=0.3) as here:
+    async with served(tmp_path, group_size=2, unstarted_idle_s=2.0) as here:
         for turn in ("x", "y"):
             await here.chat(turn, session="agent", task_id="t")
         lost = await here.chat("x", session="visitor", task_id="t")

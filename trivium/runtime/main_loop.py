@@ -183,7 +183,8 @@ def _for_one_signal(number: int) -> None:
 @contextmanager
 def _watched(loop: asyncio.AbstractEventLoop, patience_s: float) -> Generator[None]:
     """Ends the process where the loop does not turn for so long. Only looks count: time in which the process was
-    stopped does not."""
+    stopped does not. It does for faulthandler's clock, which a process that was stopped for longer than that (SIGSTOP,
+    a paused container) may find expired."""
     thread_id, stopped = threading.get_ident(), threading.Event()
     answered = threading.Event()
 
