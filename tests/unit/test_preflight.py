@@ -114,6 +114,17 @@ class NeedsGpu:
 """
 
 
+def test_held_out_rows_are_looked_at_like_those_that_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+2="}\n')
+    rows = [{"prompt": "2+3=", "completion": "5"}]
+    tasks: dict[str, dict[str, Any]] = {"later": {"kind": "jsonl", "path": "m.jsonl"}}
+    (problem,) = look(tmp_path, rows, {**EXPERT, "tasks": tasks, "evaluation": {"held_out": "later"}}).problems
+    assert problem.where == "tasks.later"
+    assert "column 'completion' is None" in problem.found
+    tasks["later"]["limit"] = 1
+    assert look(tmp_path, rows, {**EXPERT, "tasks": tasks, "evaluation": {"held_out": "later"}}).problems == []
+
+
 def test_a_source_that_makes_its_tasks_is_not_read_to_its_end(tmp_path: Path) -> None:
     made = tmp_path / "made.py"
     made.write_text(MADE)

@@ -10,7 +10,7 @@ import importlib.util
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
 from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary, holds_tasks, shares_buffer
+from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
@@ -219,15 +220,29 @@ def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
 
 
 def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer: ChatRenderer) -> None:
-    """The order of tasks by difficulty, and the completions of an expert: every row that a step may take."""
-    section = config.buffer
-    if config.schedule.curriculum is None and not isinstance(section, FileBuffer.Config):
+    """The order of tasks by difficulty, and the completions of an expert: every row that a step may take or that the
+    held-out loss is measured over."""
+    learns_from_rows = isinstance(config.buffer, FileBuffer.Config)
+    if config.schedule.curriculum is None and not learns_from_rows:
         return
     folder = Path(config.run.dir)
     schedule = findings.attempt("tasks.train", lambda: build_schedule(Stage(config, number, 0, True, folder, folder)))
-    if schedule is None or not isinstance(section, FileBuffer.Config):
+    if schedule is None or not learns_from_rows:
         return
-    shape, taken = shape_in(config), config.schedule.steps * schedule.fresh_per_step
+    _look_at_rows(config, findings, "train", schedule, config.schedule.steps * schedule.fresh_per_step, renderer)
+    name = config.evaluation.held_out
+    tasks = findings.attempt(f"tasks.{name}", lambda: build_tasks(config, name)) if name is not None else None
+    if name is not None and tasks is not None:
+        held_out = replace(schedule, tasks=tasks, shuffle=False, curriculum=None)
+        _look_at_rows(config, findings, name, held_out, len(tasks), renderer)
+
+
+def _look_at_rows(
+    config: RunConfig, findings: Findings, taskset: str, schedule: Schedule, taken: int, renderer: ChatRenderer
+) -> None:
+    """The completions in the first `taken` rows of a taskset, in the order of `schedule`."""
+    section, folder, shape = config.buffer, Path(config.run.dir), shape_in(config)
+    assert isinstance(section, FileBuffer.Config)
     limit, total = None if shape is None else shape.max_positions, min(len(_seen(schedule.tasks)), taken)
     slots = [
         slot
@@ -235,7 +250,7 @@ def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer:
         if slot < _FIRST_ROWS or (limit and not _surely_below(limit, _texts(schedule.at(slot).task)))
     ]
     buffer = FileBuffer(section, schedule=schedule, rollouts=folder, renderer=renderer, deadline_s=1.0)
-    groups = findings.attempt("tasks.train", lambda: asyncio.run(buffer.taken_groups(slots)))
+    groups = findings.attempt(f"tasks.{taskset}", lambda: asyncio.run(buffer.taken_groups(slots)))
     too_long = [
         f"task {group.task.task_id!r} has {length} tokens, and the model holds {limit}"
         for group in groups or ()
@@ -243,7 +258,7 @@ def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer:
     ]
     if too_long:
         found = f"{len(too_long)} of {total} do not: {too_long[0]}"
-        findings.problems.append(Problem("tasks.train", "rows that fit the model", found, "shorten or drop them"))
+        findings.problems.append(Problem(f"tasks.{taskset}", "rows that fit the model", found, "shorten or drop them"))
 
 
 def _texts(task: Task) -> list[Message]:
