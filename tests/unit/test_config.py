@@ -365,6 +365,16 @@ def test_a_section_that_changes_its_kind_starts_afresh(folder: Path) -> None:
     assert config.algorithm.model_dump(exclude={"kind"}) == {"epochs": 2}
 
 
+@pytest.mark.parametrize(
+    ("between", "epochs"),
+    [("run.seed=1", 2), ("algorithm.kind=parts.py:Learn", 2), ("algorithm={kind: parts.py:Learn}", 1)],
+)
+def test_a_kind_on_the_command_line_drops_no_key_given_with_it(folder: Path, between: str, epochs: int) -> None:
+    overrides = ("algorithm.epochs=2", between, "algorithm.kind=parts.py:Supervise")
+    section = load(folder, "algorithm: {kind: parts.py:Learn}", overrides).algorithm.model_dump()
+    assert (section["kind"].rpartition(":")[2], section["epochs"]) == ("Supervise", epochs)
+
+
 def test_naming_the_kind_of_a_section_that_had_not_drops_none_of_its_keys() -> None:
     assert merged({"engine": {"sampling": 1}}, {"engine": {"kind": "torch"}}) == {
         "engine": {"kind": "torch", "sampling": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a YAML file, with `a.b=c` overrides applied."""
     with _nesting_limited(f"read the config {path}"):
         data = read_yaml(Path(path))
-        for override in _joined(overrides):
+        for override in _kinds_first(_joined(overrides)):
             data = overlaid(data, parse_override(override))
     return config_from_mapping(data, Path(path).resolve().parent)
 
@@ -32,6 +32,19 @@ def _joined(overrides: Sequence[str]) -> Iterator[str]:
         text = rest.pop(0)
         is_option = text.startswith("-") and "=" not in text
         yield f"{text}={rest.pop(0)}" if is_option and rest and "=" not in rest[0] else text
+
+
+def _kinds_first(overrides: Iterable[str]) -> list[str]:
+    """The overrides in the order of their effect: a section's `kind` clears its other keys, so it comes before those
+    that are given with it."""
+    ordered: list[tuple[str, str]] = []
+    for text in overrides:
+        path = text.lstrip("-").partition("=")[0] + "."
+        section = path.removesuffix("kind.") if path.endswith(".kind.") else path
+        start = max((i for i, (other, _) in enumerate(ordered, 1) if path.startswith(other)), default=0)
+        beside = (i for i in range(start, len(ordered)) if section != path and ordered[i][0].startswith(section))
+        ordered.insert(next(beside, len(ordered)), (path, text))
+    return [text for _, text in ordered]
 
 
 def config_from_mapping(data: Mapping[str, Any], base: Path | None = None) -> RunConfig:
