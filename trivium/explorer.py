@@ -310,19 +310,20 @@ class Explorer:
         return replace(trajectory, failure=self._failure(error))
 
     def _failure(self, error: BaseException) -> Failure:
+        cause = _cause(error)
         match error:
             case RewardError():
                 side = "reward"
             case PromptTooLong():
                 side = "prompt"
-            case TimeoutError():
+            case TimeoutError() if not cause:  # what user code raises is a timeout of its own
                 side = "deadline"
             case _:
                 side = "workflow"
         message = text_of(error) or (f"no result within {self.deadline_s} s" if side == "deadline" else "")
         if side == "deadline" and (number := left_behind()):
             message += f"\n{number} call(s) of plain functions that were given up still run in their threads"
-        failure = Failure(side, type(error).__name__, message, _cause(error))
+        failure = Failure(side, type(error).__name__, message, cause)
         self._log_failure(failure, error)
         return failure
 

@@ -79,7 +79,7 @@ async def test_every_member_is_played_and_rewarded() -> None:
 
 @pytest.mark.parametrize(
     ("raised", "side"),
-    [(ValueError("x"), "workflow"), (RolloutError("a", "b", "c"), "workflow"), (TimeoutError(), "deadline")],
+    [(ValueError("x"), "workflow"), (RolloutError("a", "b", "c"), "workflow"), (TimeoutError(), "workflow")],
 )
 async def test_a_workflow_that_raises_fails_its_own_trajectory_only(raised: Exception, side: str) -> None:
     calls = iter(range(4))
@@ -352,7 +352,7 @@ async def test_a_workflow_that_fails_is_played_again_from_its_first_turn() -> No
         (ValueError("x"), 3),
         (RolloutError("a", "b", "c"), 3),
         (asyncio.CancelledError(), 3),
-        (TimeoutError(), 1),
+        (TimeoutError(), 3),
         (PromptTooLong("a", "b", "c"), 1),
         (RewardError("a", "b", "c"), 1),
     ],
