@@ -32,7 +32,9 @@ class CancellationEscaped(RolloutError):
 
     def __init__(self) -> None:
         super().__init__(
-            "an end by itself", "it let a cancellation of its own escape", "catch the CancelledError where it belongs"
+            "a call that returns or raises an Exception",
+            "it let a cancellation of its own escape",
+            "catch the CancelledError where it belongs",
         )
 
 
@@ -41,7 +43,7 @@ class ExitRaised(RolloutError):
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(
-            "an end by itself",
+            "a call that returns or raises an Exception",
             f"it raised {type(raised).__name__}({text_of(raised)})",
             "raise an Exception: what user code raises fails one rollout, and does not end the process",
         )
