@@ -283,3 +283,7 @@ def _unexpected(error: BaseException) -> TriviumError:
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     do = "look at the traceback: where the last lines are of your own code, fix them; else report it"
     return TriviumError("a command that ends without an error", f"{type(error).__name__}: {text_of(error)}{where}", do)
+
+
+if __name__ == "__main__":
+    main()
