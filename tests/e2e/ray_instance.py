@@ -78,12 +78,14 @@ def serve(listening: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _, sys.argv = setup_worker.parser.parse_known_args(arguments)
+    status = 0
     try:
         runpy.run_path(default_worker.__file__, run_name="__main__")
     except Exception:
         traceback.print_exc()
+        status = 1
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 if __name__ == "__main__":
