@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from algebra import policy_objective, section
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from trivium.algorithms import Correction, GroupAlgorithm, build_algorithm, correct
@@ -137,8 +139,8 @@ def test_rejection_is_the_definition(option: str) -> None:
     expected: list[bool] = []
     for row in LOG_RATIOS:
         for value in slow_statistic(option, row):
-            # k1 is minus the logarithm of trainer / engine: that ratio is what its bounds are about.
-            expected.append(bound[0] <= math.exp(-value) <= bound[1] if isinstance(bound, tuple) else value <= bound)
+            # k1 is the logarithm of engine / trainer: that ratio is what its bounds are about.
+            expected.append(bound[0] <= math.exp(value) <= bound[1] if isinstance(bound, tuple) else value <= bound)
     assert done.kept[MASK].tolist() == expected
     assert 0 < sum(expected) < len(expected)
     assert not done.kept[~MASK].any()
@@ -146,6 +148,27 @@ def test_rejection_is_the_definition(option: str) -> None:
     statistic = rejection_statistic(torch.where(MASK, TRAINER - ENGINE, 0.0), MASK, option)
     assert flat(rows_of(statistic)) == pytest.approx(flat([slow_statistic(option, row) for row in LOG_RATIOS]))
     assert done.metrics["mismatch/rejected_tokens"] == pytest.approx(1 - np.mean(expected))
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.endswith("k1")])
+@settings(max_examples=30, deadline=None)
+@given(low=st.floats(0.2, 0.99), high=st.floats(1.01, 5.0), seed=st.integers(0, 2**16))
+def test_k1_bounds_engine_over_trainer_at_both_ends(option: str, low: float, high: float, seed: int) -> None:
+    """Random rows against a loop over the probabilities themselves; the bounds of the weights are about the inverse."""
+    draw = torch.Generator().manual_seed(seed)
+    trainer, engine = (torch.rand(4, 5, generator=draw, dtype=torch.float64) * -1.5 for _ in range(2))
+    mask = torch.rand(4, 5, generator=draw) < 0.8
+    kept = correct(trainer, engine, mask, correction(rejection={option: (low, high)})).kept
+    for row in range(4):
+        ratios = [float(torch.exp(engine[row, t] - trainer[row, t])) for t in range(5) if mask[row, t]]
+        product = math.prod(ratios)
+        of_row = product ** (1 / max(len(ratios), 1)) if option.startswith("seq_mean") else product
+        judged = ratios if option.startswith("token") else [of_row] * len(ratios)
+        assert kept[row][mask[row]].tolist() == [low <= ratio <= high for ratio in judged]
+    weights = correct(trainer, engine, mask, correction(weights="token", threshold=(low, high), outside="mask")).weights
+    assert weights is not None
+    expected = torch.exp(trainer - engine)
+    assert weights.eq(0).equal(~(mask & (expected >= low) & (expected <= high)))
 
 
 def test_a_token_must_pass_every_option() -> None:

@@ -108,6 +108,16 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({"data__seed": 7}, "run.seed", 7),
     ({"algorithm__rollout_correction": {"rollout_is": "token"}}, "algorithm.correction.threshold", 2.0),
     (
+        {"algorithm__rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}},
+        "algorithm.correction.bounds",
+        (0.5, 5.0),
+    ),
+    (
+        {"algorithm__rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}},
+        "algorithm.correction.outside",
+        "mask",
+    ),
+    (
         {"algorithm__rollout_correction": {"rollout_rs": "seq_mean_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,3"}},
         "algorithm.correction.rejection",
         {"seq_mean_k1": (0.5, 2.0), "token_k3": 3.0},

@@ -40,8 +40,8 @@ class Correction(Plugin):
     """Whether to divide the weights by their mean over the batch (over its tokens, or its sequences)."""
     rejection: dict[str, float | tuple[float, float]] = Field(default={})
     """What leaves the mask, and with it the mean: `{seq_mean_k1: [0.999, 1.001], token_k2: 0.5}`. k1 is bounded by the
-    ratio it stands for (trainer / engine; one number u means [1/u, u]), k2 and k3 from above in nats. A token must pass
-    every entry."""
+    ratio it stands for (engine / trainer: not that of the weights; one number u means [1/u, u]), k2 and k3 from above
+    in nats. A token must pass every entry."""
     against: Literal["old", "current"] = "old"
     """Which trainer log-probabilities are compared with the engine's: as the step began (a pass before the step; the
     ratio of the policy loss then starts there), or of the current weights at every update."""

@@ -112,11 +112,11 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, option: str) -> Tensor:
 
 
 def statistic_bounds(option: str, bound: float | Bounds) -> Bounds:
-    """The bounds of the statistic, in nats; k1 is minus the logarithm of the ratio that is bounded."""
+    """The bounds of the statistic, in nats; k1 is the logarithm of the ratio that is bounded."""
     if not option.endswith("k1"):
         return -math.inf, cast(float, bound)
     low, high = interval(bound)
-    return -math.log(high), -math.log(low)
+    return math.log(low), math.log(high)
 
 
 def live_weights(

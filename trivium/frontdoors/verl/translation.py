@@ -510,7 +510,7 @@ def _correction(verl: VerlConfig, loss: Mapping[str, Any], problems: list[Proble
     bypass = verl[f"{where}.bypass_mode"] or verl[f"{_ACTOR}.use_rollout_log_probs"]
     correction: dict[str, Any] = {"against": "current" if bypass else "old"}
     if weights:
-        correction |= {"weights": weights, "threshold": verl[f"{where}.rollout_is_threshold"]}
+        correction |= {"weights": weights, **_weight_bounds(verl[f"{where}.rollout_is_threshold"])}
         correction["normalise"] = bool(verl[f"{where}.rollout_is_batch_normalize"])
     if bounds:
         correction["rejection"] = bounds
@@ -523,6 +523,12 @@ def _correction(verl: VerlConfig, loss: Mapping[str, Any], problems: list[Proble
     if weights:  # PPO's ratio against the engine is the importance weight
         active = {"correction": {"kind": "custom", "against": "current", "rejection": bounds} if bounds else "none"}
     return active | {"old_log_prob": "rollout"}
+
+
+def _weight_bounds(threshold: object) -> dict[str, Any]:
+    """`0.5_5.0` zeroes weights outside the interval, one number truncates them from above."""
+    low, is_interval, high = str(threshold).partition("_")
+    return {"threshold": [low, high], "outside": "mask"} if is_interval else {"threshold": threshold}
 
 
 def _rejection(verl: VerlConfig, problems: list[Problem]) -> dict[str, Any]:
