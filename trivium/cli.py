@@ -154,6 +154,23 @@ def evaluate(
         show(evaluate_step(loaded, step))
 
 
+@app.command(context_settings=_CONFIGURED)
+def translate(
+    origin: Annotated[Literal["verl", "trinity"], typer.Option("--from", help="Whose config it is.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Prints another trainer's config as a Trivium config; on stderr, what of it has no effect."""
+    with Outcome(debug):
+        from trivium.frontdoors.translate import translate_file
+
+        translation = translate_file(origin, file, overrides or ())
+        for note in translation.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(translation.to_yaml(), end="")
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
-from trivium.frontdoors.verl.config_table import TABLE, Mapped, Restricted, entry_of, table_rows
-from trivium.frontdoors.verl.translation import VerlConfig, translated
+from trivium.frontdoors.tables import Mapped, Restricted
+from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.translation import settings_of, translated
 from trivium.text.tiny import TinyModel
 
 
@@ -41,7 +46,7 @@ def said(model: str, **more: Any) -> dict[str, Any]:
 
 
 def config_of(config: Any, rows: int = 20, *, has_validation: bool = False) -> RunConfig:
-    mapping = translated(VerlConfig(config), rows=rows, has_validation=has_validation, device="cpu")
+    mapping = translated(settings_of(config), rows=rows, has_validation=has_validation, device="cpu")
     tasks = {"train": {"kind": "arithmetic"}, "val": {"kind": "arithmetic", "part": "holdout", "holdout_fraction": 0.5}}
     return config_from_mapping({**mapping, "tasks": tasks, "rewards": ["exact"]})
 
@@ -302,8 +307,8 @@ def test_less_than_a_batch_is_an_error(model: str) -> None:
 def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
     """Every key at the value that the original has, as its launcher merges it."""
     whole: dict[str, Any] = said(model)
-    for key, entry in TABLE.items():
-        if key == "_target_" or f"{key}." in " ".join(TABLE):
+    for key, entry in TABLE.entries.items():
+        if f"{key}." in " ".join(TABLE.entries):
             continue
         value: Any = entry.default if isinstance(entry, Mapped) else None
         if isinstance(entry, Restricted):
@@ -316,12 +321,34 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
 
 
 def test_the_nearest_entry_above_speaks_for_a_key() -> None:
-    assert entry_of("actor_rollout_ref.ref.megatron.seed") is TABLE["actor_rollout_ref.ref.megatron"]
-    assert entry_of("actor_rollout_ref.actor.optim._target_") is TABLE["_target_"]
-    assert entry_of("actor_rollout_ref.actor.optimiser") is None
+    assert TABLE.entry_of("actor_rollout_ref.ref.megatron.seed") is TABLE.entries["actor_rollout_ref.ref.megatron"]
+    assert TABLE.entry_of("actor_rollout_ref.actor.optim._target_") is not None
+    assert TABLE.entry_of("actor_rollout_ref.actor.optimiser") is None
 
 
 def test_the_documentation_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
-    missing = [key for key, text in table_rows() if f"| `{key}` | {text} |" not in page]
-    assert missing == [], "the table at its end is config_table.table_rows()"
+    missing = [key for key, text in TABLE.rows() if f"| `{key}` | {text} |" not in page]
+    assert missing == [], "the table at its end is config_table.TABLE.rows()"
+
+
+def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str) -> None:
+    rows = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1"}]}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    file = tmp_path / "verl.yaml"
+    file.write_text(yaml.safe_dump({"trainer": {"logger": "console"}, "data": {"train_batch_size": 2}}))
+    overrides = [f"data.train_files={tmp_path}/train.jsonl", f"actor_rollout_ref.model.path={model}", "data.seed=3"]
+    ran = CliRunner().invoke(app, ["translate", "--from", "verl", str(file), *overrides, "critic.profiler.x=1"])
+    assert ran.exit_code == 0, ran.output
+    assert "critic.profiler: no effect" in ran.stderr
+    config = config_from_mapping(yaml.safe_load(ran.stdout))
+    assert (config.run.seed, config.schedule.groups_per_step) == (3, 2)
+
+
+def test_the_command_names_every_problem(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(yaml.safe_dump({"data": {"train_batchsize": 2}, "critic": {"strategy": "megatron"}}))
+    ran = CliRunner().invoke(app, ["translate", "--from", "verl", str(file)])
+    assert ran.exit_code == 2
+    assert "data.train_batch_size" in ran.stderr
+    assert "critic.strategy" in ran.stderr

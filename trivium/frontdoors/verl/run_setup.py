@@ -17,7 +17,7 @@ from trivium.frontdoors.verl.group_rewards import GroupRewards, RewardedOnTake, 
 from trivium.frontdoors.verl.prompts import CutRenderer
 from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager
 from trivium.frontdoors.verl.roles import Needs
-from trivium.frontdoors.verl.translation import VerlConfig, run_dir_of, translated
+from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
 from trivium.text import hf_tokenizer
@@ -46,7 +46,7 @@ class RunSetup:
 
     def __post_init__(self) -> None:
         self.from_run_config = isinstance(self.config, RunConfig)
-        self.verl = VerlConfig({} if self.from_run_config else self.config)
+        self.verl = settings_of({} if self.from_run_config else self.config)
         """The config; verl's defaults where a RunConfig was passed."""
         self.device = self._device()
         self._chat = ChatRenderer(self.tokenizer)

@@ -1,0 +1,157 @@
+"""What the config tables of all front doors share: values, references, overrides, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trivium.errors import ConfigError
+from trivium.frontdoors.overrides import overridden, value_of
+from trivium.frontdoors.plain_values import resolved
+from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, is_off
+
+TABLE = Table(
+    {
+        "train.batch": Mapped("schedule.groups_per_step", 4),
+        "train.lr": Mapped("train.optimizer.lr", 1e-6),
+        "train.shuffle": Mapped("schedule.shuffle", True),
+        "train.name": Mapped("run.name", "mine"),
+        "train.seed": Mapped("run.seed", type=int),
+        "train.backend": Restricted((None, "fsdp"), "use fsdp"),
+        "train.tools": Restricted((None,), "leave it out"),
+        "train.profiler": Ignored("phases are timed in every step"),
+        "model.path": Mapped("model.path"),
+        "model.optim.lr": Mapped("train.critic_optimizer.lr", 1e-5),
+    },
+    not_built={"megatron": "Megatron"},
+    anywhere=frozenset({"_target_"}),
+)
+
+
+def problems_of(config: dict[str, Any]) -> dict[str, str]:
+    return {problem.where: str(problem) for problem in TABLE.read(config).problems}
+
+
+def test_values_and_defaults() -> None:
+    settings = TABLE.read({"train": {"batch": 8, "lr": "1e-3", "name": 3, "profiler": {"a": 1}}})
+    assert settings.problems == ()
+    assert (settings["train.batch"], settings["train.lr"], settings["train.name"]) == (8, 1e-3, "3")
+    assert settings["train.shuffle"] is True
+    assert list(settings.notes()) == ["train.profiler: no effect: phases are timed in every step"]
+
+
+@pytest.mark.parametrize(
+    "value", [None, False, 0, "", [], {}, {"enable": False, "paths": ["a"]}, {"enabled": None, "n": 4}, {"a": {"b": 0}}]
+)
+def test_what_is_off_passes(value: object) -> None:
+    assert is_off(value)
+    assert problems_of({"train": {"tools": value}}) == {}
+
+
+def test_what_would_change_something_is_refused() -> None:
+    assert not is_off({"enable": True, "n": 0})
+    assert "leave it out" in problems_of({"train": {"tools": {"enable": True}}})["train.tools"]
+    assert "Megatron is not built here" in problems_of({"train": {"backend": "megatron"}})["train.backend"]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "says"),
+    [
+        ({"train": {"bacth": 1}}, "train.bacth", "write 'train.batch'"),
+        ({"model": {"lr": 1}}, "model.lr", "write 'model.optim.lr'"),
+        ({"trian": {"batch": 1}}, "trian.batch", "write 'train.batch'"),
+        ({"epochs": 1}, "epochs", "leave it out"),
+        ({"train": {"batch": "many"}}, "train.batch", "a whole number"),
+        ({"train": {"batch": 1.5}}, "train.batch", "a whole number"),
+        ({"train": {"seed": "x"}}, "train.seed", "a whole number"),
+        ({"train": {"shuffle": "yes"}}, "train.shuffle", "true or false"),
+        ({"train": {"name": ["a"]}}, "train.name", "text"),
+    ],
+)
+def test_what_is_wrong_is_named(config: dict[str, Any], where: str, says: str) -> None:
+    assert says in problems_of(config)[where]
+
+
+def test_a_suggestion_never_misleads() -> None:
+    problem = problems_of({"model": {"tiled_mlp": {"enabled": True}}})["model.tiled_mlp.enabled"]
+    assert problem.endswith("leave it out")
+
+
+def test_marks_have_no_effect_anywhere() -> None:
+    assert problems_of({"_target_": "a.B", "train": {"_target_": "c.D"}}) == {}
+
+
+REFERENCES = {
+    "a": {"x": 2, "same": "${.x}", "up": "${..b.y}", "whole": "${b}", "missing": "???"},
+    "b": {"y": "${a.x}", "text": "runs/${a.x}/${.y}"},
+    "c": {
+        "chosen": "${oc.select:a.x,7}",
+        "fallback": "${oc.select:a.none,7}",
+        "unset": "${oc.select:a.missing,null}",
+        "near": "${oc.select:.chosen,1}",
+        "quoted": '${oc.select:a.none,"~/models/x"}',
+        "environment": "${oc.env:TRIVIUM_NOT_THERE,${oc.select:a.none,${a.x}}}",
+        "home": "${oc.env:TRIVIUM_TEST}",
+        "broken": "${a.none}",
+    },
+}
+
+
+def test_references_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIVIUM_TEST", "here")
+    config = resolved(REFERENCES)
+    assert config["a"] == {"x": 2, "same": 2, "up": 2, "whole": {"y": 2, "text": "runs/2/2"}, "missing": "???"}
+    expected = {"chosen": 2, "fallback": 7, "unset": None, "near": 2, "quoted": "~/models/x", "environment": 2}
+    assert config["c"] == expected | {"home": "here", "broken": "${a.none}"}
+
+
+def test_a_circle_of_references_ends() -> None:
+    assert "${" in resolved({"a": "${b}", "b": "${a}"})["a"]
+
+
+def test_a_reference_that_leads_nowhere_is_an_error_where_it_is_used() -> None:
+    problems = problems_of({"train": {"batch": "${nowhere.at.all}", "profiler": "${nowhere.at.all}"}})
+    assert list(problems) == ["train.batch"]
+    assert "leads to no value" in problems["train.batch"]
+    assert problems_of({"model": {"path": "???"}, "train": {"backend": "???"}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1e-6", 1e-6),
+        ("-1", -1),
+        ("True", True),
+        ("null", None),
+        ("no", "no"),
+        ("", ""),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+        ("run-$(date +%Y)", "run-$(date +%Y)"),
+        ("'a, b'", "a, b"),
+        ('"it\'s"', "it's"),
+        ("['a','b c']", ["a", "b c"]),
+        ("[a, 1 ,null]", ["a", 1, None]),
+        ("[]", []),
+        ("{enable:True,len:4}", {"enable": True, "len": 4}),
+        ("{a: {b: [1]}, 'c': x}", {"a": {"b": [1]}, "c": "x"}),
+        ("${a.b}", "${a.b}"),
+        ("[${a.b},2]", ["${a.b}", 2]),
+    ],
+)
+def test_values_of_overrides(text: str, value: object) -> None:
+    assert value_of(text) == value
+
+
+def test_overrides_are_laid_over_a_config() -> None:
+    config = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    changed = overridden(config, ["a.b=5", "+a.c.f=6", "++g.h=7", "~e", "+a.c={x:1}"])
+    assert changed == {"a": {"b": 5, "c": {"d": 2, "f": 6, "x": 1}}, "g": {"h": 7}}
+    assert config == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+
+
+def test_overrides_that_cannot_be_read_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        overridden({}, ["a.b", "c=[1", "d='x", "e=1"])
+    assert [problem.where for problem in error.value.problems] == ["a.b", "c", "d"]

@@ -1,0 +1,123 @@
+"""A config of any kind as plain mappings, lists and values, with its references (`${...}`) followed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trivium.frontdoors.overrides import value_of
+
+_MISSING = "???"
+"""A value that must be set before it is used, in OmegaConf."""
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+"""An innermost reference."""
+_DEPTH = 20
+"""References to references that are followed."""
+
+
+def is_missing(value: object) -> bool:
+    """Whether a value is still to be set."""
+    return isinstance(value, str) and value == _MISSING
+
+
+def unresolved(value: object) -> str | None:
+    """The first reference in a value that leads to nothing."""
+    match = _REFERENCE.search(value) if isinstance(value, str) else None
+    return match and match.group(0)
+
+
+def plain(value: object) -> Any:
+    """Mappings, lists and values all the way down, from OmegaConf, dataclasses, namespaces and mappings."""
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return _of_omegaconf(omegaconf, value)
+    items = getattr(value, "items", None)
+    if items is not None and hasattr(value, "keys"):
+        return {str(key): plain(part) for key, part in items()}
+    if dataclasses.is_dataclass(value) or type(value).__name__ in ("SimpleNamespace", "Namespace"):
+        return {key: plain(part) for key, part in vars(value).items()}
+    if isinstance(value, list | tuple) or (isinstance(value, Sequence) and type(value).__name__ == "ListConfig"):
+        return [plain(part) for part in value]
+    return value
+
+
+def _of_omegaconf(omegaconf: Any, config: Any) -> Any:
+    """What OmegaConf makes of it; where a reference leads to a value that is not set, the references as they are."""
+    options = {"throw_on_missing": False, "enum_to_str": True}
+    try:
+        return plain(omegaconf.OmegaConf.to_container(config, resolve=True, **options))
+    except omegaconf.errors.OmegaConfBaseException:
+        return plain(omegaconf.OmegaConf.to_container(config, resolve=False, **options))
+
+
+def resolved(config: Any) -> Any:
+    """The config with its references followed: `${a.b}`, `${.b}`, `${oc.select:a.b,default}`, `${oc.env:NAME,default}`.
+
+    One that leads to nothing stays as it is.
+    """
+    return _resolved(config, config, ())
+
+
+def _resolved(value: Any, root: Any, place: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _resolved(part, root, (*place, key)) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_resolved(part, root, (*place, str(number))) for number, part in enumerate(value)]
+    return _followed(value, root, place[:-1], _DEPTH)
+
+
+def _followed(value: Any, root: Any, section: tuple[str, ...], depth: int) -> Any:
+    """A value with its references replaced, innermost first. A value that is one reference has the target's type."""
+    while isinstance(value, str) and depth and (match := _REFERENCE.search(value)):
+        known, target = _target(match.group(1), root, section, depth - 1)
+        if not known:
+            return value
+        if match.group(0) == value:
+            return target
+        value, depth = value[: match.start()] + str(target) + value[match.end() :], depth - 1
+    return value
+
+
+def _target(reference: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
+    """(whether it leads to a value, the value) of what stands between the braces."""
+    resolver, colon, rest = reference.partition(":")
+    if not colon:
+        return _at(reference.strip(), root, section, depth)
+    name, comma, default = rest.partition(",")
+    name = name.strip()
+    if resolver == "oc.env":
+        known, value = name in os.environ, os.environ.get(name)
+    elif resolver == "oc.select":
+        known, value = _at(name, root, section, depth)
+    elif resolver == "oc.decode":
+        return True, value_of(rest)
+    else:
+        return False, None
+    if known or not comma:
+        return known, value
+    return True, value_of(default.strip())
+
+
+def _at(path: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:
+    """(whether there is a value, the value) at a dotted path; each leading dot after the first goes up a section."""
+    name = path.lstrip(".")
+    dots = len(path) - len(name)
+    base = section[: len(section) - dots + 1] if dots else ()
+    node, place = root, (*base, *name.split("."))
+    for part in place:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return False, None
+    if is_missing(node):
+        return False, None
+    node = _followed(node, root, place[:-1], depth)
+    if isinstance(node, dict | list):
+        node = _resolved(node, root, place) if depth else node
+    return unresolved(node) is None and not is_missing(node), node

@@ -1,0 +1,260 @@
+"""What every front door's config table is made of: a key of another trainer's config, and what becomes of it.
+
+A table is the whole of what is known about a config. A key that is not in it is an error, and so is a value that asks
+for what is not built; a key that is off, or that changes no result here, passes. All problems are found at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from trivium.errors import ConfigError, Problem
+from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A key that sets something here."""
+
+    to: str
+    """The RunConfig key, or the part, that it sets."""
+    default: Any = None
+    """The original's default; values must be of its type."""
+    type: type | None = None
+    """The type of its values, where the default does not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restricted:
+    """A key of which some values are supported. None among them stands for every value that is off (`is_off`)."""
+
+    values: tuple[Any, ...]
+    instead: str
+    """What to do about another value."""
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A key that changes no result here: any value is taken, and has no effect."""
+
+    why: str
+
+
+Entry = Mapped | Restricted | Ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Another trainer's config as a Trivium config."""
+
+    config: dict[str, Any]
+    """A complete RunConfig as a mapping."""
+    notes: tuple[str, ...] = ()
+    """What has no effect, and what is left to do."""
+
+    def to_yaml(self) -> str:
+        """The config as a file that `trivium run` reads."""
+        return yaml.safe_dump(plain(self.config), sort_keys=False, allow_unicode=True)
+
+
+def under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries of a section by their dotted keys."""
+    return {f"{prefix}.{name}": entry for name, entry in entries.items()}
+
+
+def ignored(why: str, *names: str) -> dict[str, Entry]:
+    """Entries without effect, for names separated by blanks."""
+    return dict.fromkeys(" ".join(names).split(), Ignored(why))
+
+
+def is_off(value: object) -> bool:
+    """Whether a value is the same as unset: null, false, 0, empty, a mapping whose `enable` is off, or one of such."""
+    if isinstance(value, dict):
+        switch = next((name for name in ("enable", "enabled") if name in value), None)
+        return all(map(is_off, value.values())) if switch is None else is_off(value[switch])
+    return value is None or value is False or value in (0, "", "null", [])
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of another trainer's config."""
+
+    entries: Mapping[str, Entry]
+    """Dotted key -> its entry. `Ignored` and `Restricted` for `a` hold for every `a.b` that has no entry of its own."""
+    not_built: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Part of a value, in lower case -> the name of the backend that it asks for, for errors."""
+    anywhere: frozenset[str] = frozenset()
+    """Last parts of keys that have no effect in any section."""
+
+    def __post_init__(self) -> None:
+        sections = {key.rpartition(".")[0] for key in self.entries}
+        while above := {section.rpartition(".")[0] for section in sections} - sections:
+            sections |= above
+        object.__setattr__(self, "sections", frozenset(sections))
+
+    sections: frozenset[str] = field(init=False, repr=False)
+    """Every key that has keys below it."""
+
+    def entry_of(self, key: str) -> Entry | None:
+        """The entry of a key: its own, or that of the nearest key above it, if that one is not mapped."""
+        if key.rpartition(".")[2] in self.anywhere:
+            return Ignored("it has no effect in any section")
+        above = key
+        while above and above not in self.entries:
+            above = above.rpartition(".")[0]
+        entry = self.entries.get(above)
+        return None if isinstance(entry, Mapped) and above != key else entry
+
+    def default_of(self, key: str) -> Any:
+        """The original's default of a key."""
+        entry = self.entries[key]
+        return None if isinstance(entry, Ignored) else entry.default
+
+    def read(self, config: object) -> Settings:
+        """The values of a config: a mapping, an OmegaConf container, or an object with attributes; values may nest.
+
+        References (`${a.b}`) are followed; `???` is a value that is not set. What is wrong is in `problems`.
+        """
+        values: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for key, value in self._leaves(resolved(plain(config)), ""):
+            wrong = list(self._problems(key, value))
+            problems += wrong
+            if not wrong:
+                entry = self.entries.get(key)
+                values[key] = _typed(value, entry)[0] if isinstance(entry, Mapped) else value
+        return Settings(self, values, tuple(problems))
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """(key, its entry in words) of every key, for documentation."""
+        for key, entry in self.entries.items():
+            match entry:
+                case Mapped(to, default):
+                    yield key, to + ("" if default is None else f" (default {default!r})")
+                case Restricted(values, instead):
+                    built = ", ".join("unset" if value is None else repr(value) for value in values)
+                    yield key, f"{built} alone; else refused: {instead}"
+                case Ignored(why):
+                    yield key, f"no effect: {why}"
+
+    def _leaves(self, value: object, key: str) -> Iterator[tuple[str, Any]]:
+        """(dotted key, value) of what the table knows, or of the innermost values; those that are not set excepted."""
+        known_whole = key in self.entries and key not in self.sections
+        if isinstance(value, dict) and value and not known_whole:
+            for name, part in value.items():
+                yield from self._leaves(part, f"{key}.{name}" if key else name)
+        elif key and not is_missing(value) and (known_whole or value != {}):
+            yield key, value
+
+    def _problems(self, key: str, value: object) -> Iterator[Problem]:
+        entry, shown = self.entry_of(key), f"{value!r:.80}"
+        if entry is None and value is None and key in self.sections:
+            return  # an empty section
+        if entry is None:
+            near = self._nearest(key)
+            do = "leave it out" + (f", or write {near!r} if you mean that" if near else "")
+            yield Problem(key, shown, "no key of that name is translated", do)
+        elif not isinstance(entry, Ignored) and (reference := unresolved(value)):
+            yield Problem(key, shown, f"{reference} leads to no value", "set the key that it names, or write the value")
+        elif isinstance(entry, Restricted) and not _is_built(value, entry):
+            name = next((name for mark, name in self.not_built.items() if mark in str(value).lower()), None)
+            found = f"{name} is not built here" if name else "this value is not built here"
+            yield Problem(key, shown, found, entry.instead)
+        elif isinstance(entry, Mapped) and (wanted := _typed(value, entry)[1]):
+            yield Problem(key, shown, f"it must be {wanted}", "correct the value")
+
+    def _nearest(self, key: str) -> str | None:
+        """The key that was most likely meant: one of the same section, one of this name elsewhere, or one that is
+        written almost the same. None rather than a guess that misleads."""
+        section, _, last = key.rpartition(".")
+        beside = {k.removeprefix(f"{section}.").partition(".")[0] for k in self.entries if k.startswith(f"{section}.")}
+        if close := difflib.get_close_matches(last, beside, n=1, cutoff=0.75):
+            return f"{section}.{close[0]}" if section else close[0]
+        parts = key.split(".")
+        same = [k for k in self.entries if k.rpartition(".")[2] == last and k.split(".")[0] == parts[0]]
+        inside = [k for k in same if section and k.startswith(f"{section}.")]
+        close = difflib.get_close_matches(key, self.entries, n=1, cutoff=0.85)
+        return next(iter([*inside, *close, *(same if len(same) == 1 else ())]), None)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values of a config by dotted key, with the original's defaults."""
+
+    table: Table
+    values: Mapping[str, Any]
+    """What is set, and right."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong."""
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key of the table, or the original's default where it is not set."""
+        value = self.values.get(key)
+        return self.table.default_of(key) if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Whether the key has a value."""
+        return self.values.get(key) is not None
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first of these keys that is set, else the first default that there is."""
+        values = [self.values.get(key) for key in keys] + [self.table.default_of(key) for key in keys]
+        return next((value for value in values if value is not None), None)
+
+    def notes(self) -> Iterator[str]:
+        """What is set and has no effect."""
+        for key, value in self.values.items():
+            entry = self.table.entry_of(key)
+            marked = key.rpartition(".")[2] in self.table.anywhere
+            if isinstance(entry, Ignored) and not marked and not is_off(value):
+                yield f"{key}: no effect: {entry.why}"
+
+
+def refuse(problems: Iterable[Problem], asked: str = "a config that can be translated") -> None:
+    """Raises ConfigError with all problems, if there are any."""
+    if listed := list(problems):
+        raise ConfigError(asked, f"{len(listed)} problem(s)", "fix them all at once:", listed)
+
+
+def _is_built(value: object, entry: Restricted) -> bool:
+    off = None in entry.values and True not in entry.values and is_off(value)
+    return value is None or off or value in entry.values
+
+
+_TYPES: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping",
+}
+
+
+def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
+    """The value as the entry's type, and what it must be where it is not that."""
+    kind = entry.type or type(entry.default)
+    if value is None or kind not in _TYPES:
+        return value, ""
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value), ""
+    if kind in (int, float) and isinstance(value, str):  # YAML reads 1e-6 as text
+        try:
+            value = float(value)
+        except ValueError:
+            return value, _TYPES[kind]
+    if kind is bool:
+        right = value in (True, False) if isinstance(value, int) else False
+    elif kind is int:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+        value = int(value) if right else value
+    elif kind is float:
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        right = isinstance(value, kind)
+    return value, "" if right else _TYPES[kind]

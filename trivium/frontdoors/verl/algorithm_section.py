@@ -1,0 +1,187 @@
+"""The algorithm of verl's config: estimator, losses, KL and what is done about the engine's log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trivium.errors import Problem
+from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.conflicts import ACTOR
+
+_ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+"""Estimators that verl has twice."""
+_LOSSES = {"vanilla": "ppo", "gpg": "reinforce", "geo_mean": "gmpo"}
+"""Policy losses that have another name here."""
+_PER_SEQUENCE = ("gspo", "sapo", "gmpo")
+"""Losses that verl averages over sequences whatever loss_agg_mode is."""
+
+
+def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    estimator = str(verl["algorithm.adv_estimator"])
+    kind, loss = _ESTIMATORS.get(estimator, estimator), _policy_loss(verl)
+    algorithm: dict[str, Any] = {
+        "kind": "ppo" if kind == "gae" else "grpo",
+        "advantage": {"kind": kind, **_estimator_options(verl, kind, problems)},
+        "policy_loss": loss,
+        "aggregate": "seq-mean-token-mean" if loss["kind"] in _PER_SEQUENCE else verl[f"{ACTOR}.loss_agg_mode"],
+        "epochs": verl[f"{ACTOR}.ppo_epochs"],
+        "mini_batches": max(1, verl["data.train_batch_size"] // verl[f"{ACTOR}.ppo_mini_batch_size"]),
+    }
+    if verl[f"{ACTOR}.entropy_coeff"]:
+        algorithm["entropy"] = {"coef": verl[f"{ACTOR}.entropy_coeff"]}
+    if kl := _kl(verl, problems):
+        algorithm["kl"] = kl
+    if kind == "gae":
+        algorithm["critic"] = {
+            "clip": verl["critic.cliprange_value"],
+            "aggregate": verl.first("critic.loss_agg_mode", f"{ACTOR}.loss_agg_mode"),
+        }
+        if verl["trainer.critic_warmup"]:
+            algorithm["critic_warmup"] = verl["trainer.critic_warmup"]
+    elif verl["trainer.critic_warmup"]:
+        problems.append(
+            Problem(
+                "trainer.critic_warmup",
+                str(verl["trainer.critic_warmup"]),
+                f"adv_estimator {estimator!r} has no critic",
+                "leave it out, or use gae",
+            )
+        )
+    return algorithm | _correction(verl, loss, problems)
+
+
+def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:
+    """gamma, lam and the normalisation where the estimator has them; elsewhere they must not be set."""
+    has = {
+        "gae": ("gamma", "lam"),
+        "reinforce_plus_plus": ("gamma",),
+        "grpo": ("norm_adv_by_std_in_grpo",),
+        "grpo_passk": ("norm_adv_by_std_in_grpo",),
+    }.get(kind, ())
+    options: dict[str, Any] = {}
+    for name, to in (("gamma", "gamma"), ("lam", "lam"), ("norm_adv_by_std_in_grpo", "norm_by_std")):
+        value, default = verl[f"algorithm.{name}"], TABLE.default_of(f"algorithm.{name}")
+        if name in has:
+            options[to] = value
+        elif value != default and not (name == "lam" and kind == "reinforce_plus_plus"):
+            problems.append(
+                Problem(
+                    f"algorithm.{name}",
+                    repr(value),
+                    f"adv_estimator {kind!r} does not read it",
+                    "leave it out, or use another estimator",
+                )
+            )
+    return options
+
+
+def _policy_loss(verl: Settings) -> dict[str, Any]:
+    mode = str(verl[f"{ACTOR}.policy_loss.loss_mode"])
+    loss: dict[str, Any] = {"kind": _LOSSES.get(mode, mode)}
+    clips = {
+        "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
+        "clip_high": verl.first(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"),
+    }
+    own: dict[str, Callable[[], dict[str, Any]]] = {
+        "ppo": lambda: clips | {"dual_clip": verl[f"{ACTOR}.clip_ratio_c"]},
+        "gspo": lambda: clips,
+        "gmpo": lambda: clips,
+        "cispo": lambda: clips,
+        "clip_cov": lambda: (
+            clips | _policy_loss_options(verl, clip_cov_ratio="ratio", clip_cov_lb="cov_low", clip_cov_ub="cov_high")
+        ),
+        "kl_cov": lambda: _policy_loss_options(verl, kl_cov_ratio="ratio", ppo_kl_coef="coef"),
+        "sapo": lambda: {k: verl[f"{ACTOR}.{k}"] for k in ("tau_pos", "tau_neg") if verl.has(f"{ACTOR}.{k}")},
+    }
+    return loss | (own[loss["kind"]]() if loss["kind"] in own else {})
+
+
+def _policy_loss_options(verl: Settings, **names: str) -> dict[str, Any]:
+    where = f"{ACTOR}.policy_loss"
+    return {to: verl[f"{where}.{name}"] for name, to in names.items() if verl.has(f"{where}.{name}")}
+
+
+def _kl(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    in_loss, in_reward = bool(verl[f"{ACTOR}.use_kl_loss"]), bool(verl["algorithm.use_kl_in_reward"])
+    if in_loss and in_reward:
+        problems.append(
+            Problem(
+                f"{ACTOR}.use_kl_loss",
+                "a KL penalty in the loss",
+                "algorithm.use_kl_in_reward asks for another one",
+                "use one of the two: the same distance would be paid for twice",
+            )
+        )
+    if in_loss:
+        coef = verl[f"{ACTOR}.kl_loss_coef"]
+        return {"coef": coef, "place": "loss", "estimator": {"kind": verl[f"{ACTOR}.kl_loss_type"]}} if coef else {}
+    if not in_reward or not verl["algorithm.kl_ctrl.kl_coef"]:
+        return {}
+    kl = {
+        "coef": verl["algorithm.kl_ctrl.kl_coef"],
+        "place": "reward",
+        "estimator": {"kind": verl["algorithm.kl_penalty"]},
+    }
+    if verl["algorithm.kl_ctrl.type"] == "adaptive":
+        kl |= {
+            "controller": "adaptive",
+            "target": verl["algorithm.kl_ctrl.target_kl"],
+            "horizon": verl["algorithm.kl_ctrl.horizon"],
+        }
+    return kl
+
+
+def _correction(verl: Settings, loss: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Where the old log-probabilities come from, and what is done about the engine's being others."""
+    where = "algorithm.rollout_correction"
+    weights, bounds = verl[f"{where}.rollout_is"], _rejection(verl, problems)
+    bypass = verl[f"{where}.bypass_mode"] or verl[f"{ACTOR}.use_rollout_log_probs"]
+    correction: dict[str, Any] = {"against": "current" if bypass else "old"}
+    if weights:
+        correction |= {"weights": weights, **_weight_bounds(verl[f"{where}.rollout_is_threshold"])}
+        correction["normalise"] = bool(verl[f"{where}.rollout_is_batch_normalize"])
+    if bounds:
+        correction["rejection"] = bounds
+    active = {"correction": {"kind": "custom", **correction}} if weights or bounds else {"correction": "none"}
+    if not bypass:
+        # verl scores the old log-probabilities with the actor before every step, wherever a loss reads them.
+        return active | ({} if loss["kind"] == "reinforce" else {"old_log_prob": "recompute"})
+    if verl[f"{where}.loss_type"] == "reinforce":
+        return active | {"policy_loss": {"kind": "reinforce"}}
+    if weights:  # PPO's ratio against the engine is the importance weight
+        active = {"correction": {"kind": "custom", "against": "current", "rejection": bounds} if bounds else "none"}
+    return active | {"old_log_prob": "rollout"}
+
+
+def _weight_bounds(threshold: object) -> dict[str, Any]:
+    """`0.5_5.0` zeroes weights outside the interval, one number truncates them from above."""
+    low, is_interval, high = str(threshold).partition("_")
+    return {"threshold": [low, high], "outside": "mask"} if is_interval else {"threshold": threshold}
+
+
+def _rejection(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """`{option: bound or (low, high)}` from verl's comma lists; `0.5_2.0` is an interval."""
+    where = "algorithm.rollout_correction.rollout_rs"
+    if not verl.has(where):
+        return {}
+    options = [option.strip() for option in str(verl[where]).split(",")]
+    bounds = [bound.strip() for bound in str(verl[f"{where}_threshold"] or "").split(",") if bound.strip()]
+    try:
+        numbers = [tuple(float(part) for part in bound.split("_")) for bound in bounds]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        numbers *= len(options)
+    if len(numbers) != len(options):
+        problems.append(
+            Problem(
+                f"{where}_threshold",
+                repr(verl[f"{where}_threshold"]),
+                f"rollout_rs has {len(options)} option(s)",
+                "give one number, or low_high, for each (or one for all)",
+            )
+        )
+        return {}
+    return {o: pair if len(pair) == 2 else pair[0] for o, pair in zip(options, numbers, strict=True)}

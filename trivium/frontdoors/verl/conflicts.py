@@ -1,0 +1,118 @@
+"""Keys of verl's config that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trivium.errors import Problem
+from trivium.frontdoors.tables import Settings
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
+    """Keys that contradict each other, and keys that ask for what the others leave out."""
+    batch, mini = verl["data.train_batch_size"], verl[f"{ACTOR}.ppo_mini_batch_size"]
+    if verl.has(f"{ACTOR}.ppo_mini_batch_size") and (mini > batch or batch % mini):
+        yield Problem(
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"mini-batches of {mini} prompts",
+            f"a step has {batch} (data.train_batch_size)",
+            "make it a divisor of data.train_batch_size",
+        )
+    yield from _critic_follows(verl)
+    yield from _model_conflicts(verl)
+    yield from _reward_manager_conflicts(verl)
+    yield from _trainer_conflicts(verl, has_validation)
+
+
+def _model_conflicts(verl: Settings) -> Iterator[Problem]:
+    path, critic = verl["actor_rollout_ref.model.path"], verl.values.get("critic.model.path")
+    has_critic = verl["algorithm.adv_estimator"] == "gae"
+    if not path:
+        yield Problem("actor_rollout_ref.model.path", "a model", "nothing", "name a Hugging Face directory")
+    if critic is not None and critic != path and has_critic:
+        yield Problem(
+            "critic.model.path",
+            repr(critic),
+            f"the actor's model is {path!r}",
+            "the critic is the actor's backbone with a value head: name the same, or leave it out",
+        )
+    if verl.has("critic.enable") and bool(verl["critic.enable"]) != has_critic:
+        yield Problem(
+            "critic.enable",
+            repr(verl["critic.enable"]),
+            f"adv_estimator is {verl['algorithm.adv_estimator']!r}",
+            "a critic is trained where the estimator reads values (gae), and nowhere else: leave it out",
+        )
+    tokenizer = verl["reward_model.model.input_tokenizer"]
+    if tokenizer not in (None, path):
+        yield Problem(
+            "reward_model.model.input_tokenizer",
+            repr(tokenizer),
+            f"the actor's model is {path!r}",
+            "the reward model reads the policy's tokens: name the same, or leave it out",
+        )
+
+
+def _reward_manager_conflicts(verl: Settings) -> Iterator[Problem]:
+    keys = [f"{section}reward_manager{name}" for section in ("", "reward_model.") for name in ("", ".name")]
+    managers = {repr(verl.values[key]) for key in keys if verl.has(key)}
+    if len(managers) > 1:
+        yield Problem(
+            "reward_manager",
+            " and ".join(sorted(managers)),
+            "more than one reward manager is named",
+            "set reward_model.reward_manager or reward_manager.name alone, or the same in both",
+        )
+
+
+def _trainer_conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
+    mode = verl["trainer.resume_mode"]
+    if mode not in ("auto", "disable", "resume_path"):
+        yield Problem("trainer.resume_mode", repr(mode), "no such mode", "use auto, disable or resume_path")
+    elif (mode == "resume_path") != verl.has("trainer.resume_from_path"):
+        yield Problem(
+            "trainer.resume_from_path",
+            repr(verl["trainer.resume_from_path"]),
+            f"resume_mode is {mode!r}",
+            "set both: resume_mode: resume_path, and the checkpoint's directory",
+        )
+    for key in () if has_validation else ("trainer.test_freq", "trainer.val_only"):
+        if verl.has(key) and verl[key] not in (-1, False):
+            do = "name data.val_files, or pass val_dataset"
+            yield Problem(key, repr(verl[key]), "there is no validation set", do)
+    keeps = {verl.values.get(f"trainer.max_{role}_ckpt_to_keep") for role in ("actor", "critic")} - {None}
+    if len(keeps) > 1:
+        yield Problem(
+            "trainer.max_critic_ckpt_to_keep",
+            "another number than the actor's",
+            "a checkpoint holds both",
+            "set max_actor_ckpt_to_keep alone",
+        )
+
+
+def _critic_follows(verl: Settings) -> Iterator[Problem]:
+    """Keys of a critic that is trained and that ask for something else than the actor's."""
+    if verl["algorithm.adv_estimator"] != "gae":
+        return
+    clip = "grad_clip" if verl.has("critic.grad_clip") else "optim.clip_grad"
+    actors = {
+        "ppo_mini_batch_size": verl[f"{ACTOR}.ppo_mini_batch_size"],
+        "ppo_epochs": verl[f"{ACTOR}.ppo_epochs"],
+        clip: max_grad_norm(verl),
+        "ulysses_sequence_parallel_size": sequence_parallel(verl),
+    }
+    for name, actor in actors.items():
+        mine = verl.values.get(f"critic.{name}")
+        if mine is not None and mine != actor:
+            yield Problem(f"critic.{name}", repr(mine), f"the actor has {actor!r}", "the critic follows the actor")
+
+
+def max_grad_norm(verl: Settings) -> object:
+    return verl.first(f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
+
+
+def sequence_parallel(verl: Settings) -> object:
+    name = "ulysses_sequence_parallel_size"
+    return verl.first(f"{ACTOR}.{name}", f"{ACTOR}.fsdp_config.{name}")

@@ -1,0 +1,252 @@
+"""The keys of the models in verl's config: actor, rollout, reference and critic."""
+
+from __future__ import annotations
+
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
+
+CUT = "batches are cut by tokens, and the gradient does not depend on how"
+ENGINE = "tuning of an inference engine that is not the one used here"
+OFF = (None, False)
+
+OPTIM: dict[str, Entry] = {
+    "lr": Mapped("optimizer.lr"),
+    "betas": Mapped("optimizer.betas", (0.9, 0.999)),
+    "weight_decay": Mapped("optimizer.weight_decay", 0.01),
+    "lr_warmup_steps": Mapped("optimizer.warmup_steps", -1),
+    "lr_warmup_steps_ratio": Mapped("optimizer.warmup_steps, as a part of schedule.steps", 0.0),
+    "lr_scheduler_type": Mapped("optimizer.schedule: constant or cosine", "constant"),
+    "warmup_style": Mapped("optimizer.schedule, where lr_scheduler_type is not set"),
+    "min_lr_ratio": Mapped("optimizer.min_lr_ratio", 0.0),
+    "clip_grad": Mapped("train.max_grad_norm, where grad_clip is not set", 1.0),
+    "num_cycles": Restricted((None, 0.5), "a cosine goes down once"),
+    "total_training_steps": Ignored("schedule.steps is the length of the learning rate's schedule"),
+    "optimizer": Restricted((None, "AdamW"), "AdamW is the optimizer"),
+    "optimizer_impl": Restricted((None, "torch.optim"), "AdamW of torch is the optimizer"),
+    "override_optimizer_config": Restricted((None, {}), "set the optimizer's own keys"),
+}
+
+FSDP: dict[str, Entry] = {
+    "param_offload": Mapped("train.cpu_offload", False),
+    "optimizer_offload": Mapped("train.cpu_offload", False),
+    "offload_policy": Mapped("train.cpu_offload", False),
+    "fsdp_size": Mapped("train.shard", -1),
+    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
+    "dtype": Mapped("train.dtype"),
+    "mixed_precision": Restricted((None,), "set mixed_precision.param_dtype"),
+    "mixed_precision.param_dtype": Mapped("train.dtype, where fsdp_config.dtype is not set"),
+    "mixed_precision.reduce_dtype": Restricted((None, "fp32", "float32"), "gradients are summed in float32"),
+    "mixed_precision.buffer_dtype": Ignored("buffers are as the model makes them"),
+    "model_dtype": Restricted(
+        (None, "fp32", "float32"), "weights and optimizer are float32; fsdp_config.dtype is the dtype of computation"
+    ),
+    "use_orig_params": Ignored("FSDP2 always does"),
+    "seed": Ignored("run.seed is the seed of everything"),
+    "full_determinism": Ignored("runs repeat bit for bit on one machine anyway"),
+    "forward_only": Restricted(OFF, "leave it out"),
+    "use_torch_compile": Ignored("models run as they are"),
+    "entropy_from_logits_with_chunking": Ignored("logits are always made in chunks"),
+    "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
+    "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    **ignored(
+        "layers are sharded one by one",
+        "wrap_policy wrap_policy.min_num_params",
+    ),
+    **ignored(
+        "what torch does by default",
+        "reshard_after_forward forward_prefetch",
+    ),
+    **ignored(
+        CUT,
+        "use_dynamic_bsz infer_micro_batch_size_per_gpu infer_max_token_len_per_gpu micro_batch_size_per_gpu",
+        "max_token_len_per_gpu",
+    ),
+}
+
+UPDATE: dict[str, Entry] = {
+    "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "rollout_n": Ignored("rollout.n sets it"),
+    "ppo_mini_batch_size": Mapped("algorithm.mini_batches", 256),
+    "ppo_epochs": Mapped("algorithm.epochs", 1),
+    "ppo_max_token_len_per_gpu": Mapped("train.max_tokens_per_micro_batch", 16384),
+    "loss_agg_mode": Mapped("algorithm.aggregate", "token-mean"),
+    "grad_clip": Mapped("train.max_grad_norm", 1.0),
+    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel", 1),
+    "shuffle": Restricted(OFF, "mini-batches are the step's groups in order, as in verl's default actor"),
+    "data_loader_seed": Ignored("mini-batches are not shuffled"),
+    "checkpoint": Ignored("everything is saved: models as Hugging Face directories, optimizers, counters"),
+    "profiler": Ignored("phases are timed in every step"),
+    "nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
+    "use_prefix_grouper": Restricted(OFF, "leave it out"),
+    "router_replay": Ignored("there is no routing to replay in dense models"),
+    "use_remove_padding": Ignored("sequences are always packed"),
+    "use_fused_kernels": Ignored("log-probabilities never need the whole of the logits"),
+    "load_weight": Restricted((None, True), "leave it out"),
+    **ignored(
+        CUT,
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_infer_max_token_len_per_gpu",
+        "forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu",
+        "use_dynamic_bsz",
+    ),
+}
+
+ACTOR: dict[str, Entry] = {
+    **UPDATE,
+    "clip_ratio": Mapped("algorithm.policy_loss.clip_low and clip_high", 0.2),
+    "clip_ratio_low": Mapped("algorithm.policy_loss.clip_low"),
+    "clip_ratio_high": Mapped("algorithm.policy_loss.clip_high"),
+    "clip_ratio_c": Mapped("algorithm.policy_loss.dual_clip", 3.0),
+    "tau_pos": Mapped("algorithm.policy_loss.tau_pos"),
+    "tau_neg": Mapped("algorithm.policy_loss.tau_neg"),
+    "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
+    "policy_loss.loss_mode": Mapped("algorithm.policy_loss.kind", "vanilla"),
+    "policy_loss.clip_cov_ratio": Mapped("algorithm.policy_loss.ratio (clip_cov)"),
+    "policy_loss.clip_cov_lb": Mapped("algorithm.policy_loss.cov_low"),
+    "policy_loss.clip_cov_ub": Mapped("algorithm.policy_loss.cov_high"),
+    "policy_loss.kl_cov_ratio": Mapped("algorithm.policy_loss.ratio (kl_cov)"),
+    "policy_loss.ppo_kl_coef": Mapped("algorithm.policy_loss.coef (kl_cov)"),
+    "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0),
+    "calculate_entropy": Ignored("the entropy is always logged"),
+    "calculate_sum_pi_squared": Ignored("computed where the estimator reads it"),
+    "use_kl_loss": Mapped("algorithm.kl.place: loss", False),
+    "kl_loss_coef": Mapped("algorithm.kl.coef, where use_kl_loss", 0.001),
+    "kl_loss_type": Mapped("algorithm.kl.estimator, where use_kl_loss", "low_var_kl"),
+    "use_torch_compile": Ignored("models run as they are"),
+    "use_rollout_log_probs": Mapped("algorithm.old_log_prob: rollout", False),
+    "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
+    "freeze_vision_tower": Ignored("there is no vision tower"),
+    "qat": Restricted((None, {}), "quantisation-aware training is not built here: leave it out"),
+    **ignored(
+        "logits are always made in chunks",
+        "sum_pi_squared_checkpointing entropy_from_logits_with_chunking",
+    ),
+}
+
+CRITIC: dict[str, Entry] = {
+    **UPDATE,
+    "enable": Mapped("algorithm.advantage: a critic is there where the estimator reads values"),
+    "ppo_mini_batch_size": Mapped("algorithm.mini_batches: the actor's, or refused"),
+    "ppo_epochs": Mapped("algorithm.epochs: the actor's, or refused"),
+    "ppo_max_token_len_per_gpu": Ignored(
+        "the actor's cuts the micro-batches of both; the gradient does not depend on it"
+    ),
+    "loss_agg_mode": Mapped("algorithm.critic.aggregate, where it is not the actor's"),
+    "grad_clip": Mapped("train.max_grad_norm: the actor's, or refused"),
+    "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel: the actor's, or refused"),
+    "cliprange_value": Mapped("algorithm.critic.clip", 0.5),
+    "model.path": Mapped("the critic starts from the actor's backbone: must be the actor's path"),
+    "model.tokenizer_path": Ignored("RayPPOTrainer is given the tokenizer"),
+    "model.enable_gradient_checkpointing": Ignored("train.gradient_checkpointing holds for every role"),
+    "model.enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
+    "model.use_remove_padding": Ignored("sequences are always packed"),
+    "model.use_shm": Restricted(OFF, "leave it out"),
+    "model.external_lib": Restricted((None,), "import it in your script"),
+    "model.override_config": Restricted((None, {}), "change config.json of the model"),
+    "model.trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
+    "model.lora_rank": Restricted((None, 0), "the critic is trained whole"),
+    **ignored(
+        "the critic is trained whole",
+        "model.lora_alpha model.target_modules",
+    ),
+}
+
+REFERENCE: dict[str, Entry] = {
+    "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "model": Restricted((None,), "the reference is the actor as it began"),
+    "megatron": Ignored("Megatron is not built here; ref.strategy must be fsdp or fsdp2"),
+    "load_weight": Restricted((None, True), "leave it out"),
+    **ignored(
+        "the reference is scored as the actor is, in parts that change no result",
+        "rollout_n use_torch_compile log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
+        "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu",
+        "ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing",
+        "use_dynamic_bsz use_remove_padding use_fused_kernels nccl_timeout profiler router_replay",
+    ),
+}
+
+MODEL: dict[str, Entry] = {
+    "path": Mapped("model.path"),
+    "hf_config_path": Restricted((None,), "config.json belongs into the model directory"),
+    "tokenizer_path": Ignored("RayPPOTrainer is given the tokenizer"),
+    "use_shm": Restricted(OFF, "leave it out"),
+    "trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
+    "custom_chat_template": Restricted((None,), "set the template in the tokenizer that is passed"),
+    "external_lib": Restricted((None,), "import it in your script"),
+    "override_config": Restricted((None, {}), "change config.json of the model"),
+    "enable_gradient_checkpointing": Mapped("train.gradient_checkpointing", True),
+    "gradient_checkpointing_kwargs": Ignored("layers are computed again, without reentrant autograd"),
+    "enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
+    "use_remove_padding": Ignored("sequences are always packed"),
+    "lora_rank": Mapped("train.lora.rank", 0),
+    "lora_alpha": Mapped("train.lora.alpha", 16),
+    "target_modules": Mapped("train.lora.targets", "all-linear"),
+    "exclude_modules": Restricted((None,), "name what is adapted in target_modules"),
+    "lora_adapter_path": Restricted((None,), "merge the adapter into the model directory first"),
+    "lora": Restricted((None, {}), "that is for Megatron, which is not built here: set lora_rank and lora_alpha"),
+    "use_liger": Restricted(OFF, "Liger kernels are not built here: leave it out"),
+    "tiled_mlp": Ignored("activations are bounded by train.max_tokens_per_micro_batch"),
+    "mtp": Ignored("multi-token heads are not trained"),
+    **ignored(
+        "log-probabilities never need the whole of the logits",
+        "use_fused_kernels fused_kernel_options",
+    ),
+}
+
+VAL: dict[str, Entry] = {
+    "temperature": Mapped("evaluation.sampling.temperature", 0.0),
+    "top_p": Mapped("evaluation.sampling.top_p", 1.0),
+    "top_k": Mapped("evaluation.sampling.top_k", -1),
+    "n": Mapped("evaluation.samples", 1),
+    "do_sample": Mapped("false: evaluation.sampling.temperature 0", False),
+}
+
+ROLLOUT: dict[str, Entry] = {
+    "name": Restricted(
+        ("torch", "hf"), "vLLM, SGLang and TensorRT-LLM are not built here: set rollout.name: torch", "torch"
+    ),
+    "mode": Ignored("generation is always asynchronous, weights always pushed between steps"),
+    "n": Mapped("schedule.group_size", 1),
+    "temperature": Mapped("engine.sampling.temperature", 1.0),
+    "top_p": Mapped("engine.sampling.top_p", 1.0),
+    "top_k": Mapped("engine.sampling.top_k", -1),
+    "do_sample": Restricted((None, True), "training samples"),
+    "prompt_length": Ignored("data.max_prompt_length sets it"),
+    "response_length": Ignored("data.max_response_length sets it"),
+    "max_model_len": Mapped("engine.max_context"),
+    "max_num_seqs": Mapped("engine.max_rows"),
+    "dtype": Mapped("engine.dtype"),
+    "seed": Ignored("run.seed is the seed of everything"),
+    "ignore_eos": Restricted(OFF, "leave it out"),
+    "over_sample_rate": Restricted((None, 0), "use schedule.over_rollout in a RunConfig"),
+    "tensor_model_parallel_size": Restricted(
+        (None, 1), "one engine per worker; tensor parallelism needs vLLM or SGLang, which are not built here", 1
+    ),
+    "data_parallel_size": Restricted((None, 1), "one engine per worker of the actor's group"),
+    "expert_parallel_size": Restricted((None, 1), "one engine per worker of the actor's group"),
+    "pipeline_model_parallel_size": Restricted((None, 1), "one engine per worker of the actor's group"),
+    "load_format": Ignored("weights are pushed from the trainer before the first rollout"),
+    "calculate_log_probs": Ignored("the engine's log-probabilities are always recorded"),
+    "update_weights_bucket_megabytes": Ignored("weights travel in parts of bounded size"),
+    "multi_turn.enable": Restricted(OFF, "several turns are a workflow: use a RunConfig with workflow.kind multi_turn"),
+    "multi_turn": Ignored("off"),
+    "agent": Ignored("the rollouts of a batch are requested all at once"),
+    "checkpoint_engine": Ignored("sync.method carries the weights"),
+    "trace": Ignored("rollouts are journaled whole in the run directory"),
+    "prometheus": Ignored("use the monitors"),
+    "quantization": Restricted(
+        (None,), "leave it out: quantised engines need vLLM or SGLang, which are not built here"
+    ),
+    "skip_rollout": Restricted(OFF, "use buffer.kind recorded in a RunConfig"),
+    **ignored(
+        ENGINE,
+        "gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine",
+        "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching disable_log_stats",
+        "scheduling_policy logprobs_mode engine_kwargs enable_rollout_routing_replay enable_sleep_mode",
+        "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
+        "multi_stage_wake_up skip_dump_dir nnodes n_gpus_per_node layer_name_map mtp limit_images",
+    ),
+    **ignored(
+        CUT,
+        "log_prob_use_dynamic_bsz log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
+        "log_prob_max_token_len_per_gpu",
+    ),
+}
