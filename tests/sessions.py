@@ -31,12 +31,12 @@ from trivium.metrics import depends_on_machine
 from trivium.policy import Policy, Workflow
 from trivium.protocols import Buffer, Objective, TrainEngine, WeightChannel, Weights
 from trivium.rewards.judge import make_judge
-from trivium.schedule import Schedule
+from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.trainer import Cadence, Trainer
+from trivium.trainer import Trainer
 from trivium.types import Batch, FloatArray, Group, Lease, Message, Metrics, Sampling, SyncStyle, Task
 
 TASKS = [Task(f"t{i}", (Message("user", str(i)),)) for i in range(7)]

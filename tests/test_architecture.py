@@ -41,6 +41,7 @@ CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
     "trivium.errors": (1, "the text of an error names what its __str__ raised"),
+    "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calls": (1, "a reward that raised fails its own trajectory or sample, which the caller names"),
     "trivium.rewards.isolated_main": (1, "a child process answers with the error, which its parent raises"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import RoleFailed, RolloutsFailing, VersionGone
 from trivium.metrics import aggregate
 from trivium.phases import collecting, measured, phase
-from trivium.types import SCORES, capabilities_of
+from trivium.types import SCORES, TRAINER, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.evaluate import Evaluator
@@ -47,13 +47,14 @@ def train_step(
         if keep is not None:
             keep(batch)
         updates: list[Metrics] = []
+        engine.updating = True
         for epoch in range(algorithm.epochs):
             for mini_batch in mini_batches(batch, algorithm.mini_batches):
                 for objective in algorithm.objectives_at(engine.version):
                     prepared = prepare_mini_batch(engine, mini_batch, objective, epoch)
                     with phase(f"update/{objective.role}", prepared):
                         updates.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
-    engine.version += 1
+    engine.version, engine.updating = engine.version + 1, False
     # The mismatch between engine and trainer is that before the first update: over the whole step where the advantages
     # measured it, else over the first mini-batch.
     mismatch: Metrics = {}
@@ -202,19 +203,22 @@ async def train_loop(trainer: TrainerProtocol) -> None:
     Consumes: groups. Waits for: the buffer, and for an explorer where an evaluation is due. Unblocked by: `put`.
     """
     synchronizer, buffer = trainer.synchronizer, trainer.buffer
-    with synchronizer.report_failure(trainer.name), synchronizer.heartbeat(trainer.name):
+    with synchronizer.report_failure(TRAINER), synchronizer.heartbeat(TRAINER):
         async with asyncio.TaskGroup() as tasks:
-            monitoring = tasks.create_task(synchronizer.monitor(trainer.name, buffer.release), name="monitor")
+            monitoring = tasks.create_task(synchronizer.monitor(TRAINER, buffer.release), name="monitor")
             try:
                 await trainer.start()
                 while trainer.train_continue:
-                    await trainer.train_step()
+                    await trainer.take_step()
                     if trainer.need_sync():
                         await asyncio.to_thread(trainer.sync_weight)
                     await trainer.end_step()
                 await trainer.finish()
-            finally:
+            except BaseException as error:
+                if isinstance(error, Exception) or "failed" in synchronizer.board.read():
+                    await trainer.save_after_failure()
                 await trainer.wait_for_save()  # however the run ends, the checkpoint in progress is completed
+                raise
             await buffer.close()
             synchronizer.finish()
             monitoring.cancel()

@@ -48,11 +48,16 @@ def declare(key: str, help: str, *, unit: str = "", aggregation: str = "mean", b
     METRICS[key] = Declared(key, help, unit, aggregation, better)
 
 
+def declare_missing(keys: Iterable[str], help: str) -> None:
+    """Declares the keys of user code that nothing declares: as means, without a unit."""
+    for key in keys:
+        if _declaration(key) is None:
+            declare(key, help)
+
+
 def declared(key: str) -> Declared:
     """The declaration of a key, by name or by pattern."""
-    metric = METRICS.get(key) or next(
-        (d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None
-    )
+    metric = _declaration(key)
     if metric is None:
         raise DataError(
             f"log metric {key!r}",
@@ -60,6 +65,12 @@ def declared(key: str) -> Declared:
             "declare it with trivium.metrics.declare, or return it from a workflow (area `workflow/`)",
         )
     return metric
+
+
+def _declaration(key: str) -> Declared | None:
+    return METRICS.get(key) or next(
+        (d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None
+    )
 
 
 def aggregate(rows: Iterable[Mapping[str, float]]) -> Metrics:

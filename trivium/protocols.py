@@ -259,6 +259,8 @@ class TrainEngine(ABC):
     """Which of the processes that write a checkpoint may write at the same time."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
+    updating: bool = False
+    """Whether a train step has come to its updates, and not to their end."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -300,6 +302,11 @@ class TrainEngine(ABC):
         """`save` without the wait: copies what is to be written, so that training may go on. The result, called once
         from another thread, returns when it is on disk. None: this engine cannot, and training waits while it saves."""
         return None
+
+    def holds_version(self) -> bool:
+        """Whether the weights are those of `version`, also after a train step that failed. An engine that cannot tell
+        what a failed update did says no."""
+        return not self.updating
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
         """Frees what `prepare` took."""
@@ -480,7 +487,7 @@ class TrainerProtocol(Protocol):
 
     async def start(self) -> None: ...
 
-    async def train_step(self) -> bool: ...
+    async def take_step(self) -> None: ...
 
     def need_sync(self) -> bool: ...
 
@@ -491,3 +498,5 @@ class TrainerProtocol(Protocol):
     async def finish(self) -> None: ...
 
     async def wait_for_save(self) -> None: ...
+
+    async def save_after_failure(self) -> None: ...

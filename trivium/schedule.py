@@ -169,3 +169,17 @@ class Schedule:
         if not self.ordered:
             return version
         return min(version, self.version_for((version - self.first_version) * self.fresh_per_step))
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a trainer does what it does not do every step. All in train steps; 0 means never in between."""
+
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_ends: bool = False
+    """Whether to evaluate at the start and at the end of the stage."""
+    skip_start: bool = False
+    """Not at the start all the same."""
+    skip_end: bool = False
+    """Not at the end all the same."""

@@ -240,7 +240,8 @@ class Synchronizer:
                     values = {**values, "evaluation": {**evaluation, "by": None}}
                 if replaced or live_explorers(values):
                     return values
-            return {"failed": {"role": role, "cause": cause}, **values}
+            ended = {"trainer": RunningStatus.STOPPED.value} if role == TRAINER else {}
+            return {"failed": {"role": role, "cause": cause}, **values, **ended}
 
         self._write(change)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import Counter
@@ -10,14 +11,14 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.errors import RolloutsFailing, RunDirError, TriviumError
+from trivium.checkpoint.background import BackgroundSaver
+from trivium.errors import RolloutsFailing
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
-from trivium.metrics import aggregate, declared
+from trivium.metrics import aggregate, declare_missing, declared
 from trivium.phases import activity
 from trivium.synchronizer import live_explorers, weights_requested
 from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trivium.checkpoint.store import Checkpoint, CheckpointStore
     from trivium.evaluate import HeldOut, RemoteEvaluator
     from trivium.protocols import Buffer, Monitor, SampleStrategy, TrainEngine, WeightChannel
-    from trivium.schedule import Schedule
+    from trivium.schedule import Cadence, Schedule
     from trivium.synchronizer import Synchronizer
     from trivium.types import Batch, Metrics
 
@@ -36,20 +37,6 @@ T = TypeVar("T")
 _log = logging.getLogger("trivium")
 _GRACE_S = 0.2
 """How long a trainer waits for groups before an explorer may be given weights ahead of `sync.interval`."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """When a trainer does what it does not do every step. All in train steps; 0 means never in between."""
-
-    save_every: int = 0
-    evaluate_every: int = 0
-    evaluate_ends: bool = False
-    """Whether to evaluate at the start and at the end of the stage."""
-    skip_start: bool = False
-    """Not at the start all the same."""
-    skip_end: bool = False
-    """Not at the end all the same."""
 
 
 @dataclass
@@ -92,10 +79,11 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._counts: Mapping[str, int] = {}
         self._examples: list[dict[str, Any]] = []
-        self._saved_step: int | None = None
-        """The step whose save was the last to begin."""
-        self._writing: asyncio.Task[Path] | None = None
-        """The save of that step, while it is being written."""
+        self.saver = BackgroundSaver(self.checkpoints, self.engine, asynchronous=self.saves_asynchronously)
+        self._stepping_from: int | None = None
+        """The version that a train step is being taken from."""
+        self._before: Mapping[str, Any] = {}
+        """What that step changes, as it was before; empty where that version is saved."""
         self._evaluated_step: int | None = None
         self._measured_step: int | None = None
         """The last step that the loss over held-out rows was measured at."""
@@ -111,7 +99,7 @@ class Trainer:
                 self.channel.restore(self.resume.path / "versions")
         if self.resume is not None:
             self.engine.algorithm.restore(self.resume.state["algorithm"])
-            self._saved_step, self._evaluated_step = self.resume.step, self.resume.state["evaluated"]
+            self.saver.step, self._evaluated_step = self.resume.step, self.resume.state["evaluated"]
             self._measured_step = self.resume.state.get("measured")
         self.last_trainer_sync_step = self.train_step_num
 
@@ -141,6 +129,16 @@ class Trainer:
         if version == self.schedule.first_version and self.held_out is not None:
             self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)
         self.train_continue = self.train_step_num < self.last_step
+        if state.get("interrupted"):
+            await self.end_step()
+
+    async def take_step(self) -> None:
+        """`train_step`, with what a failure in the middle of it needs to save the step before."""
+        self._stepping_from = self.train_step_num
+        if self.saver.step != self._stepping_from:
+            self._before = copy.deepcopy(await self._moving_state())
+        await self.train_step()
+        self._stepping_from = None
 
     async def train_step(self) -> bool:
         """Takes groups, trains on them, logs. Returns whether to go on: not at the stage's last step, nor at the end of
@@ -159,7 +157,7 @@ class Trainer:
             return False
         with self._timed("train"), activity(f"step {version + 1}: training"):
             keep = None if self.keep is None else partial(self.keep, version + 1, groups)
-            metrics = await asyncio.to_thread(train_step, self.engine, groups, self.engine.algorithm, keep)
+            metrics = await asyncio.to_thread(self._learn, groups, keep)
         self.score = None  # of this step nothing has been measured yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -173,10 +171,14 @@ class Trainer:
         self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
-            self._examples += _examples(fresh)
+            self._preview(_examples(fresh))
         self.train_continue = self.train_step_num < self.last_step
         self._ask_for_sync()
         return self.train_continue
+
+    def _learn(self, groups: Sequence[Group], keep: Callable[[Batch], None] | None) -> Metrics:
+        """Trains on a step's groups: one new version. Blocks."""
+        return train_step(self.engine, groups, self.engine.algorithm, keep)
 
     async def _groups(self, version: int) -> tuple[list[Group], list[Group], Metrics]:
         """A step's groups, the refused ones among them (the step leaves them out again, and counts them); those of them
@@ -189,6 +191,7 @@ class Trainer:
             groups += sample.groups
             fresh += [group for group in sample.groups if group.slot not in sample.stored_slots]
             rows.append({f"sample/{name}": value for name, value in sample.metrics.items()})
+            declare_missing(rows[-1], "a number that the sample strategy reported")
             await self._check_failures(fresh, version)
             missing = wanted - len(algorithm.filter(groups)[0])
             if not (missing and refills):
@@ -217,12 +220,12 @@ class Trainer:
                 # A change of the board wakes it at once; an overridden need_sync is polled every second.
                 patience_s = 1.0 if self._starved else _GRACE_S
                 polling = asyncio.ensure_future(self.synchronizer.board.poll(self._sync_due, patience_s))
-                writing = set[asyncio.Future[Any]]() if self._writing is None else {self._writing}
+                writing = set[asyncio.Future[Any]]() if self.saver.writing is None else {self.saver.writing}
                 try:
                     await asyncio.wait({waited_for, polling, *writing}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     ended = not polling.cancel()
-                self._look_at_save()
+                self.saver.look()
                 if ended:
                     polling.result()  # raises where the board fails
                 if not waited_for.done() and self.need_sync():
@@ -268,6 +271,9 @@ class Trainer:
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
         self._show_examples()
 
+    def _preview(self, examples: Sequence[dict[str, Any]]) -> None:
+        self._examples += examples
+
     def _show_examples(self) -> None:
         if self._examples:
             self.monitor.table(self.train_step_num, "rollout_examples", self._examples)
@@ -275,18 +281,18 @@ class Trainer:
 
     async def end_step(self) -> None:
         """Evaluates and saves, where this step is one for it. Raises what went wrong with the save before."""
-        self._look_at_save()
+        self.saver.look()
         if self.evaluation_due and self.evaluator is not None:
             self._record(await self._evaluate(self.evaluator), "after")
         if self.held_out is not None and self._is_due(self._measured_step, ends=True):
             self.record["held_out_after"] = await self._measure(self.held_out)
-        if self._due(self.cadence.save_every) and self._saved_step != self.train_step_num:
+        if self._due(self.cadence.save_every) and self.saver.step != self.train_step_num:
             await self.save_checkpoint()
 
     async def finish(self) -> None:
         """A last blocking save, where this step has none yet: after the last step, or at the end of the data."""
         self._show_examples()
-        if self._saved_step != self.train_step_num:
+        if self.saver.step != self.train_step_num:
             await self.save_checkpoint()
         await self.wait_for_save()
         self._spend(self._seconds)  # of what came after the last step's row
@@ -298,65 +304,56 @@ class Trainer:
 
         Waits for the save before. Raises what either save raises.
         """
-        version = self.train_step_num
-        oldest = self.schedule.resume_version(version) if capabilities_of(self.buffer).explored else version
         with self._timed("checkpoint"):
             await self.wait_for_save()
-            needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots still to come
             # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
-            state = {
-                **self.run_record,
-                "version": version,
-                "score": self.score,
-                "evaluated": self._evaluated_step,
-                "measured": self._measured_step,
-                "counts": dict(self._counts),
-                "buffer": await self.buffer.state(),
-                "strategy": self.strategy.state(),
-                "algorithm": self.engine.algorithm.state(),
-                "monitor": self.monitor.state(),
-            }
-            loop, held = asyncio.get_running_loop(), asyncio.Event()
+            await self._save(await self._moving_state())
 
-            def write(directory: Path) -> None:
-                self.channel.save(directory / "versions", needed)
-                end = self.engine.begin_saving(directory) if self.saves_asynchronously else None
-                if end is None:
-                    self.engine.save(directory)
-                else:
-                    loop.call_soon_threadsafe(held.set)
-                    end()
+    async def _save(self, moving: Mapping[str, Any]) -> None:
+        version = self.train_step_num
+        oldest = self.schedule.resume_version(version) if capabilities_of(self.buffer).explored else version
+        needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots still to come
+        state = {
+            **self.run_record,
+            "version": version,
+            "score": self.score,
+            "evaluated": self._evaluated_step,
+            "measured": self._measured_step,
+            **moving,
+            "monitor": self.monitor.state(),
+        }
+        await self.saver.save(version, state, lambda directory: self.channel.save(directory / "versions", needed))
 
-            self._writing = asyncio.create_task(self.checkpoints.save(version, write, state), name=f"save-{version}")
-            self._saved_step = version
-            holding = asyncio.create_task(held.wait())
-            try:
-                await asyncio.wait({self._writing, holding}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                holding.cancel()
-            self._look_at_save()
+    async def _moving_state(self) -> dict[str, Any]:
+        """What a train step changes from its beginning on."""
+        return {
+            "counts": dict(self._counts),
+            "buffer": await self.buffer.state(),
+            "strategy": self.strategy.state(),
+            "algorithm": self.engine.algorithm.state(),
+        }
+
+    async def save_after_failure(self) -> None:
+        """Saves the last step that is whole, where it has no checkpoint: the one before a train step that failed, as
+        long as the engine still holds it. What goes wrong with that is logged, and hides nothing."""
+        try:
+            await self.wait_for_save()
+            version, from_version = self.train_step_num, self._stepping_from
+            saved = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
+            made = from_version not in (None, version)  # and was never logged
+            if saved or made or not self.engine.holds_version():
+                return
+            _log.warning("saving step %d, the last one before the failure", version)
+            await self._save(
+                self._before if from_version == version else {**await self._moving_state(), "interrupted": True}
+            )
+            await self.wait_for_save()
+        except Exception as error:
+            _log.error("the step before the failure could not be saved: %s", error)
 
     async def wait_for_save(self) -> None:
         """Waits until the save that is being written is complete; raises what went wrong with it."""
-        if self._writing is not None:
-            writing = self._writing
-            await asyncio.wait({writing})  # a cancelled trainer does not cancel its save
-            self._look_at_save()
-
-    def _look_at_save(self) -> None:
-        """Raises what went wrong with the save that was being written, once it is over."""
-        if self._writing is not None and self._writing.done():
-            writing, self._writing = self._writing, None
-            try:
-                writing.result()
-            except TriviumError:
-                raise  # it says which save
-            except Exception as error:
-                raise RunDirError(
-                    f"save the checkpoint of step {self._saved_step}",
-                    f"{type(error).__name__}: {error}",
-                    "fix the cause and run the same command again: it continues from the checkpoint before",
-                ) from error
+        await self.saver.wait()
 
     async def shutdown(self) -> None:
         """Closes the monitor and frees the engine."""

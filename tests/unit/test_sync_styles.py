@@ -19,9 +19,8 @@ from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
 from trivium.evaluate import RemoteEvaluator
 from trivium.loops import train_loop
-from trivium.schedule import Schedule
+from trivium.schedule import Cadence, Schedule
 from trivium.synchronizer import live_explorers
-from trivium.trainer import Cadence
 from trivium.types import Group, RunningStatus, SyncStyle
 
 FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle

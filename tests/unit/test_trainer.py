@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from trivium.buffers.strategies import DefaultStrategy
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import AlgorithmConfig, RunConfig, config_from_mapping, plugin
 from trivium.engines.scripted import ScriptedEngine
-from trivium.errors import RunDirError, StorageError
+from trivium.errors import RunDirError, StorageError, TriviumError
 from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.frontdoors.trinity import TrainEngineWrapper, get_trainer_wrapper
@@ -29,11 +30,11 @@ from trivium.protocols import Objective
 from trivium.registry import CATALOGUE, resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.launch import run as launch
-from trivium.schedule import Schedule
+from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
-from trivium.trainer import Cadence, Trainer
-from trivium.types import Batch, Experiences, Group, Metrics, Sample, Sampling
+from trivium.trainer import Trainer
+from trivium.types import TRAINER, Batch, Experiences, Group, Metrics, RunningStatus, Sample, Sampling
 
 
 class Kept:
@@ -105,6 +106,7 @@ class Run:
     make: Callable[..., Trainer] = Trainer
     engine_of: Callable[..., Counting] = Counting
     monitor: Kept = field(default_factory=Kept)
+    made: Trainer = field(init=False)
 
     def trainer(self) -> Trainer:
         schedule = Schedule(
@@ -148,6 +150,7 @@ class Run:
 
     async def play(self) -> Trainer:
         trainer, explorer = self.trainer(), self.explorer()
+        self.made = trainer
         evaluator = Evaluator(explorer, TASKS[:2], "test", 0, 1, (1,), Sampling(8, temperature=0.0), 3.0)
         trainer.prepare()
         shared = (trainer.buffer, trainer.schedule, trainer.synchronizer, trainer.channel)
@@ -234,6 +237,133 @@ async def test_an_error_in_training_ends_the_run_and_saves_nothing(tmp_path: Pat
     trainer = await mended.play()
     assert mended.store.saves == [3, 4, 5]
     assert trainer.engine.version == 5
+
+
+class Untouched(Counting):
+    """Refuses the update of its third step before it changes anything, and says so."""
+
+    def update(self, *of: Any) -> Metrics:
+        if self.version == 2:
+            raise TriviumError("an update", "no number", "look at the losses")
+        return super().update(*of)
+
+    def holds_version(self) -> bool:
+        return True
+
+
+class Starved(Limited):
+    """Breaks when it is asked for its third step, two groups of which were taken."""
+
+    async def sample(self, count: int, version: int) -> Sample:
+        sample = await super().sample(count, version)
+        if version == 2:
+            raise LookupError("no such row")
+        return sample
+
+
+class Breaking(Trainer):
+    """Samples as `Starved`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.strategy = Starved(self.buffer, 100)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [({"engine_of": Untouched}, "no number"), ({"make": Breaking}, "no such row")],
+    ids=["the engine still holds the step before", "outside the engine"],
+)
+async def test_the_last_good_step_is_saved_before_a_failure_is_raised(
+    how: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole = Run(tmp_path / "whole", cadence=Cadence(save_every=0))
+    await whole.play()
+    broken = Run(tmp_path / "run", cadence=Cadence(save_every=0), **how)
+    with pytest.raises(ExceptionGroup) as caught:
+        await broken.play()
+    assert caught.group_contains((TriviumError, LookupError), match=message)
+    assert broken.store.steps() == [2]
+    mended = Run(tmp_path / "run", cadence=Cadence(save_every=0))
+    trainer = await mended.play()  # on the groups of the third step, which had been taken
+    assert mended.store.steps() == [2, 5]
+    assert cast(Counting, trainer.engine).updates == cast(Counting, whole.made.engine).updates[2:]
+
+
+async def test_weights_between_two_steps_are_not_saved(tmp_path: Path) -> None:
+    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Broken)
+    with pytest.raises(ExceptionGroup):
+        await broken.play()
+    assert broken.store.steps() == []
+
+
+async def test_a_save_that_fails_after_a_failure_does_not_hide_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(Untouched):
+        def save(self, directory: Path) -> None:
+            raise OSError("disk full")
+
+    broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Full)
+    with pytest.raises(ExceptionGroup) as caught:
+        await broken.play()
+    assert caught.group_contains(TriviumError, match="no number")
+    assert not caught.group_contains(OSError)
+    assert "disk full" in caplog.text
+
+
+async def test_what_a_failure_left_undone_at_a_step_is_done_when_the_run_goes_on(tmp_path: Path) -> None:
+    class Blind(Trainer):
+        async def end_step(self) -> None:
+            if self.train_step_num == 3:
+                raise LookupError("no grader")
+            await super().end_step()
+
+    cadence = Cadence(evaluate_every=3)
+    broken = Run(tmp_path, cadence=cadence, evaluated=True, make=Blind)
+    with pytest.raises(ExceptionGroup):
+        await broken.play()
+    assert broken.store.steps() == [3]
+    mended = Run(tmp_path, cadence=cadence, evaluated=True)
+    await mended.play()
+    assert mended.monitor.steps_with("eval/test/accuracy") == [3]
+
+
+@pytest.mark.parametrize(("name", "fails"), [("trainer", False), ("polaris", False), ("polaris", True)])
+async def test_a_trainer_of_any_name_stops_on_the_board_however_it_ends(name: str, fails: bool, tmp_path: Path) -> None:
+    class Named(Trainer):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.name, self.synchronizer.heartbeat_s = name, 60.0
+
+        async def end_step(self) -> None:
+            status.append(self.synchronizer.trainer_status)
+            if fails:
+                raise LookupError("no grader")
+
+    status: list[RunningStatus] = []
+    played = Run(tmp_path, steps=2, make=Named)
+    with pytest.raises(ExceptionGroup) if fails else nullcontext():
+        await played.play()
+    assert set(status) == {RunningStatus.RUNNING}
+    assert played.made.synchronizer.trainer_status is RunningStatus.STOPPED
+    assert set(played.made.synchronizer.board.read()["beats"]) == {TRAINER, "explorer-0"}
+
+
+async def test_what_the_sample_strategy_reports_needs_no_declaration(tmp_path: Path) -> None:
+    class Talking(Limited):
+        async def sample(self, count: int, version: int) -> Sample:
+            sample = await super().sample(count, version)
+            return Sample(sample.groups, {"a_number_of_mine": 0.25})
+
+    class Listening(Trainer):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.strategy = Talking(self.buffer, 100)
+
+    played = Run(tmp_path, steps=2, make=Listening)
+    await played.play()
+    assert [row["sample/a_number_of_mine"] for _, row in played.monitor.rows] == [0.25, 0.25]
 
 
 async def test_an_error_outside_the_model_is_as_loud(tmp_path: Path) -> None:
@@ -393,10 +523,10 @@ class SlowTrainer(Trainer):
 
     async def wait_for_save(self) -> None:
         engine = cast(Slow, self.engine)
-        if self._writing is not None:
-            assert not self._writing.done()
+        if self.saver.writing is not None:
+            assert not self.saver.writing.done()
             assert self.train_step_num not in self.checkpoints.steps()
-            steps.append((self._saved_step, self.train_step_num))
+            steps.append((self.saver.step, self.train_step_num))
         engine.allowed.set()
         await super().wait_for_save()
         engine.allowed.clear()
@@ -427,7 +557,7 @@ async def test_an_engine_that_cannot_save_beside_training_is_waited_for(tmp_path
         async def save_checkpoint(self) -> None:
             await super().save_checkpoint()
             assert self.checkpoints.steps()[-1] == self.train_step_num
-            assert self._writing is None
+            assert self.saver.writing is None
 
     played = Run(tmp_path, asynchronous=True, make=Waiting)
     await played.play()

@@ -114,7 +114,29 @@ class TestCut:
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-9, atol=1e-9)
 
 
+class Failing(Reinforce):
+    """A loss that user code fails to compute."""
+
+    def loss(self, inputs, totals):
+        raise ZeroDivisionError
+
+
 class TestUpdate:
+    def test_it_knows_whether_a_failed_step_has_changed_weights(self, model_dir, batch):
+        engine = make_engine(model_dir)
+        engine.version, engine.updating = 3, True  # as a train step does
+        before = weights(engine)
+        with pytest.raises(ZeroDivisionError):
+            engine.update("policy", batch, Failing())
+        assert engine.holds_version()
+        torch.testing.assert_close(weights(engine), before, rtol=0, atol=0)
+        engine.update("policy", batch, Reinforce())
+        with pytest.raises(ZeroDivisionError):
+            engine.update("policy", batch, Failing())
+        assert not engine.holds_version()
+        engine.version, engine.updating = 4, False
+        assert engine.holds_version()
+
     def test_gradient_against_plain_transformers(self, tmp_path, batch):
         """The whole path (packing, shift, head, normalisation, first AdamW step) against logits and autograd."""
         write_model(tmp_path, "gpt2")

@@ -33,12 +33,12 @@ from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSour
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.main_loop import run_in_loop
-from trivium.schedule import Curriculum, Schedule
+from trivium.schedule import Cadence, Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
-from trivium.trainer import Cadence, Trainer
+from trivium.trainer import Trainer
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, TRAINER, Metrics, capabilities_of
 

@@ -162,6 +162,8 @@ class TorchTrainEngine(TrainEngine):
         self._max_response_length = max_response_length
         self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
         self._threads, self.version = threads, first_version
+        self._moved_from: int | None = None
+        """The version that the last optimizer step was made from."""
         self.ranks, self._roles = ranks, roles
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
@@ -208,15 +210,24 @@ class TorchTrainEngine(TrainEngine):
         learner = self._learner(role)
         taken = self.version - self._first_version
         lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
-        return learner.update(
-            batch,
-            cast(TrainableObjective, objective),
-            lr,
-            self.config.max_grad_norm,
-            step=taken,
-            who=f"the {role} in train step {self.version + 1}",
-            totals=totals,
-        )
+        optimizer = cast(Optimizer, learner.optimizer)
+        before = optimizer.steps_started
+        try:
+            return learner.update(
+                batch,
+                cast(TrainableObjective, objective),
+                lr,
+                self.config.max_grad_norm,
+                step=taken,
+                who=f"the {role} in train step {self.version + 1}",
+                totals=totals,
+            )
+        finally:
+            if optimizer.steps_started > before:
+                self._moved_from = self.version
+
+    def holds_version(self) -> bool:
+        return not self.updating or self._moved_from != self.version
 
     def measure(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
         """What `update` would report, learning rate and gradient aside; the weights stay as they are."""

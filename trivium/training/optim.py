@@ -55,6 +55,9 @@ def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> floa
 class Optimizer:
     """AdamW over the named parameters of a module, with float32 (or float64) state."""
 
+    steps_started = 0
+    """How often it has begun to change parameters."""
+
     def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -84,6 +87,7 @@ class Optimizer:
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        self.steps_started += 1
         self._adamw.step()
         return float(norm)
 

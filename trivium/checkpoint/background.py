@@ -1,0 +1,83 @@
+"""BackgroundSaver: a trainer's saves, one at a time, which training waits for no longer than its engine needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trivium.checkpoint.store import CheckpointStore
+from trivium.errors import RunDirError, TriviumError
+from trivium.protocols import TrainEngine
+
+
+class BackgroundSaver:
+    """Saves steps of a run in the background of one event loop."""
+
+    def __init__(self, store: CheckpointStore, engine: TrainEngine, *, asynchronous: bool) -> None:
+        """`asynchronous`: training goes on while the files are written, where the engine can do that."""
+        self.store, self.engine, self.asynchronous = store, engine, asynchronous
+        self.step: int | None = None
+        """The step whose save was the last to begin, or that the run continues from."""
+        self.writing: asyncio.Task[Path] | None = None
+        """The save of that step, while it is being written."""
+        self.failed = False
+
+    async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
+        """Saves the engine, `state` and what `write_more` writes. Returns when it is complete or, where it is written
+        beside training, as soon as training may move what is saved.
+
+        Waits for the save before. Raises what either save raises.
+        """
+        await self.wait()
+        loop, held = asyncio.get_running_loop(), asyncio.Event()
+
+        def write(directory: Path) -> None:
+            write_more(directory)
+            self.write_engine(directory, lambda: loop.call_soon_threadsafe(held.set))
+
+        self.writing = asyncio.create_task(self.store.save(step, write, state), name=f"save-{step}")
+        self.step = step
+        holding = asyncio.create_task(held.wait())
+        try:
+            await asyncio.wait({self.writing, holding}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            holding.cancel()
+        self.look()
+
+    def write_engine(self, directory: Path, held: Callable[[], object]) -> None:
+        """Writes the engine's part. Calls `held` once training may go on, where that is before the end."""
+        end = self.engine.begin_saving(directory) if self.asynchronous else None
+        if end is None:
+            self.engine.save(directory)
+        else:
+            held()
+            end()
+
+    async def wait(self) -> None:
+        """Waits until the save that is being written is complete; raises what went wrong with it."""
+        if self.writing is not None:
+            await asyncio.wait({self.writing})  # a cancelled trainer does not cancel its save
+            self.look()
+
+    def look(self) -> None:
+        """Raises what went wrong with the save that was being written, once it is over."""
+        if self.writing is None or not self.writing.done():
+            return
+        writing, self.writing = self.writing, None
+        self.failed = writing.cancelled() or writing.exception() is not None
+        try:
+            writing.result()
+        except TriviumError:
+            raise  # it says which save
+        except Exception as error:
+            raise save_failed(self.step, error) from error
+
+
+def save_failed(step: int | None, error: Exception) -> RunDirError:
+    return RunDirError(
+        f"save the checkpoint of step {step}",
+        f"{type(error).__name__}: {error}",
+        "fix the cause and run the same command again: it continues from the checkpoint before",
+    )
