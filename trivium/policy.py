@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from trivium.errors import RewardError, RolloutError, TriviumError, described, text_of
-from trivium.types import Completion, IntArray, Message, Request, Sampling, StopReason, Turn
+from trivium.types import Completion, Message, Prompt, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
     from trivium.concurrency import Threads
@@ -121,7 +121,7 @@ class Policy:
         self._calls = 0
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
-        self._tokens: IntArray = np.empty(0, np.int32)
+        self._seen = Prompt(np.empty(0, np.int32))
         self._stop_reason = StopReason.EOS
 
     async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
@@ -131,34 +131,30 @@ class Policy:
         """
         conversation = tuple(messages)
         if self._threads is None:
-            prompt_tokens = self._prompt(conversation)
+            prompt = self._prompt(conversation)
         else:
-            prompt_tokens = await self._threads.run(lambda: self._prompt(conversation))
-        space = self._max_context - len(prompt_tokens)
+            prompt = await self._threads.run(lambda: self._prompt(conversation))
+        space = self._max_context - len(prompt)
         if space < 1:
-            raise PromptTooLong(
-                "a prompt that leaves space for a completion",
-                f"{len(prompt_tokens)} tokens, and the context holds {self._max_context}",
-                "shorten the task, or raise engine.max_context",
-            )
+            raise _too_long(prompt, self._max_context)
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         sampling = replace(self._sampling, max_new_tokens=min(wanted, space))
         key = self._key.child(self._calls)
         self._calls += 1
-        media = tuple(item for message in conversation for item in message.media)
-        done = await self._generate(Request(prompt_tokens, sampling, key, media))
+        unexpanded = prompt.unexpanded if prompt.media else None
+        done = await self._generate(Request(prompt.tokens, sampling, key, prompt.media, unexpanded))
         turn = Turn(
-            prompt_tokens,
+            prompt.tokens,
             done.tokens,
             done.log_prob,
             done.policy_version,
             done.stop_reason,
             self._renderer.decode(done.tokens),
-            media,
+            prompt.media,
         )
         self._rollout.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))
-        self._tokens = np.concatenate([prompt_tokens, turn.tokens])
+        self._seen = prompt.then(Prompt(turn.tokens))
         self._stop_reason = turn.stop_reason
         return turn
 
@@ -203,7 +199,7 @@ class Policy:
         """A fork that goes on from here: a conversation that continues this one's continues its tokens. `sampling`
         replaces how it is sampled."""
         other = self.fork(name)
-        other._history, other._tokens, other._stop_reason = self._history, self._tokens, self._stop_reason
+        other._history, other._seen, other._stop_reason = self._history, self._seen, self._stop_reason
         other._sampling = sampling or self._sampling
         return other
 
@@ -247,11 +243,22 @@ class Policy:
         if self._rollout.over:
             raise RolloutError("a completion", "the rollout is over", "await all before the workflow returns")
 
-    def _prompt(self, conversation: tuple[Message, ...]) -> IntArray:
+    def _prompt(self, conversation: tuple[Message, ...]) -> Prompt:
         known = len(self._history)
         if known and conversation[:known] == self._history and len(conversation) > known:
-            return self._renderer.extend(self._history, self._tokens, self._stop_reason, conversation[known:])
+            return self._renderer.extend(self._history, self._seen, self._stop_reason, conversation[known:])
         return self._renderer.render(conversation)
+
+
+def _too_long(prompt: Prompt, max_context: int) -> PromptTooLong:
+    images = sum(end - start for start, end in (item.span for item in prompt.media if item.span))
+    of_images = f" ({images} of them {len(prompt.media)} image(s))" if prompt.media else ""
+    return PromptTooLong(
+        "a prompt that leaves space for a completion",
+        f"{len(prompt)} tokens{of_images}, and the context holds {max_context}",
+        "shorten the task, or raise engine.max_context"
+        + ("; a smaller image has fewer tokens" if prompt.media else ""),
+    )
 
 
 @runtime_checkable

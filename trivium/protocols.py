@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Lease,
         Message,
         Metrics,
+        Prompt,
         Request,
         Sample,
         StopReason,
@@ -53,16 +54,17 @@ class Renderer(Protocol):
     eos_token_ids: frozenset[int]
     """Tokens that end a turn."""
 
-    def render(self, messages: Sequence[Message]) -> IntArray:
-        """The prompt tokens of a conversation, ending where the assistant is to speak."""
+    def render(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt of a conversation, ending where the assistant is to speak."""
         ...
 
     def extend(
-        self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
-    ) -> IntArray:
-        """The next prompt: `tokens` (prompt and sampled completion as they were) plus the tokens of the new messages.
+        self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
+    ) -> Prompt:
+        """The next prompt: `seen` (prompt and sampled completion as they were) plus the new messages.
 
-        `history` is the conversation up to and including the sampled completion. The result begins with `tokens`.
+        `history` is the conversation up to and including the sampled completion. The result begins with `seen`, its
+        media included.
         """
         ...
 
@@ -70,8 +72,8 @@ class Renderer(Protocol):
         """Text without special tokens."""
         ...
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
-        """(prompt tokens, completion tokens with end of turn) of text that the policy did not sample."""
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
+        """(prompt, completion tokens with end of turn) of text that the policy did not sample."""
         ...
 
 

@@ -21,6 +21,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "models": {
         "hf": "trivium.models.huggingface:HuggingFaceModel",
         "tiny": "trivium.text.tiny:TinyModel",
+        "tiny_vision": "trivium.text.tiny_vision:TinyVisionModel",
     },
     "tasks": {
         "jsonl": "trivium.tasks.files:JsonlTasks",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -127,18 +127,28 @@ class StopReason(StrEnum):
     """The environment declared the episode finished."""
 
 
+IMAGE = "<image>"
+"""Marks the place of an image in the text of a message that has some."""
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
     """One image, clip or sound as encoded bytes; pixels are derived on each side."""
 
     mime: str
-    data: bytes
+    data: bytes = field(repr=False, compare=False)
     span: tuple[int, int] | None = None
-    """The placeholder tokens it stands for, [start, end), once rendered."""
+    """Its tokens, [start, end), once rendered: placeholders, and what some models write between them."""
+    sha256: str = ""
+    """The hash of `data`; computed where it is not given."""
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
+    def __post_init__(self) -> None:
+        if not self.sha256:
+            object.__setattr__(self, "sha256", hashlib.sha256(self.data).hexdigest())
+
+    def at(self, start: int, end: int) -> Media:
+        """The same media with this span."""
+        return replace(self, span=(start, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,7 @@ class Message:
     role: str
     """`system`, `user`, `assistant` or `tool`."""
     content: str
+    """Text. In a message with media, each `<image>` is the place of one; without any, the media precede the text."""
     media: tuple[Media, ...] = ()
 
 
@@ -182,6 +193,34 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as an engine reads it. Read-only."""
+
+    tokens: IntArray
+    media: tuple[Media, ...] = ()
+    """The media of all messages, in order, each with its span in `tokens`."""
+    unexpanded: IntArray = field(default=None, repr=False)  # type: ignore[assignment]  # `tokens` without media
+    """The tokens with one placeholder for each of the media: what an engine with a processor of its own asks for."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        given = cast("IntArray | None", self.unexpanded)
+        object.__setattr__(self, "unexpanded", self.tokens if given is None else _frozen(given, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def then(self, other: Prompt) -> Prompt:
+        """Both, one after the other."""
+        by = len(self.tokens)
+        moved = (m if m.span is None else m.at(m.span[0] + by, m.span[1] + by) for m in other.media)
+        tokens = np.concatenate([self.tokens, other.tokens])
+        plain = self.unexpanded is self.tokens and other.unexpanded is other.tokens
+        unexpanded = tokens if plain else np.concatenate([self.unexpanded, other.unexpanded])
+        return Prompt(tokens, (*self.media, *moved), unexpanded)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One call of the policy, as an engine sees it."""
 
@@ -189,6 +228,9 @@ class Request:
     sampling: Sampling
     key: SampleKey
     media: tuple[Media, ...] = ()
+    """In order, each with its span in `prompt_tokens`."""
+    unexpanded: IntArray | None = None
+    """`Prompt.unexpanded`; None: the prompt has no media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +262,7 @@ class Turn:
     text: str
     """The completion decoded, without special tokens: for people, rewards and environments; never encoded again."""
     media: tuple[Media, ...] = ()
+    """Of the prompt, in order, each with its span in `prompt_tokens`."""
     reward: float = 0.0
     """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
     state: str = ""
@@ -414,6 +457,7 @@ class Experience:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     stop_reason: StopReason = StopReason.EOS
     media: tuple[Media, ...] = ()
+    """In order, each with its span in `tokens`."""
     turns: tuple[TurnSpan, ...] = ()
     """The turns it is made of, in order; empty for an expert's sequence."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
@@ -527,15 +571,25 @@ def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ..
     are masked out); a turn that rewrites history starts another. Nothing is re-encoded.
     """
     runs: list[list[tuple[int, Turn]]] = []
-    sequence: IntArray = np.empty(0, np.int32)
     for number, turn in enumerate(trajectory.turns):
-        known = len(sequence)
-        if runs and known <= len(turn.prompt_tokens) and np.array_equal(turn.prompt_tokens[:known], sequence):
+        if runs and continues(turn, runs[-1][-1][1]):
             runs[-1].append((number, turn))
         else:
             runs.append([(number, turn)])
-        sequence = np.concatenate([turn.prompt_tokens, turn.tokens])
     return tuple(_join(turns, group, trajectory) for turns in runs)
+
+
+def continues(turn: Turn, earlier: Turn) -> bool:
+    """Whether a turn's context begins with an earlier turn: its prompt with the same media, and its completion."""
+    known = len(earlier.prompt_tokens)
+    both = known + len(earlier.tokens)
+    return (
+        both <= len(turn.prompt_tokens)
+        and np.array_equal(turn.prompt_tokens[:known], earlier.prompt_tokens)
+        and np.array_equal(turn.prompt_tokens[known:both], earlier.tokens)
+        and turn.media[: len(earlier.media)] == earlier.media
+        and all(item.span is None or item.span[0] >= both for item in turn.media[len(earlier.media) :])
+    )
 
 
 def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:

@@ -222,7 +222,7 @@ def test_a_reward_model_is_saved_with_its_head_and_the_policy_is_left_alone(pair
 
     def score(reply: str) -> float:
         prompt, tokens = renderer.expert([Message("user", "3+4=")], reply)
-        whole = torch.tensor([*prompt, *tokens])
+        whole = torch.tensor([*prompt.tokens, *tokens])
         with torch.no_grad():
             said = model(pack([whole.numpy()], torch.device("cpu")), torch.tensor([len(whole) - 1]))
         return float(said)

@@ -241,5 +241,5 @@ def test_prompts_are_cut() -> None:
     assert cut(tokens, 10, "left") is tokens
     whole = RENDERER.render([Message("user", "1+1=")])
     cutting = CutRenderer(RENDERER, 3, "left")
-    assert cutting.render([Message("user", "1+1=")]).tolist() == whole[-3:].tolist()
+    assert cutting.render([Message("user", "1+1=")]).tokens.tolist() == whole.tokens[-3:].tolist()
     assert cutting.eos_token_ids == RENDERER.eos_token_ids

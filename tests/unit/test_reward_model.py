@@ -54,7 +54,8 @@ def test_transformers_reads_the_scores_that_training_reads(architecture: str, tm
     assert model.config.num_labels == 1
     renderer = ChatRenderer(hf_tokenizer(path))
     prompt = [Message(**message) for message in MESSAGES]
-    texts = [np.concatenate(renderer.expert(prompt, completion)) for completion in ("7", "11")]
+    pairs = [renderer.expert(prompt, completion) for completion in ("7", "11")]
+    texts = [np.concatenate([before.tokens, tokens]) for before, tokens in pairs]
     packed, last = pack(texts, CPU), torch.tensor([len(texts[0]) - 1, len(texts[0]) + len(texts[1]) - 1])
     padded = torch.tensor(np.stack([[*texts[0], 0], texts[1]]))
     reward = ModelReward(ModelReward.Config(path=str(out)))

@@ -24,7 +24,7 @@ from trivium.serving.connections import ListenError, RepeatedLines, connection_c
 from trivium.serving.sessions import CompletionNode, ConversationIndex, Session
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import IntArray, Message, Sampling, StopReason, Turn
+from trivium.types import Message, Prompt, Sampling, StopReason, Turn
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
 """The first lines of a header that never ends."""
@@ -232,7 +232,7 @@ class SlowRenderer(ChatRenderer):
         super().__init__(tiny_tokenizer("bytes"))
         self.began, self.allowed = threading.Event(), threading.Event()
 
-    def render(self, messages: Sequence[Message]) -> IntArray:
+    def render(self, messages: Sequence[Message]) -> Prompt:
         self.began.set()
         assert self.allowed.wait(30)
         return super().render(messages)

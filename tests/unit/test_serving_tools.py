@@ -71,10 +71,10 @@ def test_a_template_that_knows_tools_gets_them() -> None:
     tools, user = Message(TOOLS, json.dumps([TOOL])), Message("user", "hi")
     template = "{% if tools %}{{ tools[0].function.name }}: {% endif %}" + TEMPLATE
     native = ChatRenderer(tiny_tokenizer("bytes"), chat_template=template)
-    assert native.decode(native.render([tools, user])).startswith("weather: ")
-    assert native.decode(native.render([user])).startswith("hi")
-    told = RENDERER.decode(RENDERER.render([tools, user]))
-    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user])))
+    assert native.decode(native.render([tools, user]).tokens).startswith("weather: ")
+    assert native.decode(native.render([user]).tokens).startswith("hi")
+    told = RENDERER.decode(RENDERER.render([tools, user]).tokens)
+    assert told == RENDERER.decode(RENDERER.render(described([TOOL], [user])).tokens)
     assert '"city"' in told
     system = described([TOOL], [Message("system", "Be brief."), user])
     assert [message.role for message in system] == ["system", "user"]

@@ -10,7 +10,7 @@ from trivium.errors import DataError
 from trivium.models.huggingface import PLAIN_TEMPLATE as PLAIN
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
-from trivium.types import Media, Message, StopReason
+from trivium.types import Media, Message, Prompt, StopReason
 
 THINKING = """{%- for m in messages -%}
 {%- if m.role == 'assistant' and not loop.last -%}
@@ -46,6 +46,7 @@ def renderer(template: str | None = None, alphabet: str = "bytes") -> ChatRender
 
 def written(tokens, alphabet: str = "bytes") -> str:
     """The tokens with special tokens shown."""
+    tokens = tokens.tokens if isinstance(tokens, Prompt) else tokens
     return tiny_tokenizer(alphabet).decode(np.asarray(tokens).tolist())
 
 
@@ -53,10 +54,15 @@ def ids(text: str, alphabet: str = "bytes") -> list[int]:
     return tiny_tokenizer(alphabet)(text)["input_ids"]
 
 
+def sampled_after(prompt: Prompt, completion: list[int]) -> Prompt:
+    return prompt.then(Prompt(np.asarray(completion, np.int32)))
+
+
 def test_a_prompt_ends_where_the_assistant_speaks():
     tokens = renderer().render([Message("system", "s"), user("1+1=")])
     assert written(tokens) == "<|system|>s<|end|><|user|>1+1=<|end|><|assistant|>"
-    assert tokens.dtype == np.int32
+    assert tokens.tokens.dtype == np.int32
+    assert tokens.unexpanded is tokens.tokens
 
 
 def test_every_longer_conversation_extends_the_shorter_one():
@@ -65,7 +71,7 @@ def test_every_longer_conversation_extends_the_shorter_one():
     chat = renderer()
     shorter = np.empty(0, np.int32)
     for length in range(1, len(talk) + 1):
-        longer = chat.render(talk[:length])[:-1]
+        longer = chat.render(talk[:length]).tokens[:-1]
         assert longer[: len(shorter)].tolist() == shorter.tolist()
         assert len(longer) > len(shorter)
         shorter = longer
@@ -77,10 +83,10 @@ def test_extending_equals_rendering_where_text_and_tokens_agree(template):
     chat = renderer(template)
     first, reply, second = [user("1+1=")], "2", [user("2+2=")]
     sampled = ids(reply + (" " if template is SPACED else "") + "<|end|>")
-    tokens = np.concatenate([chat.render(first), np.asarray(sampled, np.int32)])
+    tokens = sampled_after(chat.render(first), sampled)
     extended = chat.extend([*first, assistant(reply)], tokens, StopReason.EOS, second)
-    assert extended[: len(tokens)].tolist() == tokens.tolist()
-    assert extended.dtype == np.int32
+    assert extended.tokens[: len(tokens)].tolist() == tokens.tokens.tolist()
+    assert extended.tokens.dtype == np.int32
     full = written(chat.render([*first, assistant(reply), *second]))
     if template is THINKING:
         full = full.replace("<|assistant|>2", "<|assistant|><think>2")
@@ -90,28 +96,28 @@ def test_extending_equals_rendering_where_text_and_tokens_agree(template):
 @pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.STOP, StopReason.ABORT])
 def test_a_reply_that_was_cut_is_closed_for_the_policy(reason):
     chat = renderer()
-    tokens = np.concatenate([chat.render([user("a")]), np.asarray(ids("bc"), np.int32)])
+    tokens = sampled_after(chat.render([user("a")]), ids("bc"))
     extended = chat.extend([user("a"), assistant("bc")], tokens, reason, [user("d")])
     assert written(extended) == "<|user|>a<|end|><|assistant|>bc<|end|><|user|>d<|end|><|assistant|>"
 
 
 def test_another_end_of_sequence_than_the_templates_is_kept_and_closed():
     chat = renderer()
-    tokens = np.concatenate([chat.render([user("a")]), np.asarray(ids("b<|pad|>"), np.int32)])
+    tokens = sampled_after(chat.render([user("a")]), ids("b<|pad|>"))
     extended = chat.extend([user("a"), assistant("b")], tokens, StopReason.EOS, [user("d")])
     assert written(extended).endswith("b<|pad|><|end|><|user|>d<|end|><|assistant|>")
 
 
 def test_white_space_before_a_sampled_end_of_turn_is_not_repeated():
     chat = renderer(SPACED)
-    tokens = np.concatenate([chat.render([user("a")]), np.asarray(ids("b<|end|>"), np.int32)])
+    tokens = sampled_after(chat.render([user("a")]), ids("b<|end|>"))
     extended = chat.extend([user("a"), assistant("b")], tokens, StopReason.EOS, [user("d")])
     assert written(extended) == "<|user|>[a] b<|end|><|user|>[d] "
 
 
 def test_a_cut_reply_that_ends_like_the_closing_keeps_both():
     chat = renderer(SPACED)
-    tokens = np.concatenate([chat.render([user("a")]), np.asarray(ids("b "), np.int32)])
+    tokens = sampled_after(chat.render([user("a")]), ids("b "))
     extended = chat.extend([user("a"), assistant("b ")], tokens, StopReason.LENGTH, [user("d")])
     assert written(extended) == "<|user|>[a] b  <|end|><|user|>[d] "
 
@@ -120,7 +126,7 @@ def test_reasoning_that_the_template_would_drop_stays_as_sampled():
     chat = renderer(THINKING)
     tokens, talk = chat.render([user("a")]), [user("a")]
     for turn in range(3):
-        tokens = np.concatenate([tokens, np.asarray(ids(f"hm{turn}</think>{turn}<|end|>"), np.int32)])
+        tokens = sampled_after(tokens, ids(f"hm{turn}</think>{turn}<|end|>"))
         talk.append(assistant(f"hm{turn}</think>{turn}"))
         tokens = chat.extend(talk, tokens, StopReason.EOS, [user("b")])
         talk.append(user("b"))
@@ -146,7 +152,7 @@ def test_a_message_that_holds_the_marker_does_not_mislead():
     chat = renderer()
     tokens = chat.render([user("sampledreply0")])
     extended = chat.extend([user("sampledreply0"), assistant("x")], tokens, StopReason.LENGTH, [user("sampledreply1")])
-    assert written(extended[len(tokens) :]) == "<|end|><|user|>sampledreply1<|end|><|assistant|>"
+    assert written(extended.tokens[len(tokens) :]) == "<|end|><|user|>sampledreply1<|end|><|assistant|>"
 
 
 def test_history_must_end_with_the_reply():
@@ -203,7 +209,7 @@ def test_without_any_end_of_turn_there_is_no_renderer():
 
 def test_what_cannot_be_rendered_is_said_in_three_parts():
     chat = renderer()
-    with pytest.raises(DataError, match="knows text only"):
+    with pytest.raises(DataError, match="reads text only"):
         chat.render([Message("user", "look", (Media("image/png", b""),))])
     with pytest.raises(DataError, match="unknown role critic"):
         chat.render([Message("critic", "no")])

@@ -34,7 +34,7 @@ def test_it_loads_like_any_model(tmp_path, architecture, tied):
     assert model.config.model_type == architecture
     assert model.config.vocab_size == len(tokenizer) == 12 + 7
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
-    ids = ChatRenderer(tokenizer).render([Message("user", "1+1=")])
+    ids = ChatRenderer(tokenizer).render([Message("user", "1+1=")]).tokens
     assert tokenizer.decode(ids) == "<|user|>1+1=<|end|><|assistant|>"
     logits = model(torch.tensor(ids[None].astype("int64"))).logits
     assert logits.shape == (1, len(ids), 19)

@@ -88,14 +88,15 @@ class FileBuffer(ReadOnlyBuffer):
                 f"name the column of the completion with buffer.{option}: text, or messages that continue the prompt "
                 "and end with the assistant's",
             )
-        prompt_tokens, tokens = self._renderer.expert(task.prompt, completion)
+        prompt, tokens = self._renderer.expert(task.prompt, completion)
         return Turn(
-            prompt_tokens,
+            prompt.tokens,
             tokens,
             np.zeros(len(tokens), np.float32),
             np.full(len(tokens), EXPERT_VERSION, np.int32),
             StopReason.EOS,
             completion,
+            prompt.media,
         )
 
     async def state(self) -> dict[str, Any]:

@@ -299,6 +299,9 @@ class WorkflowConfig(Plugin):
     min_members: int = Field(default=1, ge=1)
     """A group with fewer successful trajectories is dropped and replaced by another. 1 drops none: a group that failed
     as a whole reaches the trainer, which counts it and leaves it out."""
+    max_image_pixels: int = Field(default=64_000_000, ge=1)
+    """Largest image of a prompt, width times height: a file of a few kilobytes can hold billions of pixels. A rollout
+    whose prompt has a larger one fails."""
 
 
 class RewardConfig(Plugin):

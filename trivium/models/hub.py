@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
 from trivium.config import config_path
+from trivium.errors import DataError
 
 _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`owner/name`, or the bare name of a model from before there were owners."""
@@ -47,6 +48,18 @@ def _cached(name: str, kind: Kind) -> str | None:
     patterns = ("*.safetensors", "*.bin") if kind == "model" else ("**/*",)
     files = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     return str(folder) if files else None
+
+
+def source_of(name_or_path: str | Path, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(name, options) for from_pretrained; a directory is never looked up anywhere else. Raises DataError for one that
+    is not there."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return str(path), {"local_files_only": True, **options}
+    name = str(name_or_path)
+    if isinstance(name_or_path, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise DataError(f"load from {name}", "no such directory", "give a model directory, or a hub id `owner/name`")
+    return name, options
 
 
 def absence(path: str | Path, kind: Kind = "model") -> tuple[str, str]:

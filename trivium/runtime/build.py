@@ -37,7 +37,7 @@ from trivium.schedule import Cadence, Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
-from trivium.text.renderer import ChatRenderer
+from trivium.text.renderer import renderer_of
 from trivium.trainer import Trainer
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, TRAINER, Metrics, capabilities_of
@@ -78,7 +78,7 @@ class Stage:
 
     @property
     def renderer(self) -> Renderer:
-        return ChatRenderer(hf_tokenizer(str(self.model_dir)))
+        return renderer_of(self.model_dir, max_image_pixels=self.config.workflow.max_image_pixels)
 
 
 TrainStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]

@@ -10,6 +10,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.checkpoint.store import export as export_policy
 from trivium.errors import RunDirError
 from trivium.models.classifier import classifier_of
+from trivium.models.images import images_of
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Message
@@ -58,7 +59,7 @@ def _export_reward_model(checkpoint: Checkpoint, out: Path) -> Path:
     """
     export_policy(checkpoint, out, leave_out=("*.safetensors*", "config.json", "generation_config.json"))
     tokenizer = hf_tokenizer(out, correct_pad_token=False)
-    end_of_turn = int(ChatRenderer(tokenizer).expert([Message("user", "")], "")[1][-1])
+    end_of_turn = int(ChatRenderer(tokenizer, images=images_of(out)).expert([Message("user", "")], "")[1][-1])
     pad = tokenizer.pad_token_id
     pad_token_id = pad if isinstance(pad, int) and pad != end_of_turn else None
     model = classifier_of(checkpoint.path / "reward", pad_token_id=pad_token_id)

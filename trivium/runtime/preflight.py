@@ -20,6 +20,7 @@ from trivium.config.memory_estimate import Machine, context_limit, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel
+from trivium.models.images import images_of
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
@@ -29,7 +30,8 @@ from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
-from trivium.text.tiny import TinyModel, tiny_tokenizer
+from trivium.text.tiny import TinyModel
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import SERVED, Message, Task, Trajectory, capabilities_of
 from trivium.workflows.single_turn import SingleTurn
 
@@ -161,9 +163,10 @@ def _count(
 
 def _renderer(config: RunConfig) -> ChatRenderer | None:
     """The renderer of the model, which is not built or loaded for it; None for a kind of model of the user's own."""
-    model = config.model
+    model, max_pixels = config.model, config.workflow.max_image_pixels
     if isinstance(model, TinyModel.Config):
-        return ChatRenderer(tiny_tokenizer(model.alphabet, model.max_position))
+        images = TinyVisionModel.images(model, max_pixels) if isinstance(model, TinyVisionModel.Config) else None
+        return ChatRenderer(model.tokenizer(), images=images)
     if not isinstance(model, HuggingFaceModel.Config):
         return None
     try:
@@ -176,7 +179,8 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             "save the model's tokenizer there (tokenizer.save_pretrained)",
         ) from error
-    return ChatRenderer(tokenizer, chat_template=model.template())
+    images = images_of(model.path, max_pixels=max_pixels)
+    return ChatRenderer(tokenizer, chat_template=model.template(), images=images)
 
 
 def _look_at_prompts(

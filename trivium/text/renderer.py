@@ -1,5 +1,7 @@
 """Conversations to tokens and back. What the policy sampled is never encoded again.
 
+An image is one placeholder in the text that the template writes, and becomes as many tokens as the model wants of it.
+
 A second turn is a *bridge*: the template renders the conversation with a marker in place of the completion, and only
 the text after the marker is encoded and appended to the tokens as they were sampled. So
 
@@ -22,8 +24,10 @@ import numpy as np
 from jinja2 import TemplateError
 
 from trivium.errors import DataError
+from trivium.models.images import MAX_PIXELS, Images, images_of
+from trivium.text.tokenizer import hf_tokenizer
 from trivium.text.tools import described, split_tools
-from trivium.types import IntArray, Message, StopReason
+from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,14 +44,21 @@ class ChatRenderer:
 
     `chat_template` (Jinja text) replaces the tokenizer's own. The template decides on roles and default system
     prompts; what it refuses is a DataError. Tools (`trivium.text.tools`) reach it as its `tools`. Special tokens
-    written out in a message's text become special tokens, as in every engine that renders chat templates.
+    written out in a message's text become special tokens, as in every engine that renders chat templates; those that
+    stand for media are refused.
+
+    `images` is how the model reads images; None: it reads text only.
     """
 
     eos_token_ids: frozenset[int]
     """Tokens that end a turn: the tokenizer's end of sequence, the template's end of turn, and what the
     generation_config.json beside the tokenizer lists."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None, images: Images | None = None
+    ) -> None:
+        if chat_template is None and images is not None:
+            chat_template = images.chat_template
         if chat_template is None and tokenizer.chat_template is None:
             raise DataError(
                 f"a chat template for {tokenizer.name_or_path or 'the tokenizer'}",
@@ -55,7 +66,8 @@ class ChatRenderer:
                 "save chat_template.jinja in the model directory, or set model.chat_template "
                 "(for texts without roles: plain)",
             )
-        self._tokenizer, self._template = tokenizer, chat_template
+        self._tokenizer, self._template, self._images = tokenizer, chat_template, images
+        self._by_parts = images is not None and self._takes_parts()
         self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
         self._end_of_turn = self._find_end_of_turn()
         eos = _eos(tokenizer)
@@ -64,34 +76,36 @@ class ChatRenderer:
         # The members of a group start from one conversation; rendering it costs more than sampling a token of it.
         self._rendered = lru_cache(maxsize=4096)(self._render)
 
-    def render(self, messages: Sequence[Message]) -> IntArray:
-        """The prompt tokens of a conversation, ending at the assistant's next turn. Read-only."""
+    def render(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt of a conversation, ending at the assistant's next turn.
+
+        Raises DataError for what the template refuses, and for an image that cannot be read.
+        """
         conversation = tuple(messages)
         short = sum(len(message.content) for message in conversation) <= _CACHED_CHARACTERS
         return self._rendered(conversation) if short else self._render(conversation)
 
-    def _render(self, messages: tuple[Message, ...]) -> IntArray:
-        tokens = self._encode(self._text(messages, generation=True))
-        if not len(tokens):
+    def _render(self, messages: tuple[Message, ...]) -> Prompt:
+        prompt = self._expanded(self._encode(self._text(messages, generation=True)), _media_of(messages))
+        if not len(prompt):
             raise DataError(
                 "a prompt of at least one token",
                 "an empty text",
                 "give the task a prompt, or a template that starts with a token (BOS)",
             )
-        tokens.flags.writeable = False
-        return tokens
+        return prompt
 
     def extend(
-        self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
-    ) -> IntArray:
-        """`tokens` as they were, then what closes the completion (unless it was sampled), `new`, and the next opening.
+        self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
+    ) -> Prompt:
+        """`seen` as it was, then what closes the completion (unless it was sampled), `new`, and the next opening.
 
-        Raises DataError where the template rewrites the earlier conversation.
+        Raises DataError where the template rewrites the earlier conversation, and for an image that cannot be read.
         """
         bridge = self._encode(self._bridge(history, new))
         if stop_reason is StopReason.EOS:
-            bridge = self._without_sampled_end(bridge, int(tokens[-1]))
-        return np.concatenate([np.asarray(tokens, np.int32), bridge])
+            bridge = self._without_sampled_end(bridge, int(seen.tokens[-1]))
+        return seen.then(self._expanded(bridge, _media_of(new)))
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -101,8 +115,9 @@ class ChatRenderer:
         assert isinstance(text, str)
         return text
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
-        """(prompt tokens, completion tokens with end of turn) of text that the policy did not sample."""
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
+        """(prompt, completion tokens with end of turn) of text that the policy did not sample."""
+        self._check_media([Message("assistant", completion)])
         return self.render(messages), np.append(self._encode(completion), np.int32(self._end_of_turn))
 
     def _bridge(self, history: Sequence[Message], new: Sequence[Message]) -> str:
@@ -137,16 +152,11 @@ class ChatRenderer:
 
     def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
         """The conversation as the template writes it; `generation` opens the assistant's next turn."""
-        if any(message.media for message in messages):
-            raise DataError(
-                "render a message with images or sound",
-                "this renderer knows text only",
-                "leave `media` out of the task, or choose a renderer for the model's modality",
-            )
+        self._check_media(messages)
         tools, messages = split_tools(messages)
         if tools and not self._knows_tools:
             tools, messages = [], described(tools, messages)
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [{"role": message.role, "content": self._content(message)} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation,
@@ -163,6 +173,69 @@ class ChatRenderer:
             ) from error
         assert isinstance(text, str)
         return text
+
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        """A message's content as the template reads it: parts, where the model reads images."""
+        if not self._by_parts:
+            return message.content
+        texts = parts_of(message)
+        content: list[dict[str, str]] = []
+        for number, text in enumerate(texts):
+            content += [{"type": "image"}] if number else []
+            content += [{"type": "text", "text": text}] if text else []
+        return content or [{"type": "text", "text": ""}]
+
+    def _takes_parts(self) -> bool:
+        """Whether the template reads a content that is a list of parts: one for text alone writes it as it is."""
+        marker = _unused_marker(())
+        conversation = [{"role": "user", "content": [{"type": "text", "text": marker}]}]
+        try:
+            text = self._tokenizer.apply_chat_template(conversation, chat_template=self._template, tokenize=False)
+        except (TemplateError, TypeError):  # text and a list cannot be joined
+            return False
+        return marker in str(text) and "'text'" not in str(text)
+
+    def _check_media(self, messages: Sequence[Message]) -> None:
+        """Refuses media that the model cannot read, and texts that would stand for media."""
+        if not self._by_parts and any(message.media for message in messages):
+            raise DataError(
+                "render a message with images or sound",
+                "this model reads text only" if self._images is None else "the chat template writes text only",
+                "leave `media` out of the task, or choose a vision-language model and its own chat template",
+            )
+        if self._images is None:
+            return
+        for message in messages:
+            texts = parts_of(message)
+            for placeholder in self._images.placeholders:
+                if any(placeholder in text for text in texts):
+                    raise DataError(
+                        f"a message of the role {message.role!r} whose text names no media",
+                        f"{placeholder!r}, which this model reads as media, stands in it as text",
+                        "remove it from the text (an image is in `media`, and `<image>` marks its place)",
+                    )
+
+    def _expanded(self, tokens: IntArray, media: Sequence[Media]) -> Prompt:
+        """The prompt of tokens with one placeholder for each of the media."""
+        if self._images is None or not media:
+            return Prompt(tokens)
+        places = np.flatnonzero(tokens == self._images.token_id)
+        if len(places) != len(media):
+            raise DataError(
+                f"a chat template that writes {self._images.token} once for each image",
+                f"it does so {len(places)} times for {len(media)} image(s)",
+                "use the chat template of the model's processor",
+            )
+        pieces: list[IntArray] = []
+        spans: list[Media] = []
+        length = done = 0
+        for place, item in zip(places.tolist(), media, strict=True):
+            image = self._images.read(item).tokens
+            pieces += [tokens[done:place], image]
+            length += place - done + len(image)
+            spans.append(item.at(length - len(image), length))
+            done = place + 1
+        return Prompt(np.concatenate([*pieces, tokens[done:]]), tuple(spans), tokens)
 
     def _encode(self, text: str) -> IntArray:
         ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -192,8 +265,39 @@ class ChatRenderer:
         return token
 
 
+def renderer_of(
+    model_dir: str | Path, *, chat_template: str | None = None, max_image_pixels: int = MAX_PIXELS
+) -> ChatRenderer:
+    """The renderer of the model in a directory: with images, where the model reads them."""
+    images = images_of(model_dir, max_pixels=max_image_pixels)
+    return ChatRenderer(hf_tokenizer(model_dir), chat_template=chat_template, images=images)
+
+
+def parts_of(message: Message) -> list[str]:
+    """The texts of a message before, between and behind its media: one more than there are media.
+
+    Raises DataError where its text marks another number of images than it has.
+    """
+    if not message.media:
+        return [message.content]
+    texts = message.content.split(IMAGE)
+    if len(texts) == 1:
+        return [*[""] * len(message.media), message.content]
+    if len(texts) != len(message.media) + 1:
+        raise DataError(
+            f"a message with one {IMAGE} for each image",
+            f"{len(texts) - 1} in {message.content!r:.80}, and {len(message.media)} image(s)",
+            f"mark the place of each image with {IMAGE}, or of none (they precede the text)",
+        )
+    return texts
+
+
+def _media_of(messages: Sequence[Message]) -> list[Media]:
+    return [item for message in messages for item in message.media]
+
+
 def _with_content(message: Message, content: str) -> Message:
-    return Message(message.role, content, message.media)
+    return Message(message.role, content)
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:

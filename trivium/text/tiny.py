@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -20,7 +21,7 @@ from trivium.errors import DataError
 from trivium.randomness import stream
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 _log = logging.getLogger("trivium")
 ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -85,10 +86,14 @@ class TinyModel:
         def head_width(self) -> int:
             return self.head_dim or self.hidden // self.heads
 
+        def tokenizer(self) -> PreTrainedTokenizerFast:
+            """Its tokenizer, without building it."""
+            return tiny_tokenizer(self.alphabet, self.max_position)
+
         def shape(self) -> ModelShape:
             """Its sizes, without building it."""
-            vocabulary = len(_vocabulary(self.alphabet))
-            return shape_of({"model_type": self.architecture, "vocab_size": vocabulary, **_sizes(self)})
+            vocabulary = len(vocabulary_of(self.alphabet))
+            return shape_of({"model_type": self.architecture, "vocab_size": vocabulary, **sizes_of(self)})
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -99,7 +104,7 @@ class TinyModel:
         A process that dies leaves all of it or nothing. Raises RunDirError where its files are not what was built.
         """
         import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         if (directory / MANIFEST).is_file():
             verify_files(directory, step=0)
@@ -113,10 +118,10 @@ class TinyModel:
                 "a directory that holds other files",
                 "choose an empty or new run directory",
             )
-        tokenizer = tiny_tokenizer(self.config.alphabet, self.config.max_position)
+        tokenizer = self.config.tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(self.seed, "tiny", "weights"))
-            model = AutoModelForCausalLM.from_config(_model_config(self.config, tokenizer), dtype=torch.float32)
+            model = self._model(tokenizer)
         model.generation_config = GenerationConfig(
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
         )
@@ -124,12 +129,26 @@ class TinyModel:
         with writing(staging):
             tokenizer.save_pretrained(staging)
             model.save_pretrained(staging)
+            self._save_processor(staging)
         commit(directory.parent, directory.name, step=0)
         return directory
 
+    def _model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """The model with random weights, of torch's generator."""
+        import torch
+        from transformers import AutoModelForCausalLM
 
-def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrainedTokenizerFast:
-    """One token per character of the alphabet (`ascii`, `bytes`, or the characters), then roles, end, pad, unknown.
+        return AutoModelForCausalLM.from_config(_model_config(self.config, tokenizer), dtype=torch.float32)
+
+    def _save_processor(self, directory: Path) -> None:
+        """Writes what the model's processor is read from; a text model has none."""
+
+
+def tiny_tokenizer(
+    alphabet: str = "ascii", max_length: int = 512, *, more: Sequence[str] = (), template: str = TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """One token per character of the alphabet (`ascii`, `bytes`, or the characters), then roles, end, pad, unknown, and
+    `more` special tokens.
 
     A character outside the alphabet becomes `<|unk|>`; `bytes` encodes everything and has no unknown token.
     """
@@ -141,25 +160,25 @@ def tiny_tokenizer(alphabet: str = "ascii", max_length: int = 512) -> PreTrained
     if not by_byte:
         names["unk_token"] = UNKNOWN
     specials = _specials(alphabet)
-    vocabulary = {piece: number for number, piece in enumerate(_vocabulary(alphabet))}
+    vocabulary = {piece: number for number, piece in enumerate([*vocabulary_of(alphabet), *more])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None if by_byte else UNKNOWN))
     if by_byte:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
     else:
         backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*specials, *more)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=TEMPLATE,
+        chat_template=template,
         model_max_length=max_length,
-        additional_special_tokens=specials[: len(ROLES)],
+        additional_special_tokens=[*specials[: len(ROLES)], *more],
         clean_up_tokenization_spaces=False,
         **names,
     )
 
 
-def _vocabulary(alphabet: str) -> list[str]:
+def vocabulary_of(alphabet: str) -> list[str]:
     """Every token, by number."""
     pieces = _byte_pieces() if alphabet == "bytes" else dict.fromkeys(ASCII if alphabet == "ascii" else alphabet)
     return [*pieces, *_specials(alphabet)]
@@ -182,7 +201,7 @@ def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) 
     return AutoConfig.for_model(
         config.architecture,
         vocab_size=len(tokenizer),
-        **_sizes(config),
+        **sizes_of(config),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -191,7 +210,7 @@ def _model_config(config: TinyModel.Config, tokenizer: PreTrainedTokenizerFast) 
     )
 
 
-def _sizes(config: TinyModel.Config) -> dict[str, Any]:
+def sizes_of(config: TinyModel.Config) -> dict[str, Any]:
     """What a config.json says of its size, in the words of the architecture."""
     if config.architecture == "gpt2":
         return {

@@ -60,7 +60,7 @@ def described(tools: Sequence[object], messages: Sequence[Message]) -> list[Mess
     """The conversation with the tools described in its system message."""
     text = _DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
     if messages and messages[0].role == "system":
-        return [Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:]]
+        return [Message("system", f"{messages[0].content}\n\n{text}", messages[0].media), *messages[1:]]
     return [Message("system", text), *messages]
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from trivium.policy import PromptTooLong
 from trivium.protocols import Renderer
-from trivium.types import IntArray, Message, StopReason
+from trivium.types import IntArray, Message, Prompt, StopReason
 
 Truncation = Literal["left", "right", "middle"]
 
@@ -39,16 +40,24 @@ class CutRenderer:
     def __post_init__(self) -> None:
         self.eos_token_ids = self.renderer.eos_token_ids
 
-    def render(self, messages: Sequence[Message]) -> IntArray:
-        return cut(self.renderer.render(messages), self.longest, self.truncation)
+    def render(self, messages: Sequence[Message]) -> Prompt:
+        """The cut prompt. Raises PromptTooLong for a longer one with images: half an image is none."""
+        prompt = self.renderer.render(messages)
+        if prompt.media and len(prompt) > self.longest:
+            raise PromptTooLong(
+                f"a prompt of at most {self.longest} tokens (data.max_prompt_length)",
+                f"{len(prompt)} tokens with {len(prompt.media)} image(s), which are not cut",
+                "raise data.max_prompt_length, or set data.filter_overlong_prompts",
+            )
+        return prompt if prompt.media else Prompt(cut(prompt.tokens, self.longest, self.truncation))
 
     def extend(
-        self, history: Sequence[Message], tokens: IntArray, stop_reason: StopReason, new: Sequence[Message]
-    ) -> IntArray:
-        return self.renderer.extend(history, tokens, stop_reason, new)
+        self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
+    ) -> Prompt:
+        return self.renderer.extend(history, seen, stop_reason, new)
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
         return self.renderer.decode(tokens)
 
-    def expert(self, messages: Sequence[Message], completion: str) -> tuple[IntArray, IntArray]:
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
         return self.renderer.expert(messages, completion)

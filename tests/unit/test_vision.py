@@ -1,0 +1,255 @@
+"""Images from messages to tokens and pixels: every family against transformers' own processor."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trivium.errors import DataError
+from trivium.models.images import Images, images_of, join_pixels, pixel_hash
+from trivium.models.processor import hf_processor
+from trivium.text.renderer import ChatRenderer, renderer_of
+from trivium.text.tiny_vision import TinyVisionModel
+from trivium.types import Media, Message, Prompt, StopReason
+
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3"]
+
+
+def png(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
+    shape = (height, width, len(mode)) if len(mode) > 1 else (height, width)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels, mode).save(file, "PNG")
+    return Media("image/png", file.getvalue())
+
+
+def opened(media: Media) -> Image.Image:
+    return Image.open(io.BytesIO(media.data))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    @cache
+    def built(family: str) -> Path:
+        config = TinyVisionModel.Config(architecture=family, vision_layers=1, layers=1, hidden=32, heads=4, mlp=8)
+        return TinyVisionModel(config, seed=0).materialize(tmp_path_factory.mktemp(family) / "model")
+
+    return built
+
+
+def parts(*content: str | None) -> list[dict[str, str]]:
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in content]
+
+
+def reference(directory: Path, conversation: list[dict], images: list[Media], *, generation: bool = True):
+    processor = hf_processor(directory)
+    assert processor is not None
+    text = processor.apply_chat_template(conversation, add_generation_prompt=generation)
+    opened_images = [[opened(item) for item in images]] if images else None
+    return processor(text=[text], images=opened_images, add_special_tokens=False, return_tensors="pt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_pixels_are_those_of_the_models_own_processor(family: str, model_dir) -> None:
+    """Token for token and pixel for pixel, several images of several shapes, in a tool message as well."""
+    media = [png(28, 28), png(61, 33, 1), png(14, 90, 2, "RGBA"), png(20, 20, 3, "L")]
+    messages = [
+        Message("system", "look"),
+        Message("user", "<image>a\n<image>", (media[0], media[1])),
+        Message("assistant", "b"),
+        Message("tool", "c", (media[2],)),
+        Message("user", "d<image>e", (media[3],)),
+    ]
+    conversation = [
+        {"role": "system", "content": parts("look")},
+        {"role": "user", "content": parts(None, "a\n", None)},
+        {"role": "assistant", "content": parts("b")},
+        {"role": "tool", "content": parts(None, "c")},
+        {"role": "user", "content": parts("d", None, "e")},
+    ]
+    expected = reference(model_dir(family), conversation, media)
+    renderer, images = renderer_of(model_dir(family)), images_of(model_dir(family))
+    assert images is not None
+    prompt = renderer.render(messages)
+    assert prompt.tokens.tolist() == expected["input_ids"][0].tolist()
+    assert [item.sha256 for item in prompt.media] == [item.sha256 for item in media]
+    pixels = images.pixels(prompt.media)
+    assert set(pixels) == set(expected) - {"input_ids", "attention_mask", "mm_token_type_ids"}
+    for name, tensor in pixels.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name]), name
+    assert pixel_hash(pixels) == pixel_hash({name: expected[name] for name in pixels})
+    in_spans = np.zeros(len(prompt), bool)
+    for item in prompt.media:
+        assert item.span is not None
+        in_spans[slice(*item.span)] = True
+    assert not (prompt.tokens[~in_spans] == images.token_id).any()
+    assert (prompt.unexpanded == images.token_id).sum() == len(media)
+    assert np.array_equal(prompt.unexpanded[prompt.unexpanded != images.token_id], prompt.tokens[~in_spans])
+    first, rest = images.pixels(media[:1]), images.pixels(media[1:])
+    joined = join_pixels([first, rest])
+    assert all(torch.equal(joined[name], tensor) for name, tensor in pixels.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_environment_answers_with_a_picture(family: str, model_dir) -> None:
+    """Three turns: sampled tokens are kept, earlier spans stay, new media lie behind what was there."""
+    renderer, images = renderer_of(model_dir(family)), images_of(model_dir(family))
+    assert images is not None
+    talk = [Message("user", "go", (png(28, 28),))]
+    prompt = renderer.render(talk)
+    vocabulary = np.random.default_rng(0)
+    for turn in range(2):
+        sampled = vocabulary.integers(0, 90, 5).astype(np.int32)
+        seen = prompt.then(Prompt(sampled))
+        talk.append(Message("assistant", renderer.decode(sampled)))
+        new = [Message("tool", f"now <image> and <image>{turn}", (png(28, 14, turn), png(42, 28, turn)))]
+        longer = renderer.extend(talk, seen, StopReason.LENGTH, new)
+        assert longer.tokens[: len(seen)].tolist() == seen.tokens.tolist()
+        assert longer.media[: len(prompt.media)] == prompt.media
+        assert len(longer.media) == len(prompt.media) + 2
+        for item in longer.media:
+            assert item.span is not None
+            start, end = item.span
+            assert longer.tokens[start:end].tolist() == images.read(item).tokens.tolist()
+        rendered = renderer.render([*talk, *new])
+        assert longer.tokens[len(seen) :].tolist() == rendered.tokens[-(len(longer) - len(seen)) :].tolist()
+        assert (longer.unexpanded == images.token_id).sum() == len(longer.media)
+        talk += new
+        prompt = longer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_each_family_reads_its_images(family: str, model_dir) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(model_dir(family))
+    renderer, images = renderer_of(model_dir(family)), images_of(model_dir(family))
+    assert images is not None
+
+    def logits(media: Media) -> torch.Tensor:
+        prompt = renderer.render([Message("user", "<image>?", (media,))])
+        types = torch.tensor(prompt.tokens == images.token_id).long()[None]
+        further = {"mm_token_type_ids": types} if family.startswith("qwen") else {}
+        tokens = torch.tensor(prompt.tokens).long()[None]
+        with torch.no_grad():
+            return model(input_ids=tokens, **further, **images.pixels(prompt.media)).logits[0, -1]
+
+    assert not torch.allclose(logits(png(28, 28, 0)), logits(png(28, 28, 1)))
+
+
+@pytest.fixture(scope="module")
+def qwen(model_dir) -> ChatRenderer:
+    return renderer_of(model_dir("qwen2_vl"))
+
+
+def test_without_marks_images_precede_the_text(qwen: ChatRenderer) -> None:
+    media = (png(28, 28), png(14, 14))
+    unmarked = qwen.render([Message("user", "two", media)])
+    marked = qwen.render([Message("user", "<image><image>two", media)])
+    assert (unmarked.tokens.tolist(), unmarked.media) == (marked.tokens.tolist(), marked.media)
+
+
+def test_pictures_of_one_size_are_different_prompts(qwen: ChatRenderer) -> None:
+    one, two = (qwen.render([Message("user", "?", (png(28, 28, seed),))]) for seed in (0, 1))
+    assert np.array_equal(one.tokens, two.tokens)
+    assert one.media != two.media
+    again = qwen.render([Message("user", "?", (png(28, 28, 0),))])
+    assert again.media == one.media
+
+
+@pytest.mark.parametrize("content", ["<image>", "<image> <image> <image>"])
+def test_marks_and_images_must_agree(qwen: ChatRenderer, content: str) -> None:
+    with pytest.raises(DataError, match=r"one <image> for each image(.|\n)*2 image\(s\)"):
+        qwen.render([Message("user", content, (png(14, 14), png(14, 14, 1)))])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "smolvlm"])
+def test_the_text_of_a_placeholder_is_refused(family: str, model_dir) -> None:
+    renderer = renderer_of(model_dir(family))
+    token = images_of(model_dir(family)).token  # type: ignore[union-attr]
+    seen = renderer.render([Message("user", "a", (png(14, 14),))])
+    for messages in ([Message("user", f"a {token} b")], [Message("system", token), Message("user", "a")]):
+        with pytest.raises(DataError, match="reads as media"):
+            renderer.render(messages)
+    history = [Message("user", "a"), Message("assistant", "x")]
+    with pytest.raises(DataError, match="reads as media"):
+        renderer.extend(history, seen, StopReason.EOS, [Message("user", token)])
+    with pytest.raises(DataError, match="reads as media"):
+        renderer.expert([Message("user", "a")], f"see {token}")
+    # What the policy itself wrote is not encoded again.
+    written = [Message("user", "a"), Message("assistant", token)]
+    assert renderer.extend(written, seen, StopReason.LENGTH, [Message("user", "b")]).media == seen.media
+
+
+def test_in_a_family_whose_placeholder_is_another_the_mark_is_text(qwen: ChatRenderer) -> None:
+    prompt = qwen.render([Message("user", "an <image> tag")])
+    assert not prompt.media
+    assert "<image>" in qwen.decode(prompt.tokens)
+
+
+def cut_short(media: Media) -> Media:
+    return Media(media.mime, media.data[: len(media.data) // 2])
+
+
+def bomb() -> Media:
+    file = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(file, "PNG")
+    return Media("image/png", file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        (Media("image/png", b""), "missing or damaged"),
+        (Media("image/png", b"no picture"), "missing or damaged"),
+        (cut_short(png(64, 64)), "missing or damaged"),
+        (bomb(), "9000 x 9000"),
+        (png(401, 1), "aspect ratio"),
+        (Media("video/mp4", b"x"), "video is not supported"),
+        (Media("audio/wav", b"x"), "audio is not supported"),
+        (Media("image/svg+xml", b"<svg/>"), "missing or damaged"),
+    ],
+    ids=["empty", "no image", "cut short", "bomb", "shape", "video", "audio", "svg"],
+)
+def test_what_is_no_usable_image_is_refused(qwen: ChatRenderer, media: Media, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        qwen.render([Message("user", "?", (media,))])
+
+
+def test_the_largest_image_is_a_setting(model_dir) -> None:
+    renderer = renderer_of(model_dir("qwen2_vl"), max_image_pixels=28 * 28)
+    renderer.render([Message("user", "?", (png(28, 28),))])
+    with pytest.raises(DataError, match=r"at most 784 pixels(.|\n)*29 x 28(.|\n)*max_image_pixels"):
+        renderer.render([Message("user", "?", (png(29, 28),))])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 3), (1, 3), (3, 1)])
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "smolvlm"])
+def test_the_smallest_images_are_read(family: str, size: tuple[int, int], model_dir) -> None:
+    assert len(renderer_of(model_dir(family)).render([Message("user", "?", (png(*size),))]).media) == 1
+
+
+def test_a_text_model_has_no_images_and_a_processor_without_an_image_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no token that stands for an image"):
+        Images(object())
+
+
+def test_a_template_for_text_alone_refuses_images(model_dir) -> None:
+    plain = renderer_of(model_dir("qwen2_vl"), chat_template="{% for m in messages %}{{ m.content + '' }}{% endfor %}")
+    assert plain.decode(plain.render([Message("user", "text")]).tokens) == "text"
+    with pytest.raises(DataError, match="writes text only"):
+        plain.render([Message("user", "?", (png(14, 14),))])
+
+
+def test_pixels_are_computed_once_for_a_picture(model_dir) -> None:
+    images = images_of(model_dir("qwen2_vl"))
+    assert images is not None
+    media = png(28, 28)
+    assert images.read(media) is images.read(Media("image/png", bytes(media.data)))

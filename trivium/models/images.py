@@ -1,0 +1,192 @@
+"""Images as a model reads them: the tokens that stand for one, and its pixels. Both engines derive both from here.
+
+The pixels of an image depend on its bytes and the model's processor alone, never on what is beside it, so they are
+computed once for each hash. The processor is transformers' own, in its PIL form: with and without torchvision alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trivium.errors import DataError
+from trivium.models.processor import hf_processor
+from trivium.types import IntArray, Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+MAX_PIXELS = 64_000_000
+"""The largest image by default, width times height: a file of a few kilobytes can hold billions of pixels."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_CACHED_BYTES = 1 << 28
+_TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+class ImageInput(NamedTuple):
+    """What a model reads of one image."""
+
+    tokens: IntArray
+    """What stands for it in a prompt: placeholders, and what some models write between them."""
+    pixels: Mapping[str, Tensor]
+    """The model's further inputs: `pixel_values`, and `image_grid_thw`, `pixel_attention_mask` or `image_sizes`."""
+
+
+class Images:
+    """How one model reads images. Callable from any thread."""
+
+    def __init__(self, processor: Any, *, max_pixels: int = MAX_PIXELS) -> None:
+        """`processor` is a transformers processor. Raises DataError for one without a token for images."""
+        self._processor, self._max_pixels = processor, max_pixels
+        token = getattr(processor, "image_token", None)
+        if token is None or getattr(processor, "image_processor", None) is None:
+            raise DataError(
+                f"images in {type(processor).__name__}",
+                "the processor has no image processor, or no token that stands for an image",
+                "use a model of the families Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, SmolVLM or Idefics3",
+            )
+        self.token: str = token
+        """The text of a placeholder, one for each image before a prompt is expanded."""
+        self.token_id: int = processor.tokenizer.get_vocab().get(token, -1)
+        if self.token_id < 0:
+            raise DataError(
+                f"the placeholder {token!r} of {type(processor).__name__}",
+                "the tokenizer has no such token",
+                "save the tokenizer that belongs to the model",
+            )
+        named = (getattr(processor, f"{kind}_token", None) for kind in ("image", "video", "audio"))
+        self.placeholders: frozenset[str] = frozenset(text for text in named if text)
+        """Texts that stand for media wherever they are written, so no message may contain one."""
+        self._cache: OrderedDict[str, ImageInput] = OrderedDict()
+        self._cached_bytes, self._lock = 0, Lock()
+
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """The tokens of `placeholders`, which mean something only where media is."""
+        vocabulary = self._processor.tokenizer.get_vocab()
+        return frozenset(int(vocabulary[text]) for text in self.placeholders if text in vocabulary)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The processor's chat template."""
+        template = getattr(self._processor, "chat_template", None)
+        return template.get("default") if isinstance(template, dict) else template
+
+    def read(self, media: Media) -> ImageInput:
+        """Tokens and pixels of one image. Raises DataError for media that is no image, is damaged or too large."""
+        with self._lock:
+            known = self._cache.get(media.sha256)
+            if known is not None:
+                self._cache.move_to_end(media.sha256)
+                return known
+        computed = self._compute(media)
+        with self._lock:
+            if self._cache.setdefault(media.sha256, computed) is computed:
+                self._cached_bytes += _size(computed)
+            while self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
+        return computed
+
+    def pixels(self, media: Sequence[Media]) -> dict[str, Tensor]:
+        """The model's inputs for the images of one sequence, in order; nothing for none."""
+        return join_pixels([self.read(item).pixels for item in media])
+
+    def _compute(self, media: Media) -> ImageInput:
+        import torch
+
+        image = decoded(media, self._max_pixels)
+        try:
+            inputs = self._processor(
+                images=[image], text=[self.token], add_special_tokens=False, return_tensors="np", padding=False
+            )
+        except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:  # an extreme shape, for example
+            raise DataError(
+                f"the pixels of {_described(media)}, {image.width} x {image.height}",
+                f"{type(self._processor).__name__}: {error}",
+                "leave the image out, or give it another shape",
+            ) from error
+        tokens = np.asarray(inputs["input_ids"], np.int32)[0]
+        tokens.flags.writeable = False
+        arrays = {name: np.asarray(value) for name, value in inputs.items() if name not in _TEXT_KEYS}
+        return ImageInput(tokens, {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()})
+
+
+def images_of(model_dir: str | Path, *, max_pixels: int = MAX_PIXELS) -> Images | None:
+    """How the model of a directory reads images; None for a text model. Raises what `hf_processor` raises."""
+    processor = hf_processor(model_dir, backend="pil")
+    return None if processor is None else Images(processor, max_pixels=max_pixels)
+
+
+def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
+    """The image as RGB, upright, transparent parts on white. Raises DataError where it cannot be."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    kind = media.mime.partition("/")[0]
+    if kind != "image":
+        raise DataError(f"read {_described(media)}", f"{kind} is not supported", "use images and text")
+    try:
+        image = Image.open(io.BytesIO(media.data), formats=_FORMATS)
+        if image.width * image.height > max_pixels:
+            raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+        image = ImageOps.exif_transpose(image)
+        if "A" not in image.getbands() and "transparency" not in image.info:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(
+            f"an image of at most {max_pixels} pixels",
+            f"{_described(media)}: {error}",
+            "make it smaller, or raise workflow.max_image_pixels",
+        ) from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as error:  # what decoders raise
+        problem = f"none of {', '.join(_FORMATS)}" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise DataError(
+            f"decode {_described(media)}, {len(media.data)} bytes",
+            f"a missing or damaged image: {problem}",
+            "give the bytes of a whole image file",
+        ) from error
+
+
+def join_pixels(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The inputs of several images, or of the images of several sequences, as those of one sequence."""
+    import torch
+
+    if not parts:
+        return {}
+    # Idefics has (1, tiles, ...) for a sequence; where sizes say what is padding, it is (images, tiles, ...).
+    by_tile = parts[0]["pixel_values"].ndim == 5 and "image_sizes" not in parts[0]
+    joined: dict[str, Tensor] = {}
+    for name in parts[0]:
+        tensors = [part[name] for part in parts]
+        tiles = max(t.shape[1] for t in tensors) if tensors[0].ndim == 5 else 0
+        if not by_tile and tiles:
+            tensors = [torch.cat([t, t.new_zeros(len(t), tiles - t.shape[1], *t.shape[2:])], dim=1) for t in tensors]
+        joined[name] = torch.cat(tensors, dim=1 if by_tile else 0)
+    return joined
+
+
+def pixel_hash(pixels: Mapping[str, Tensor]) -> str:
+    """A hash of tensors by name: equal on both sides where both read the same pixels."""
+    digest = hashlib.sha256()
+    for name in sorted(pixels):
+        array = pixels[name].detach().cpu().contiguous()
+        digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
+        digest.update(array.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _size(entry: ImageInput) -> int:
+    return entry.tokens.nbytes + sum(tensor.nbytes for tensor in entry.pixels.values())
+
+
+def _described(media: Media) -> str:
+    return f"the media {media.mime} {media.sha256[:12]}"

@@ -1,0 +1,160 @@
+"""Processors of multimodal models as Hugging Face keeps them; without torchvision, one that reads images alone."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import DataError, MissingPackage, TriviumError
+from trivium.models.hub import source_of
+
+_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+# transformers is imported inside the functions: reading a config that names a model must not wait for torch.
+
+
+def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
+    """The processor of a vision or audio model, from a model directory (never asks a hub) or a hub id; None for a text
+    model.
+
+    Whatever goes wrong while a processor is loaded is raised: a vision model must not quietly become a text model.
+    A processor whose videos need torchvision, which is not installed, is built without them: it reads images.
+    `kwargs` go to `from_pretrained`. Raises DataError for a directory that is not there, and for a multimodal model
+    without the files of its processor; MissingPackage without pillow or num2words.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    name, options = source_of(name_or_path, kwargs)
+    directory = Path(name)
+    if directory.is_dir() and not _may_have_processor(directory):
+        return None
+    try:
+        kind = _multimodal_kind(name, options)
+        if kind is not None:
+            _require_packages(kind, name)
+        processor = _load(name, options)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error, TriviumError):
+            raise
+        raise DataError(
+            f"the processor of {name}",
+            f"{type(error).__name__}: {error}",
+            "save the model's processor in the directory again (processor.save_pretrained)",
+        ) from error
+    if not isinstance(processor, PreTrainedTokenizerBase):
+        return processor
+    orphans = [file for file in _FILES if (directory / file).is_file()]
+    if orphans:
+        raise DataError(
+            f"the processor of {name}",
+            f"{', '.join(orphans)} is there, but names no class that this transformers version knows",
+            "add `processor_class` to it, or install the transformers version the model asks for",
+        )
+    if kind is not None:
+        raise DataError(
+            f"the processor of {name}, a {kind} model",
+            f"none of {', '.join(_FILES)} is there",
+            "save the model's processor in the directory (processor.save_pretrained)",
+        )
+    return None  # AutoProcessor falls back to the tokenizer of a text model
+
+
+def is_multimodal(directory: str | Path) -> bool:
+    """Whether a model directory holds a model that reads more than text, by its config.json."""
+    return _multimodal_kind(str(directory), {"local_files_only": True}) is not None
+
+
+def _load(name: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoProcessor
+
+    known = None if find_spec("torchvision") else _processor_class(name, options)
+    if known is None or "video_processor" not in known.get_attributes():
+        return AutoProcessor.from_pretrained(name, **options)
+    return _images_only(known).from_pretrained(name, **options)
+
+
+def _images_only(known: Any) -> Any:
+    """The processor class as one that has everything but a video processor."""
+
+    def get_attributes(cls: Any) -> list[str]:
+        return [part for part in known.get_attributes() if part != "video_processor"]
+
+    def parts(cls: Any, name: str, processor_dict: Any = None, **options: Any) -> list[Any]:
+        loaded = known._get_arguments_from_pretrained.__func__(cls, name, processor_dict, **options)
+        loaded.insert(known.get_attributes().index("video_processor"), None)
+        return loaded
+
+    methods = {
+        "get_attributes": classmethod(get_attributes),
+        "_get_arguments_from_pretrained": classmethod(parts),
+        "video_processor": _NoVideos(),
+    }
+    return type(known.__name__, (known,), methods)
+
+
+class _NoVideos:
+    """Stands where the video processor would."""
+
+    num_frames = fps = None
+    merge_size = temporal_patch_size = None
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise MissingPackage("torchvision", "torchvision", "read a video")
+
+
+def _processor_class(name: str, options: dict[str, Any]) -> Any | None:
+    """The class that the files name, or that transformers knows for the model; None where neither does."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+    for file in _FILES:
+        config = read_json(Path(name) / file)
+        if "AutoProcessor" in config.get("auto_map", {}):
+            return None
+        if "processor_class" in config:
+            return processor_class_from_name(config["processor_class"])
+    config = _config(name, options)
+    return None if config is None else PROCESSOR_MAPPING.get(type(config), None)
+
+
+def _multimodal_kind(name: str, options: dict[str, Any]) -> str | None:
+    """The type of a model that reads more than text; None for another."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    config = _config(name, options)
+    if config is None:
+        return None
+    towers = ("vision_config", "audio_config")
+    has_tower = any(getattr(config, tower, None) is not None for tower in towers)
+    return config.model_type if has_tower or type(config) in PROCESSOR_MAPPING else None
+
+
+def _config(name: str, options: dict[str, Any]) -> Any | None:
+    """The model's config; None for a directory without one, and for a type that transformers does not know."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if Path(name).is_dir() and read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
+        return None
+    chosen = ("revision", "cache_dir", "token", "local_files_only", "trust_remote_code", "subfolder")
+    return AutoConfig.from_pretrained(name, **{key: options[key] for key in chosen if key in options})
+
+
+def _require_packages(kind: str, name: str) -> None:
+    needed = {"PIL": "pillow", **({"num2words": "num2words"} if kind == "smolvlm" else {})}
+    for module, package in needed.items():
+        if find_spec(module) is None:
+            raise MissingPackage(package, "vision", f"the processor of {name}, a {kind} model")
+
+
+def _may_have_processor(directory: Path) -> bool:
+    """Whether anything in the directory could name a processor."""
+    if any((directory / file).is_file() for file in ("config.json", *_FILES)):
+        return True
+    return "processor_class" in read_json(directory / "tokenizer_config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; nothing where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
