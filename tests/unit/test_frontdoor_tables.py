@@ -25,7 +25,7 @@ TABLE = Table(
         "model.optim.lr": Mapped("train.critic_optimizer.lr", 1e-5),
     },
     not_built={"megatron": "Megatron"},
-    anywhere=frozenset({"_target_"}),
+    marks=frozenset({"_target_"}),
 )
 
 

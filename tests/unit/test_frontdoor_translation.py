@@ -216,7 +216,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "summed in float32",
     ),
     ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
-    ({"sandbox_fusion__memory_limit_mb": 9}, "sandbox_fusion.memory_limit_mb", "reward_model.sandbox_fusion"),
+    (
+        {"sandbox_fusion__memory_limit_mb": 9, "reward_model__sandbox_fusion__memory_limit_mb": 8},
+        "sandbox_fusion.memory_limit_mb",
+        "both are the same",
+    ),
     ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
     ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
     (
@@ -225,9 +229,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "the policy's tokens",
     ),
     (
-        {"reward_model__reward_manager": "naive", "reward_manager__name": "dapo"},
-        "reward_manager",
-        "more than one reward manager",
+        {"reward_model__reward_manager": "batch", "reward_manager__name": "dapo"},
+        "reward_model.reward_manager",
+        "both are the same",
     ),
     (
         {"trainer": {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 2}},
@@ -320,9 +324,36 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
     assert config_of(whole).schedule == config_of(said(model)).schedule
 
 
+def test_a_default_beside_a_choice_is_no_contradiction(model: str) -> None:
+    given = {"reward": {"reward_manager": {"name": "dapo"}}, "reward_manager": {"name": "naive"}}
+    assert settings_of(said(model, **given))["reward_manager.name"] == "dapo"
+    assert settings_of(said(model, critic__model__path="~/models/deepseek-llm-7b-chat"))
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.val_files", "trainer.default_local_dir"])
+def test_the_home_in_paths(key: str) -> None:
+    config: Any = ["~/there"] if key.endswith("files") else "~/there"
+    for part in reversed(key.split(".")):
+        config = {part: config}
+    assert settings_of(config)[key] in (str(Path.home() / "there"), [str(Path.home() / "there")])
+
+
+def test_what_a_typo_is_told() -> None:
+    assert problems_at({"critic": {"model": {"tiled_mlp": {"enabled": True}}}}) == {}, "no result depends on it"
+    typo = problems_at({"critic": {"model": {"tiled_mpl": {"enabled": True}}}})["critic.model.tiled_mpl.enabled"]
+    assert typo.endswith("write 'critic.model.tiled_mlp' if you mean that")
+    switch = problems_at({"actor_rollout_ref": {"rollout": {"multi_turn": {"enabel": True, "format": "x"}}}})
+    assert list(switch) == ["actor_rollout_ref.rollout.multi_turn.enabel"], "a section that is off has a switch"
+    wake = problems_at({"actor_rollout_ref": {"rollout": {"wake_up": True}}})["actor_rollout_ref.rollout.wake_up"]
+    assert wake.endswith("leave it out")
+
+
+def problems_at(config: Any) -> dict[str, str]:
+    return {problem.where: str(problem) for problem in TABLE.read(config).problems}
+
+
 def test_the_nearest_entry_above_speaks_for_a_key() -> None:
     assert TABLE.entry_of("actor_rollout_ref.ref.megatron.seed") is TABLE.entries["actor_rollout_ref.ref.megatron"]
-    assert TABLE.entry_of("actor_rollout_ref.actor.optim._target_") is not None
     assert TABLE.entry_of("actor_rollout_ref.actor.optimiser") is None
 
 

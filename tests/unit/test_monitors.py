@@ -16,6 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from trivium.config import RunConfig
 from trivium.errors import DataError, MissingPackage, RunDirError
 from trivium.monitors.console import ConsoleMonitor
 from trivium.monitors.fanout import FanOut
@@ -445,6 +446,26 @@ def test_wandb_goes_on_with_the_run_that_it_began(run_dir: Path) -> None:
         monitor.close()
     assert ids[0] == ids[1] != ids[2]
     assert [row["step"] for row in wandb_rows(run_dir)] == [1, 4, 1]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_does_what_the_environment_says(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is missing is found before anything is loaded; offline, none is needed."""
+    pytest.importorskip("wandb")
+    from trivium.monitors.wandb import WandbMonitor
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(run_dir / "netrc"))
+    (problem,) = WandbMonitor.Config().machine_problems(RunConfig.model_construct(), "monitors[0]")
+    assert "no API key" in problem.found
+    assert not list(WandbMonitor.Config(mode="offline").machine_problems(RunConfig.model_construct(), "monitors[0]"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert not list(WandbMonitor.Config().machine_problems(RunConfig.model_construct(), "monitors[0]"))
+    monitor = WandbMonitor(WandbMonitor.Config(), run_dir=run_dir, resume_step=0)
+    monitor.log(1, {"reward/mean": 0.5})
+    monitor.close()
+    assert [row["step"] for row in wandb_rows(run_dir)] == [1]
 
 
 @pytest.mark.usefixtures("offline")

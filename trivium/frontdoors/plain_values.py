@@ -13,7 +13,7 @@ from trivium.frontdoors.overrides import value_of
 
 _MISSING = "???"
 """A value that must be set before it is used, in OmegaConf."""
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_REFERENCE = re.compile(r"\$\{((?:[^${}]|\{[^${}]*\})*)\}")
 """An innermost reference."""
 _DEPTH = 20
 """References to references that are followed."""
@@ -93,13 +93,14 @@ def _target(reference: str, root: Any, section: tuple[str, ...], depth: int) -> 
         known, value = name in os.environ, os.environ.get(name)
     elif resolver == "oc.select":
         known, value = _at(name, root, section, depth)
+        comma = comma or ","  # without a default it is null
     elif resolver == "oc.decode":
         return True, value_of(rest)
     else:
         return False, None
     if known or not comma:
         return known, value
-    return True, value_of(default.strip())
+    return True, value_of(default) if default else None
 
 
 def _at(path: str, root: Any, section: tuple[str, ...], depth: int) -> tuple[bool, Any]:

@@ -7,8 +7,10 @@ for what is not built; a key that is off, or that changes no result here, passes
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,7 +28,15 @@ class Mapped:
     default: Any = None
     """The original's default; values must be of its type."""
     type: type | None = None
-    """The type of its values, where the default does not show it."""
+    """The type of its values, where the default does not show it. Path: one or a list, in which `~` is the home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A key that is another one by the name of another version of the original."""
+
+    to: str
+    """The key of the table that it is. A default beside a choice is none; two choices are an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class Restricted:
     instead: str
     """What to do about another value."""
     default: Any = None
+    switch: str = ""
+    """The key of a section that turns it on; without one `enable` or `enabled`, where the section has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class Ignored:
     why: str
 
 
-Entry = Mapped | Restricted | Ignored
+Entry = Mapped | Moved | Restricted | Ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +85,10 @@ def ignored(why: str, *names: str) -> dict[str, Entry]:
     return dict.fromkeys(" ".join(names).split(), Ignored(why))
 
 
-def is_off(value: object) -> bool:
-    """Whether a value is the same as unset: null, false, 0, empty, a mapping whose `enable` is off, or one of such."""
+def is_off(value: object, *switches: str) -> bool:
+    """Whether a value is the same as unset: null, false, 0, empty, a mapping whose switch is off, or one of such."""
     if isinstance(value, dict):
-        switch = next((name for name in ("enable", "enabled") if name in value), None)
+        switch = next((name for name in (*switches, "enable", "enabled") if name in value), None)
         return all(map(is_off, value.values())) if switch is None else is_off(value[switch])
     return value is None or value is False or value in (0, "", "null", [])
 
@@ -89,8 +101,8 @@ class Table:
     """Dotted key -> its entry. `Ignored` and `Restricted` for `a` hold for every `a.b` that has no entry of its own."""
     not_built: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a value, in lower case -> the name of the backend that it asks for, for errors."""
-    anywhere: frozenset[str] = frozenset()
-    """Last parts of keys that have no effect in any section."""
+    marks: frozenset[str] = frozenset()
+    """Names of keys that have no effect in any section, and are passed over."""
 
     def __post_init__(self) -> None:
         sections = {key.rpartition(".")[0] for key in self.entries}
@@ -103,18 +115,19 @@ class Table:
 
     def entry_of(self, key: str) -> Entry | None:
         """The entry of a key: its own, or that of the nearest key above it, if that one is not mapped."""
-        if key.rpartition(".")[2] in self.anywhere:
-            return Ignored("it has no effect in any section")
         above = key
         while above and above not in self.entries:
             above = above.rpartition(".")[0]
         entry = self.entries.get(above)
-        return None if isinstance(entry, Mapped) and above != key else entry
+        misspelt = above != key and above in self.sections and self._nearest(key, cutoff=0.8) not in (None, above)
+        return None if misspelt or (isinstance(entry, Mapped | Moved) and above != key) else entry
 
     def default_of(self, key: str) -> Any:
         """The original's default of a key."""
         entry = self.entries[key]
-        return None if isinstance(entry, Ignored) else entry.default
+        if isinstance(entry, Mapped):
+            return _typed(entry.default, entry)[0]
+        return entry.default if isinstance(entry, Restricted) else None
 
     def read(self, config: object) -> Settings:
         """The values of a config: a mapping, an OmegaConf container, or an object with attributes; values may nest.
@@ -123,12 +136,26 @@ class Table:
         """
         values: dict[str, Any] = {}
         problems: list[Problem] = []
-        for key, value in self._leaves(resolved(plain(config)), ""):
-            wrong = list(self._problems(key, value))
+        moved: list[tuple[str, str, Any]] = []
+        for key, value in self._leaves(self._unmarked(resolved(plain(config))), ""):
+            entry = self.entries.get(key)
+            target = entry.to if isinstance(entry, Moved) else key
+            wrong = [problem._replace(where=key) for problem in self._problems(target, value)]
             problems += wrong
-            if not wrong:
-                entry = self.entries.get(key)
-                values[key] = _typed(value, entry)[0] if isinstance(entry, Mapped) else value
+            if wrong:
+                continue
+            entry = self.entries.get(target)
+            value = _typed(value, entry)[0] if isinstance(entry, Mapped) else value
+            if target == key:
+                values[key] = value
+            else:
+                moved.append((key, target, value))
+        for key, target, value in moved:
+            if value is None or value == self.default_of(target) or isinstance(self.entry_of(target), Ignored):
+                continue  # a default is no choice
+            if values.get(target) not in (None, self.default_of(target), value):
+                problems.append(_contradiction(key, value, target, values[target]))
+            values[target] = value
         return Settings(self, values, tuple(problems))
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -137,11 +164,18 @@ class Table:
             match entry:
                 case Mapped(to, default):
                     yield key, to + ("" if default is None else f" (default {default!r})")
+                case Moved(to):
+                    yield key, f"the same as `{to}`"
                 case Restricted(values, instead):
                     built = ", ".join("unset" if value is None else repr(value) for value in values)
                     yield key, f"{built} alone; else refused: {instead}"
                 case Ignored(why):
                     yield key, f"no effect: {why}"
+
+    def _unmarked(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._unmarked(part) for name, part in value.items() if name not in self.marks}
+        return value
 
     def _leaves(self, value: object, key: str) -> Iterator[tuple[str, Any]]:
         """(dotted key, value) of what the table knows, or of the innermost values; those that are not set excepted."""
@@ -169,18 +203,19 @@ class Table:
         elif isinstance(entry, Mapped) and (wanted := _typed(value, entry)[1]):
             yield Problem(key, shown, f"it must be {wanted}", "correct the value")
 
-    def _nearest(self, key: str) -> str | None:
-        """The key that was most likely meant: one of the same section, one of this name elsewhere, or one that is
-        written almost the same. None rather than a guess that misleads."""
-        section, _, last = key.rpartition(".")
-        beside = {k.removeprefix(f"{section}.").partition(".")[0] for k in self.entries if k.startswith(f"{section}.")}
-        if close := difflib.get_close_matches(last, beside, n=1, cutoff=0.75):
-            return f"{section}.{close[0]}" if section else close[0]
+    def _nearest(self, key: str, cutoff: float = 0.75) -> str | None:
+        """The key that was most likely meant: one that is written almost the same, at the first part that there is
+        not, or one of this name further inside. None rather than a guess that misleads."""
         parts = key.split(".")
-        same = [k for k in self.entries if k.rpartition(".")[2] == last and k.split(".")[0] == parts[0]]
-        inside = [k for k in same if section and k.startswith(f"{section}.")]
-        close = difflib.get_close_matches(key, self.entries, n=1, cutoff=0.85)
-        return next(iter([*inside, *close, *(same if len(same) == 1 else ())]), None)
+        depth = next(n for n in range(len(parts) - 1, -1, -1) if not n or ".".join(parts[:n]) in self.sections)
+        section, last = "".join(f"{part}." for part in parts[:depth]), parts[-1]
+        inside = [known.removeprefix(section) for known in self.entries if known.startswith(section)]
+        children = {name.partition(".")[0] for name in inside}
+        for child in difflib.get_close_matches(parts[depth], children, n=1, cutoff=cutoff):
+            whole = ".".join([child, *parts[depth + 1 :]])
+            return section + (whole if whole in inside else child)
+        same = [name for name in inside if name.rpartition(".")[2] == last]
+        return section + same[0] if len(same) == 1 or (same and section) else None
 
 
 @dataclass(frozen=True)
@@ -211,8 +246,7 @@ class Settings:
         """What is set and has no effect."""
         for key, value in self.values.items():
             entry = self.table.entry_of(key)
-            marked = key.rpartition(".")[2] in self.table.anywhere
-            if isinstance(entry, Ignored) and not marked and not is_off(value):
+            if isinstance(entry, Ignored) and not is_off(value):
                 yield f"{key}: no effect: {entry.why}"
 
 
@@ -222,9 +256,24 @@ def refuse(problems: Iterable[Problem], asked: str = "a config that can be trans
         raise ConfigError(asked, f"{len(listed)} problem(s)", "fix them all at once:", listed)
 
 
+def _contradiction(key: str, value: object, target: str, other: object) -> Problem:
+    do = f"set {target} alone, or the same in both"
+    return Problem(key, repr(value), f"{target} is {other!r}, and both are the same", do)
+
+
 def _is_built(value: object, entry: Restricted) -> bool:
-    off = None in entry.values and True not in entry.values and is_off(value)
+    off = None in entry.values and True not in entry.values and is_off(value, entry.switch)
     return value is None or off or value in entry.values
+
+
+def _expanded(value: Any) -> tuple[Any, str]:
+    """A path, or several, with the user's home for `~`."""
+    if isinstance(value, list):
+        parts = [_expanded(part) for part in value]
+        return [path for path, _ in parts], next((wrong for _, wrong in parts if wrong), "")
+    if value is None or isinstance(value, str):
+        return value and os.path.expanduser(value), ""
+    return value, "a path"
 
 
 _TYPES: Mapping[type, str] = {
@@ -239,6 +288,8 @@ _TYPES: Mapping[type, str] = {
 def _typed(value: Any, entry: Mapped) -> tuple[Any, str]:
     """The value as the entry's type, and what it must be where it is not that."""
     kind = entry.type or type(entry.default)
+    if kind is Path:
+        return _expanded(value)
     if value is None or kind not in _TYPES:
         return value, ""
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from trivium.config import Plugin
-from trivium.errors import ConfigError, MissingPackage
+from trivium.config import Plugin, RunConfig
+from trivium.errors import ConfigError, MissingPackage, Problem
 from trivium.monitors.identity import failing, new_id, remembered, settings_of
 
 _log = logging.getLogger("trivium")
@@ -38,7 +40,18 @@ class WandbMonitor:
         tags: tuple[str, ...] = ()
         """Tags of the run."""
         mode: Literal["online", "offline"] = "online"
-        """`offline` writes files under `wandb` in the run directory only; `wandb sync` uploads them later."""
+        """`offline` writes files under `wandb` in the run directory only; `wandb sync` uploads them later. So does
+        the environment variable WANDB_MODE=offline."""
+
+        @property
+        def effective_mode(self) -> str:
+            """The mode, or that of the environment."""
+            return self.mode if self.mode == "offline" else os.environ.get("WANDB_MODE") or self.mode
+
+        def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            if self.effective_mode == "online" and importlib.util.find_spec("wandb") and not _logged_in(self.base_url):
+                do = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+                yield Problem(where, "log to Weights & Biases", "no API key on this machine", do)
 
     def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
         try:
@@ -57,7 +70,7 @@ class WandbMonitor:
                 name=config.name or run_dir.resolve().name,
                 group=config.group,
                 tags=list(config.tags),
-                mode=config.mode,
+                mode=cast(Any, config.effective_mode),
                 dir=run_dir,
                 config=settings_of(run_dir),
                 id=remembered(run_dir / "wandb" / "run-id", resume_step, new_id),
@@ -71,7 +84,7 @@ class WandbMonitor:
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        _log.info("Weights & Biases run %s", self._run.id if config.mode == "offline" else self._run.url)
+        _log.info("Weights & Biases run %s", self._run.url if config.effective_mode == "online" else self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -92,6 +105,14 @@ class WandbMonitor:
     def close(self) -> None:
         """Ends the session; marked as failed where an error ends the run."""
         self._run.finish(exit_code=int(failing()))
+
+
+def _logged_in(host: str | None) -> bool:
+    """Whether this machine has a key. Does not prompt for one."""
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    return wandb.login(host=host, prompt=False, verify=False)
 
 
 def _cell(value: object) -> str | int | float | bool | None:

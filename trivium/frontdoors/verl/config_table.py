@@ -5,10 +5,13 @@ A key that is not in it is an error. So is a value that asks for what is not bui
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table, ignored, under
 from trivium.frontdoors.verl.keys_of_models import (
     ACTOR,
     CRITIC,
+    CRITIC_MODEL,
     FSDP,
     MODEL,
     OFF,
@@ -17,11 +20,11 @@ from trivium.frontdoors.verl.keys_of_models import (
     ROLLOUT,
     VAL,
 )
-from trivium.frontdoors.verl.keys_of_rewards import MANAGER, REWARD_MODEL, SANDBOX, WHOLE
+from trivium.frontdoors.verl.keys_of_rewards import REWARDS, WHOLE
 
 DATA: dict[str, Entry] = {
-    "train_files": Mapped("tasks.train"),
-    "val_files": Mapped("tasks.val"),
+    "train_files": Mapped("tasks.train", type=Path),
+    "val_files": Mapped("tasks.val", type=Path),
     "train_max_samples": Mapped("tasks.train (its first rows, or a seeded choice where data.shuffle)", -1),
     "val_max_samples": Mapped("tasks.val (its first rows)", -1),
     "prompt_key": Mapped("the column with the prompt", "prompt"),
@@ -38,15 +41,22 @@ DATA: dict[str, Entry] = {
     "filter_overlong_prompts": Mapped("whether rows with longer prompts are left out", False),
     "filter_overlong_prompts_workers": Ignored("prompts are counted in the driver"),
     "shuffle": Mapped("whether every epoch has an order of its own", True),
-    "seed": Mapped("run.seed"),
+    "seed": Mapped("run.seed", type=int),
     "validation_shuffle": Ignored("validation uses every row; its order has no effect"),
     "dataloader_num_workers": Ignored("rows are read once, at the start"),
     "return_raw_input_ids": Ignored("tokens are kept as they are throughout"),
     "tokenizer": Restricted((None,), "pass the tokenizer to RayPPOTrainer"),
-    "use_shm": Restricted(OFF, "put the files where they can be read fast"),
+    "use_shm": Ignored("it only copies files"),
+    "audio_key": Ignored("rows with audio are refused"),
+    "mm_processor_kwargs": Restricted(({},), "set them in the processor that is passed"),
+    "tool_config_path": Restricted((None,), "tools are an environment: use a RunConfig with workflow.kind multi_turn"),
+    "function_tool_path": Restricted(
+        (None,), "tools are an environment: use a RunConfig with workflow.kind multi_turn"
+    ),
+    "continuous_token": Restricted((None,), "tokens are kept as they are throughout: leave it out"),
     "image_key": Ignored("rows with images are refused: nothing here reads images yet"),
     "video_key": Ignored("rows with videos are refused: nothing here reads videos yet"),
-    "trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
+    "trust_remote_code": Ignored("tokenizers have the classes that transformers ships"),
     "custom_cls": Restricted((None,), "build the dataset and pass it as train_dataset and val_dataset"),
     "custom_cls.path": Restricted((None,), "build the dataset and pass it as train_dataset and val_dataset"),
     "custom_cls.name": Restricted((None,), "build the dataset and pass it as train_dataset and val_dataset"),
@@ -54,7 +64,7 @@ DATA: dict[str, Entry] = {
     "sampler.class_name": Restricted((None,), "pass the sampler as train_sampler"),
     "datagen.path": Restricted((None,), "pass a dataset as train_dataset"),
     "datagen.name": Restricted((None,), "pass a dataset as train_dataset"),
-    "apply_chat_template_kwargs": Restricted((None, {}), "set the template in the tokenizer that is passed"),
+    "apply_chat_template_kwargs": Restricted(({},), "set the template in the tokenizer that is passed"),
     **ignored(
         "messages are kept throughout",
         "return_raw_chat return_full_prompt",
@@ -85,15 +95,22 @@ ALGORITHM: dict[str, Entry] = {
     "rollout_correction.rollout_rs_threshold": Mapped("algorithm.correction.rejection: their bounds"),
     "rollout_correction.bypass_mode": Mapped("algorithm.old_log_prob: rollout", False),
     "rollout_correction.loss_type": Mapped("algorithm.policy_loss.kind reinforce, in bypass mode", "ppo_clip"),
+    "rollout_correction.rollout_rs_threshold_lower": Restricted(
+        (None,), "write the interval as low_high in rollout_rs_threshold"
+    ),
+    "rollout_correction.rollout_token_veto_threshold": Restricted((None,), "bound the ratios by rollout_rs"),
+    "rollout_correction.use_policy_gradient": Restricted(OFF, "set loss_type: reinforce, and bypass_mode: true"),
+    "rollout_is": Restricted(OFF, "set algorithm.rollout_correction.rollout_is: token or sequence"),
     **ignored(
         "off",
-        "pf_ppo filter_groups",
+        "pf_ppo filter_groups rollout_is_level rollout_is_mode rollout_is_threshold rollout_is_threshold_lower",
+        "rollout_is_veto_threshold",
     ),
 }
 
 TRAINER: dict[str, Entry] = {
     "total_epochs": Mapped("schedule.steps", 30),
-    "total_training_steps": Mapped("schedule.steps"),
+    "total_training_steps": Mapped("schedule.steps", type=int),
     "project_name": Mapped("the name of the run in wandb and mlflow", "verl_examples"),
     "experiment_name": Mapped("the name of the run in wandb and mlflow", "gsm8k"),
     "logger": Mapped("monitors", ("console", "wandb")),
@@ -104,14 +121,14 @@ TRAINER: dict[str, Entry] = {
     "log_val_generations": Mapped("a table `val_generations` of so many samples", 0),
     "critic_warmup": Mapped("algorithm.critic_warmup", 0),
     "resume_mode": Mapped("run.resume: auto, disable, resume_path", "auto"),
-    "resume_from_path": Mapped("the checkpoint that resume_path continues from"),
-    "default_local_dir": Mapped("run.dir"),
-    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep"),
-    "max_critic_ckpt_to_keep": Mapped("checkpoint.keep: the same as max_actor_ckpt_to_keep"),
-    "default_hdfs_dir": Mapped("checkpoint.remote"),
+    "resume_from_path": Mapped("the checkpoint that resume_path continues from", type=Path),
+    "default_local_dir": Mapped("run.dir", type=Path),
+    "max_actor_ckpt_to_keep": Mapped("checkpoint.keep", type=int),
+    "max_critic_ckpt_to_keep": Mapped("checkpoint.keep: the same as max_actor_ckpt_to_keep", type=int),
+    "default_hdfs_dir": Mapped("checkpoint.remote", type=Path),
     "n_gpus_per_node": Mapped("the pools, where no resource_pool_manager is given", 8),
     "nnodes": Mapped("the pools, where no resource_pool_manager is given", 1),
-    "device": Mapped("device_name, where that is not given"),
+    "device": Mapped("device_name, where that is not given; cuda is the GPU where there is one, else the CPU", "cuda"),
     "balance_batch": Ignored("rows are always balanced over ranks, and the gradient does not depend on it"),
     "rollout_data_dir": Ignored("every rollout is journaled in run.dir/rollouts"),
     "validation_data_dir": Ignored("use log_val_generations"),
@@ -120,18 +137,24 @@ TRAINER: dict[str, Entry] = {
     "esi_redundant_time": Restricted((None, 0), "leave it out"),
     "ray_wait_register_center_timeout": Ignored("sync.deadline_s bounds every wait"),
     "use_legacy_worker_impl": Ignored("there is one implementation"),
-    "profile_steps": Restricted((None,), "phases are timed in every step"),
+    "use_v1": Ignored("there is one implementation"),
+    "v1.trainer_mode": Restricted((None, "sync"), "use schedule.max_staleness in a RunConfig"),
+    "v1.sampler.custom_sampler": Restricted((None,), "pass the sampler as train_sampler"),
+    "v1.sampler.sync_refill_failed_groups": Restricted(OFF, "refill is algorithm.kind dapo in a RunConfig"),
+    "v1": Ignored("trainer_mode is sync"),
+    "checkpoint_callback_class": Restricted((None,), "override _save_checkpoint of RayPPOTrainer"),
     "wandb_proxy": Restricted((None,), "set HTTPS_PROXY"),
     "balance_batch_keep_minibatch": Ignored("rows are always balanced inside a mini-batch"),
     "val_generations_to_log_to_wandb": Restricted((None, 0), "set log_val_generations"),
     **ignored(
         "phases are timed in every step",
-        "profile_continuous_steps npu_profile worker_nsight_options controller_nsight_options",
+        "profile_steps profile_continuous_steps npu_profile worker_nsight_options controller_nsight_options",
     ),
 }
 
 
 _ROLE = "actor_rollout_ref"
+_FOLLOWS: dict[str, Entry] = dict.fromkeys(FSDP, Ignored("actor.fsdp_config holds for every role"))
 _KEYS: dict[str, Entry] = {
     **under("data", DATA),
     f"{_ROLE}.hybrid_engine": Restricted(
@@ -145,33 +168,27 @@ _KEYS: dict[str, Entry] = {
     **under(f"{_ROLE}.actor.fsdp_config", FSDP),
     f"{_ROLE}.actor.megatron": Ignored("Megatron is not built here; actor.strategy must be fsdp or fsdp2"),
     **under(f"{_ROLE}.ref", REFERENCE),
-    **under(f"{_ROLE}.ref.fsdp_config", {name: Ignored("actor.fsdp_config holds for every role") for name in FSDP}),
+    **under(f"{_ROLE}.ref.fsdp_config", _FOLLOWS),
     **under(f"{_ROLE}.rollout", ROLLOUT),
     **under(f"{_ROLE}.rollout.val_kwargs", VAL),
     **under("critic", CRITIC),
+    **under("critic.model", CRITIC_MODEL),
     **under("critic.optim", OPTIM | {"lr": Mapped("critic_optimizer.lr", 1e-5)}),
     "critic.optim.clip_grad": Mapped("as critic.grad_clip, where that is not set"),
-    **under("critic.fsdp_config", {name: Ignored("actor.fsdp_config holds for every role") for name in FSDP}),
-    **under("critic.model.fsdp_config", {name: Ignored("actor.fsdp_config holds for every role") for name in FSDP}),
+    **under("critic.fsdp", _FOLLOWS),
+    **under("critic.fsdp_config", _FOLLOWS),
+    **under("critic.model.fsdp_config", _FOLLOWS),
     "critic.megatron": Ignored("Megatron is not built here; critic.strategy must be fsdp or fsdp2"),
-    **under("reward_model", REWARD_MODEL),
-    **under("reward_model.model.fsdp_config", {name: Ignored(WHOLE) for name in FSDP}),
-    **under("reward_model.sandbox_fusion", SANDBOX),
-    "reward_model.sandbox_fusion.memory_limit_mb": Mapped("the memory of a program that is scored, in MiB"),
-    **MANAGER,
-    "custom_reward_function.path": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the scorer"),
-    "custom_reward_function.name": Mapped("the scorer's name in that file (default 'compute_score')"),
-    "custom_reward_function.reward_kwargs": Mapped("further arguments of the scorer"),
-    **under("sandbox_fusion", SANDBOX),
-    "sandbox_fusion.memory_limit_mb": Restricted((None, 1024), "set reward_model.sandbox_fusion.memory_limit_mb"),
+    **REWARDS,
+    **under("reward_model.model.fsdp_config", dict.fromkeys(FSDP, Ignored(WHOLE))),
     **under("algorithm", ALGORITHM),
     **under("trainer", TRAINER),
-    "ray_kwargs": Mapped("ray.init, where Ray does not run yet (its ray_init)"),
-    "ray_init": Mapped("ray.init, where Ray does not run yet"),
+    "ray_kwargs": Mapped("ray.init, where Ray does not run yet (its ray_init)", type=dict),
+    "ray_init": Mapped("ray.init, where Ray does not run yet", type=dict),
     "global_profiler": Ignored("phases are timed in every step"),
-    "transfer_queue": Restricted(
-        (None, {}, {"enable": False}), "leave it out: tensors do not pass through the driver twice"
-    ),
+    "transfer_queue": Restricted((None,), "leave it out: tensors do not pass through the driver twice"),
+    "distillation": Restricted((None,), "use algorithm.kind distill in a RunConfig, with trivium run"),
+    "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
 }
 
 _NOT_BUILT = {
@@ -182,4 +199,4 @@ _NOT_BUILT = {
     "trtllm": "TensorRT-LLM",
 }
 
-TABLE = Table(_KEYS, not_built=_NOT_BUILT, anywhere=frozenset({"_target_"}))
+TABLE = Table(_KEYS, not_built=_NOT_BUILT, marks=frozenset({"_target_"}))

@@ -12,26 +12,26 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
     """Keys that contradict each other, and keys that ask for what the others leave out."""
-    batch, mini = verl["data.train_batch_size"], verl[f"{ACTOR}.ppo_mini_batch_size"]
-    if verl.has(f"{ACTOR}.ppo_mini_batch_size") and (mini > batch or batch % mini):
+    mini_key = f"{ACTOR}.ppo_mini_batch_size"
+    batch, mini = verl["data.train_batch_size"], verl[mini_key]
+    if mini != verl.table.default_of(mini_key) and (mini > batch or batch % mini):
         yield Problem(
-            f"{ACTOR}.ppo_mini_batch_size",
+            mini_key,
             f"mini-batches of {mini} prompts",
             f"a step has {batch} (data.train_batch_size)",
             "make it a divisor of data.train_batch_size",
         )
     yield from _critic_follows(verl)
     yield from _model_conflicts(verl)
-    yield from _reward_manager_conflicts(verl)
     yield from _trainer_conflicts(verl, has_validation)
 
 
 def _model_conflicts(verl: Settings) -> Iterator[Problem]:
-    path, critic = verl["actor_rollout_ref.model.path"], verl.values.get("critic.model.path")
+    path, critic = verl["actor_rollout_ref.model.path"], verl["critic.model.path"]
     has_critic = verl["algorithm.adv_estimator"] == "gae"
     if not path:
         yield Problem("actor_rollout_ref.model.path", "a model", "nothing", "name a Hugging Face directory")
-    if critic is not None and critic != path and has_critic:
+    if critic not in (path, verl.table.default_of("critic.model.path")) and has_critic:
         yield Problem(
             "critic.model.path",
             repr(critic),
@@ -52,18 +52,6 @@ def _model_conflicts(verl: Settings) -> Iterator[Problem]:
             repr(tokenizer),
             f"the actor's model is {path!r}",
             "the reward model reads the policy's tokens: name the same, or leave it out",
-        )
-
-
-def _reward_manager_conflicts(verl: Settings) -> Iterator[Problem]:
-    keys = [f"{section}reward_manager{name}" for section in ("", "reward_model.") for name in ("", ".name")]
-    managers = {repr(verl.values[key]) for key in keys if verl.has(key)}
-    if len(managers) > 1:
-        yield Problem(
-            "reward_manager",
-            " and ".join(sorted(managers)),
-            "more than one reward manager is named",
-            "set reward_model.reward_manager or reward_manager.name alone, or the same in both",
         )
 
 

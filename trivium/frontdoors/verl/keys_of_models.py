@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
 CUT = "batches are cut by tokens, and the gradient does not depend on how"
 ENGINE = "tuning of an inference engine that is not the one used here"
 OFF = (None, False)
+_CHUNKS = "logits are always made in chunks"
+_PADDING = "sequences are always packed"
+_QAT = Restricted((None,), "quantisation-aware training is not built here: leave it out")
+_TOOLS = Restricted((None,), "tools are an environment: use a RunConfig with workflow.kind multi_turn")
+_REMOTE_CODE = Ignored("models and tokenizers have the classes that transformers ships")
+_SHM = Ignored("it only copies files")
 
 OPTIM: dict[str, Entry] = {
     "lr": Mapped("optimizer.lr"),
@@ -19,10 +27,11 @@ OPTIM: dict[str, Entry] = {
     "min_lr_ratio": Mapped("optimizer.min_lr_ratio", 0.0),
     "clip_grad": Mapped("train.max_grad_norm, where grad_clip is not set", 1.0),
     "num_cycles": Restricted((None, 0.5), "a cosine goes down once"),
+    "zero_indexed_step": Restricted((None, True), "the schedule counts steps from 0: leave it out"),
     "total_training_steps": Ignored("schedule.steps is the length of the learning rate's schedule"),
     "optimizer": Restricted((None, "AdamW"), "AdamW is the optimizer"),
     "optimizer_impl": Restricted((None, "torch.optim"), "AdamW of torch is the optimizer"),
-    "override_optimizer_config": Restricted((None, {}), "set the optimizer's own keys"),
+    "override_optimizer_config": Restricted(({},), "set the optimizer's own keys"),
 }
 
 FSDP: dict[str, Entry] = {
@@ -44,16 +53,19 @@ FSDP: dict[str, Entry] = {
     "full_determinism": Ignored("runs repeat bit for bit on one machine anyway"),
     "forward_only": Restricted(OFF, "leave it out"),
     "use_torch_compile": Ignored("models run as they are"),
-    "entropy_from_logits_with_chunking": Ignored("logits are always made in chunks"),
     "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
     "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "qat": _QAT,
+    "turbo_config": Ignored("settings of another backend's sharding"),
+    **ignored(_CHUNKS, "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"),
+    **ignored(_PADDING, "pad_to_length pad_to_length_bucket"),
     **ignored(
         "layers are sharded one by one",
         "wrap_policy wrap_policy.min_num_params",
     ),
     **ignored(
         "what torch does by default",
-        "reshard_after_forward forward_prefetch",
+        "reshard_after_forward forward_prefetch use_no_sync_for_gradient_accumulation",
     ),
     **ignored(
         CUT,
@@ -78,7 +90,9 @@ UPDATE: dict[str, Entry] = {
     "nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
     "use_prefix_grouper": Restricted(OFF, "leave it out"),
     "router_replay": Ignored("there is no routing to replay in dense models"),
-    "use_remove_padding": Ignored("sequences are always packed"),
+    "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
+    "use_remove_padding": Ignored(_PADDING),
+    "pad_to_length": Ignored(_PADDING),
     "use_fused_kernels": Ignored("log-probabilities never need the whole of the logits"),
     "load_weight": Restricted((None, True), "leave it out"),
     **ignored(
@@ -92,18 +106,18 @@ UPDATE: dict[str, Entry] = {
 ACTOR: dict[str, Entry] = {
     **UPDATE,
     "clip_ratio": Mapped("algorithm.policy_loss.clip_low and clip_high", 0.2),
-    "clip_ratio_low": Mapped("algorithm.policy_loss.clip_low"),
-    "clip_ratio_high": Mapped("algorithm.policy_loss.clip_high"),
+    "clip_ratio_low": Mapped("algorithm.policy_loss.clip_low", type=float),
+    "clip_ratio_high": Mapped("algorithm.policy_loss.clip_high", type=float),
     "clip_ratio_c": Mapped("algorithm.policy_loss.dual_clip", 3.0),
-    "tau_pos": Mapped("algorithm.policy_loss.tau_pos"),
-    "tau_neg": Mapped("algorithm.policy_loss.tau_neg"),
-    "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
+    "tau_pos": Mapped("algorithm.policy_loss.tau_pos", type=float),
+    "tau_neg": Mapped("algorithm.policy_loss.tau_neg", type=float),
     "policy_loss.loss_mode": Mapped("algorithm.policy_loss.kind", "vanilla"),
     "policy_loss.clip_cov_ratio": Mapped("algorithm.policy_loss.ratio (clip_cov)"),
     "policy_loss.clip_cov_lb": Mapped("algorithm.policy_loss.cov_low"),
     "policy_loss.clip_cov_ub": Mapped("algorithm.policy_loss.cov_high"),
     "policy_loss.kl_cov_ratio": Mapped("algorithm.policy_loss.ratio (kl_cov)"),
     "policy_loss.ppo_kl_coef": Mapped("algorithm.policy_loss.coef (kl_cov)"),
+    "policy_loss.dro_beta": Restricted((None,), "the loss that reads it is not built here: leave it out"),
     "entropy_coeff": Mapped("algorithm.entropy.coef", 0.0),
     "calculate_entropy": Ignored("the entropy is always logged"),
     "calculate_sum_pi_squared": Ignored("computed where the estimator reads it"),
@@ -114,10 +128,10 @@ ACTOR: dict[str, Entry] = {
     "use_rollout_log_probs": Mapped("algorithm.old_log_prob: rollout", False),
     "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
     "freeze_vision_tower": Ignored("there is no vision tower"),
-    "qat": Restricted((None, {}), "quantisation-aware training is not built here: leave it out"),
+    "qat": _QAT,
     **ignored(
-        "logits are always made in chunks",
-        "sum_pi_squared_checkpointing entropy_from_logits_with_chunking",
+        _CHUNKS,
+        "sum_pi_squared_checkpointing entropy_from_logits_with_chunking entropy_from_logits_chunk_size",
     ),
 }
 
@@ -133,20 +147,6 @@ CRITIC: dict[str, Entry] = {
     "grad_clip": Mapped("train.max_grad_norm: the actor's, or refused"),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel: the actor's, or refused"),
     "cliprange_value": Mapped("algorithm.critic.clip", 0.5),
-    "model.path": Mapped("the critic starts from the actor's backbone: must be the actor's path"),
-    "model.tokenizer_path": Ignored("RayPPOTrainer is given the tokenizer"),
-    "model.enable_gradient_checkpointing": Ignored("train.gradient_checkpointing holds for every role"),
-    "model.enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
-    "model.use_remove_padding": Ignored("sequences are always packed"),
-    "model.use_shm": Restricted(OFF, "leave it out"),
-    "model.external_lib": Restricted((None,), "import it in your script"),
-    "model.override_config": Restricted((None, {}), "change config.json of the model"),
-    "model.trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
-    "model.lora_rank": Restricted((None, 0), "the critic is trained whole"),
-    **ignored(
-        "the critic is trained whole",
-        "model.lora_alpha model.target_modules",
-    ),
 }
 
 REFERENCE: dict[str, Entry] = {
@@ -160,35 +160,54 @@ REFERENCE: dict[str, Entry] = {
         "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu",
         "ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing",
         "use_dynamic_bsz use_remove_padding use_fused_kernels nccl_timeout profiler router_replay",
+        "entropy_from_logits_chunk_size pad_to_length",
     ),
 }
 
 MODEL: dict[str, Entry] = {
-    "path": Mapped("model.path"),
+    "path": Mapped("model.path", type=Path),
     "hf_config_path": Restricted((None,), "config.json belongs into the model directory"),
     "tokenizer_path": Ignored("RayPPOTrainer is given the tokenizer"),
-    "use_shm": Restricted(OFF, "leave it out"),
-    "trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
+    "use_shm": _SHM,
+    "trust_remote_code": _REMOTE_CODE,
     "custom_chat_template": Restricted((None,), "set the template in the tokenizer that is passed"),
     "external_lib": Restricted((None,), "import it in your script"),
-    "override_config": Restricted((None, {}), "change config.json of the model"),
+    "override_config": Restricted(({},), "change config.json of the model"),
+    **{
+        f"override_config.{name}": Restricted((None,), "models are trained without dropout: leave it out")
+        for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+    },
+    "override_config.use_cache": Ignored("the rollout engine alone has a cache"),
     "enable_gradient_checkpointing": Mapped("train.gradient_checkpointing", True),
     "gradient_checkpointing_kwargs": Ignored("layers are computed again, without reentrant autograd"),
     "enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
-    "use_remove_padding": Ignored("sequences are always packed"),
+    "use_remove_padding": Ignored(_PADDING),
     "lora_rank": Mapped("train.lora.rank", 0),
     "lora_alpha": Mapped("train.lora.alpha", 16),
-    "target_modules": Mapped("train.lora.targets", "all-linear"),
+    "target_modules": Mapped("train.lora.targets", "all-linear", type=object),
     "exclude_modules": Restricted((None,), "name what is adapted in target_modules"),
     "lora_adapter_path": Restricted((None,), "merge the adapter into the model directory first"),
-    "lora": Restricted((None, {}), "that is for Megatron, which is not built here: set lora_rank and lora_alpha"),
+    "lora": Restricted(
+        (None,), "that is for Megatron, which is not built here: set lora_rank and lora_alpha", switch="rank"
+    ),
     "use_liger": Restricted(OFF, "Liger kernels are not built here: leave it out"),
     "tiled_mlp": Ignored("activations are bounded by train.max_tokens_per_micro_batch"),
-    "mtp": Ignored("multi-token heads are not trained"),
+    "mtp": Restricted((None,), "multi-token heads are not trained: leave it out"),
     **ignored(
         "log-probabilities never need the whole of the logits",
         "use_fused_kernels fused_kernel_options",
     ),
+}
+
+CRITIC_MODEL: dict[str, Entry] = {
+    **MODEL,
+    "path": Mapped(
+        "the critic starts from the actor's backbone: must be the actor's path", "~/models/deepseek-llm-7b-chat", Path
+    ),
+    "enable_gradient_checkpointing": Ignored("train.gradient_checkpointing holds for every role"),
+    "lora_rank": Restricted((None, 0), "the critic is trained whole"),
+    "lora": Restricted((None,), "the critic is trained whole", switch="rank"),
+    **ignored("the critic is trained whole", "lora_alpha target_modules exclude_modules"),
 }
 
 VAL: dict[str, Entry] = {
@@ -211,8 +230,8 @@ ROLLOUT: dict[str, Entry] = {
     "do_sample": Restricted((None, True), "training samples"),
     "prompt_length": Ignored("data.max_prompt_length sets it"),
     "response_length": Ignored("data.max_response_length sets it"),
-    "max_model_len": Mapped("engine.max_context"),
-    "max_num_seqs": Mapped("engine.max_rows"),
+    "max_model_len": Mapped("engine.max_context", type=int),
+    "max_num_seqs": Mapped("engine.max_rows", type=int),
     "dtype": Mapped("engine.dtype"),
     "seed": Ignored("run.seed is the seed of everything"),
     "ignore_eos": Restricted(OFF, "leave it out"),
@@ -227,8 +246,19 @@ ROLLOUT: dict[str, Entry] = {
     "calculate_log_probs": Ignored("the engine's log-probabilities are always recorded"),
     "update_weights_bucket_megabytes": Ignored("weights travel in parts of bounded size"),
     "multi_turn.enable": Restricted(OFF, "several turns are a workflow: use a RunConfig with workflow.kind multi_turn"),
+    "multi_turn.tool_config_path": _TOOLS,
+    "multi_turn.function_tool_path": _TOOLS,
+    "multi_turn.interaction_config_path": _TOOLS,
     "multi_turn": Ignored("off"),
+    "chat_scheduler": _TOOLS,
+    "agent.agent_loop_config_path": _TOOLS,
+    "agent.agent_loop_manager_class": _TOOLS,
+    "agent.custom_async_server": Restricted((None,), "use an engine by path in a RunConfig: engine.kind"),
+    "agent.default_agent_loop": Restricted((None, "single_turn_agent"), "use a RunConfig with workflow.kind"),
     "agent": Ignored("the rollouts of a batch are requested all at once"),
+    "disaggregation": Restricted((None,), "one engine both reads the prompt and samples: leave it out"),
+    "full_determinism": Ignored("runs repeat bit for bit on one machine anyway"),
+    "qat": _QAT,
     "checkpoint_engine": Ignored("sync.method carries the weights"),
     "trace": Ignored("rollouts are journaled whole in the run directory"),
     "prometheus": Ignored("use the monitors"),
@@ -236,13 +266,15 @@ ROLLOUT: dict[str, Entry] = {
         (None,), "leave it out: quantised engines need vLLM or SGLang, which are not built here"
     ),
     "skip_rollout": Restricted(OFF, "use buffer.kind recorded in a RunConfig"),
+    "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
     **ignored(
         ENGINE,
         "gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine",
         "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching disable_log_stats",
         "scheduling_policy logprobs_mode engine_kwargs enable_rollout_routing_replay enable_sleep_mode",
         "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
-        "multi_stage_wake_up skip_dump_dir nnodes n_gpus_per_node layer_name_map mtp limit_images",
+        "multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
+        "nnodes n_gpus_per_node layer_name_map mtp limit_images",
     ),
     **ignored(
         CUT,

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
+from collections.abc import Iterable
+from pathlib import Path
+
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored, under
 from trivium.frontdoors.verl.keys_of_models import CUT, OFF
 
-MANAGER: dict[str, Entry] = {
-    "reward_manager": Mapped("rewards.load_reward_manager, where no reward_fn is passed: its name"),
-    "reward_manager.name": Mapped("rewards.load_reward_manager: the manager's name"),
-    "reward_manager.source": Restricted((None, "register", "importlib"), "set register, or importlib and module.path"),
-    "reward_manager.module.path": Mapped("rewards.load_reward_manager: the manager's file or package"),
-    "reward_manager.module.name": Ignored("modules go by their paths"),
+_MANAGER: dict[str, Entry] = {
+    "name": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the manager's name", "naive"),
+    "source": Restricted((None, "register", "importlib"), "set register, or importlib and module.path"),
+    "module.path": Mapped("rewards.load_reward_manager: the manager's file or package", type=Path),
+    "module.name": Ignored("modules go by their paths"),
 }
 
-SANDBOX: dict[str, Entry] = {
+_SANDBOX: dict[str, Entry] = {
     "url": Restricted((None, ""), "programs run in a sandbox on this machine (docs/extend-rewards.md): leave it out"),
     "max_concurrent": Ignored("programs run on this machine, reward_kwargs.workers at a time"),
+    "memory_limit_mb": Mapped("the memory of a program that is scored, in MiB", 1024),
 }
+
+_SCORER: dict[str, Entry] = {
+    "path": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the scorer", type=Path),
+    "name": Mapped("the scorer's name in that file", "compute_score"),
+    "reward_kwargs": Mapped("further arguments of the scorer", type=dict),
+}
+
+
+def _moved(prefix: str, entries: Iterable[str], to: str) -> dict[str, Entry]:
+    """The keys of a section that has another place in another version."""
+    return {f"{prefix}.{name}": Moved(f"{to}.{name}") for name in entries}
+
 
 WHOLE = "the reward model is whole on every rank"
 
-REWARD_MODEL: dict[str, Entry] = {
+_REWARD_MODEL: dict[str, Entry] = {
     "enable": Mapped("whether Role.RewardModel must be mapped", False),
     "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
-    "model.path": Mapped("the model of Role.RewardModel"),
-    "model.input_tokenizer": Mapped("the reward model reads the policy's tokens: the actor's path, or refused"),
-    "model.use_shm": Restricted(OFF, "leave it out"),
+    "model.path": Mapped("the model of Role.RewardModel", type=Path),
+    "model.input_tokenizer": Mapped(
+        "the reward model reads the policy's tokens: the actor's path, or refused", type=Path
+    ),
+    "model.use_shm": Ignored("it only copies files"),
     "model.external_lib": Restricted((None,), "import it in your script"),
-    "model.override_config": Restricted((None, {}), "change config.json of the model"),
-    "model.trust_remote_code": Restricted(OFF, "use a model class that transformers ships"),
+    "model.override_config": Restricted(({},), "change config.json of the model"),
+    "model.trust_remote_code": Ignored("models have the classes that transformers ships"),
     "model.use_remove_padding": Ignored("sequences are always packed"),
     "model.use_fused_kernels": Ignored("a reward model makes no logits"),
     "megatron": Ignored("Megatron is not built here; reward_model.strategy must be fsdp or fsdp2"),
@@ -50,5 +67,26 @@ REWARD_MODEL: dict[str, Entry] = {
         CUT,
         "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu",
     ),
-    **MANAGER,
+}
+
+REWARDS: dict[str, Entry] = {
+    **under("reward_model", _REWARD_MODEL),
+    **under("reward_manager", _MANAGER),
+    "reward_manager": Moved("reward_manager.name"),
+    "reward_model.reward_manager": Moved("reward_manager.name"),
+    **_moved("reward_model.reward_manager", _MANAGER, "reward_manager"),
+    **_moved("reward.reward_manager", _MANAGER, "reward_manager"),
+    **under("custom_reward_function", _SCORER),
+    **_moved("reward.custom_reward_function", _SCORER, "custom_reward_function"),
+    **under("reward_model.sandbox_fusion", _SANDBOX),
+    **_moved("reward.sandbox_fusion", _SANDBOX, "reward_model.sandbox_fusion"),
+    **_moved("sandbox_fusion", _SANDBOX, "reward_model.sandbox_fusion"),
+    "reward.reward_kwargs": Moved("reward_model.reward_kwargs"),
+    "reward.num_workers": Moved("reward_model.num_workers"),
+    "reward.reward_model.model_path": Moved("reward_model.model.path"),
+    **_moved(
+        "reward.reward_model",
+        ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout"),
+        "reward_model",
+    ),
 }

@@ -12,6 +12,7 @@ import torch
 
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
+from trivium.frontdoors.tables import refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.prompts import CutRenderer
@@ -78,6 +79,12 @@ class RunSetup:
             reference_in_actor=getattr(config.train, "lora", None) is not None,
             reward_model=bool(self.verl["reward_model.enable"]) or self.reward_model is not None,
         )
+
+    def check_machine(self) -> None:
+        """Raises ConfigError for a monitor that cannot log from here."""
+        config = self.run_config
+        numbered = enumerate(config.monitors)
+        refuse([p for n, monitor in numbered for p in monitor.machine_problems(config, f"monitors[{n}]")])
 
     # ------------------------------------------------------------------ the RunConfig
 
@@ -218,9 +225,10 @@ class RunSetup:
 
     def _device(self) -> str:
         """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there, and for other devices."""
-        name = self.device_name or self.verl["trainer.device"]
-        if name is None and self.from_run_config:
-            name = getattr(self.config.train, "device", "auto")
+        name = self.device_name
+        if name is None:
+            name = getattr(self.config.train, "device", "auto") if self.from_run_config else self.verl["trainer.device"]
+            name = "auto" if name == "cuda" and not self.from_run_config else name  # the original's default
         if name in (None, "auto"):
             return "cuda" if torch.cuda.is_available() else "cpu"
         name = name.partition(":")[0]  # a worker finds its own among those that Ray gives it

@@ -174,9 +174,10 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Reserves the pools, starts the worker groups and loads their models: critic, reference, reward model, actor
-        and its rollout engine. Raises ConfigError where the cluster has too few CPUs or GPUs."""
+        and its rollout engine. Raises ConfigError where the cluster has too few CPUs or GPUs, or a monitor no key."""
         if self._groups:
             raise TriviumError("init_workers()", "the workers are there already", "call it once, or shutdown() first")
+        self._setup.check_machine()
         run_dir = Path(self.run_config.run.dir).resolve()
         run_dir.mkdir(parents=True, exist_ok=True)
         connect(self._verl["ray_kwargs"] or {}, self._verl["ray_init"] or {})
