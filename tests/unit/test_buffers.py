@@ -11,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 
 from trivium.board import MemoryBoard
 from trivium.buffers.files import FileBuffer
-from trivium.buffers.journal import Journal, decode_group, encode_group
+from trivium.buffers.journal import Journal, decode_group, encode_group, read_record, read_recorded
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.slots import retried
 from trivium.engines.scripted import ScriptedEngine
@@ -89,6 +90,60 @@ def test_a_group_survives_the_journal_whole() -> None:
         for name in ("prompt_tokens", "tokens", "log_prob", "policy_version"):
             assert getattr(x, name).dtype == getattr(y, name).dtype
             np.testing.assert_array_equal(getattr(x, name), getattr(y, name))
+
+
+def with_media(slot: int, *media: Media) -> Group:
+    """A group whose task and turns have these media."""
+    plain = group(slot)
+    turns = (dataclasses.replace(turn, media=tuple(m.at(0, 1) for m in media)) for turn in plain.trajectories[0].turns)
+    members = (dataclasses.replace(plain.trajectories[0], turns=tuple(turns)), *plain.trajectories[1:])
+    return dataclasses.replace(plain, task=Task("t", (Message("user", "x", media),)), trajectories=members)
+
+
+def test_media_are_stored_once_and_records_hold_their_hashes(tmp_path: Path) -> None:
+    first, second = Media("image/png", b"one picture" * 50), Media("image/png", b"another picture" * 50)
+    folder = tmp_path / "rollouts" / "media"
+    for stage in (0, 1):
+        journal = Journal(tmp_path / "rollouts" / f"stage-{stage}")
+        journal.append(1, with_media(0, first))
+        journal.append(1, with_media(1, first, second))
+        (file,) = journal.directory.glob("*.msgpack")
+        assert b"picture" not in file.read_bytes()
+        read = list(journal.read(after_step=0))
+        assert all(same(a, b) for a, b in zip(read, [with_media(0, first), with_media(1, first, second)], strict=True))
+        assert [[m.data for m in t.media] for g in read for t in g.trajectories[0].turns[:1]] == [
+            [first.data],
+            [first.data, second.data],
+        ]
+        (_, handles), _ = read_recorded(file)
+        assert handles.task.prompt[0].media == (first,)
+        assert handles.task.prompt[0].media[0].data == b""
+        assert read_record(file, 0).task.prompt[0].media[0].data == first.data
+        journal.strike(0, lambda each: each.slot == 0)
+        assert [m.data for m in next(journal.read(0)).task.prompt[0].media] == [first.data, second.data]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([first.sha256, second.sha256])
+
+
+def test_media_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
+    media, journal = Media("image/png", b"one picture"), Journal(tmp_path / "stage-0")
+    journal.append(1, with_media(0, media))
+    path = tmp_path / "media" / media.sha256
+    path.write_bytes(b"two pictures")
+    with pytest.raises(DataError, match=r"bytes are not the ones of its hash(.|\n)*restore the file"):
+        list(Journal(tmp_path / "stage-0").read(0))
+    path.unlink()
+    with pytest.raises(DataError, match=f"{media.sha256}(.|\n)*no such file"):
+        list(Journal(tmp_path / "stage-0").read(0))
+    with pytest.raises(DataError, match="store the media"):  # known by its hash alone
+        journal.append(1, with_media(1, Media("image/png", b"", None, media.sha256)))
+
+
+def test_a_journal_with_the_bytes_in_its_records_is_still_read(tmp_path: Path) -> None:
+    media = Media("image/png", b"one picture", (3, 4))
+    record = msgpack.unpackb(encode_group(with_media(0, media)))
+    for turn in record["trajectories"][0]["turns"]:
+        turn[6] = [{"mime": "image/png", "data": b"one picture", "span": [3, 4]}]
+    assert next(iter(decode_group(msgpack.packb(record) or b"").turns())).media == (media,)
 
 
 def test_a_column_that_is_no_json_value_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trivium.errors import ConfigError, DataError, RunDirError
 from trivium.runtime.launch import run
 from trivium.runtime.rollout_view import decoder, json_of, rollouts_of, text_of
 from trivium.schedule import Schedule
-from trivium.types import Batch, Failure, Group, Message, StopReason, Task, Trajectory, Turn, experiences_of
+from trivium.types import Batch, Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn, experiences_of
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 CONFIG: dict[str, Any] = {
@@ -173,6 +173,22 @@ def test_several_sequences_failures_and_greedy_rollouts_keep_their_places(tmp_pa
     assert [(each["context"], each["rewritten"]) for each in turns] == [("1", False), ("5", False), ("7", True)]
     assert r"a\x1b[31m" in text_of(first, str, tokens=False)  # nothing that a terminal would act on
     assert "failed: reward: KeyError: 'gone'" in text_of(second, str, tokens=True)
+
+
+def test_pictures_are_shown_by_where_they_are_stored(tmp_path: Path) -> None:
+    picture = Media("image/png", b"one picture")
+    asked = replace(turn([1, 5], [2]), media=(picture.at(1, 2),))
+    answered = replace(turn([1, 5, 2, 5], [3]), media=(picture.at(1, 2), picture.at(3, 4)))
+    task = Task("task-0", (Message("user", "look", (picture,)),))
+    journal(tmp_path, "step-000001", replace(group(0, Trajectory(0, (asked, answered), {"r": 1.0})), task=task))
+    (rollout,) = read_rollouts(tmp_path)
+    shown = json_of(rollout, str)
+    assert [(message["content"], message["media"][0]["sha256"]) for message in shown["prompt"]] == [
+        ("look", picture.sha256)
+    ]
+    assert [[item["span"] for item in each["media"]] for each in shown["turns"]] == [[[1, 2]], [[3, 4]]]
+    assert f"image/png at tokens 3 to 4: media/{picture.sha256}" in text_of(rollout, str, tokens=False)
+    assert (tmp_path / "rollouts" / "media" / picture.sha256).read_bytes() == picture.data
 
 
 def test_a_run_in_progress_is_read_and_a_damaged_file_is_not(tmp_path: Path) -> None:

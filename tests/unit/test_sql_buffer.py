@@ -27,7 +27,7 @@ from trivium.config import config_from_mapping, plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
 from trivium.runtime.launch import run
 from trivium.schedule import Schedule
-from trivium.types import SERVED, Lease, Message, Task
+from trivium.types import SERVED, Group, Lease, Media, Message, Task
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ async def played(buffer: SqlBuffer, number: int, owner: str = "e") -> None:
 
 # --------------------------------------------------------------------------- damaged rows
 
+PICTURE = Media("image/png", b"the bytes of a picture")
 STORED = "the stored group of slot 1, attempt 0, of the buffer run/stage-0"
 
 
@@ -99,6 +100,26 @@ async def test_a_damaged_row_is_refused_and_rolled_out_again_by_the_same_command
     assert "slot 1 is rolled out again" in caplog.text
     await played(again, 1)
     assert [group.slot for group in await again.take(2, 0)] == [0, 1]
+
+
+async def test_media_are_one_row_each_and_reach_another_process(url: str, tmp_path: Path) -> None:
+    def pictured(lease: Lease) -> Group:
+        group = make_group(lease)
+        turns = tuple(replace(turn, media=(PICTURE.at(0, 1),)) for turn in group.trajectories[0].turns)
+        return replace(group, trajectories=(replace(group.trajectories[0], turns=turns), *group.trajectories[1:]))
+
+    trainer, explorer = await opened(url, tmp_path), make_end(url, make_schedule(), tmp_path)
+    await explorer.advance("e", 0)
+    for _ in range(2):
+        await explorer.put("e", pictured(await leased(explorer)))
+    rows = Database(url).read(lambda connection: connection.execute(sa.text("select data from trivium_media")).all())
+    assert [row.data for row in rows] == [PICTURE.data]
+    assert PICTURE.data not in payload_of(url, 0)
+    groups = await trainer.take(2, 0)
+    assert {m.data for group in groups for turn in group.trajectories[0].turns for m in turn.media} == {PICTURE.data}
+    changed(url, sa.text("delete from trivium_media"))
+    with pytest.raises(DataError, match=r"the media (.|\n)*no such row"):
+        await make_end(url, make_schedule(), tmp_path).taken_groups([0])
 
 
 async def test_a_group_of_another_buffer_is_refused(url: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trivium.types import (
     Failure,
     Group,
     Media,
+    Prompt,
     StopReason,
     Task,
     Trajectory,
@@ -72,6 +73,32 @@ def test_a_turn_that_rewrites_history_starts_another_experience(rewritten: list[
     made = experiences_of(group(trajectory), trajectory)
     assert [e.tokens.tolist() for e in made] == [[1, 2, 3], [*(rewritten or [50]), 4]]
     assert sum(e.num_response_tokens for e in made) == trajectory.num_tokens
+
+
+def test_another_picture_at_the_same_tokens_rewrites_history() -> None:
+    one, other = Media("image/png", b"one"), Media("image/png", b"other")
+    first = replace(turn([1, 5], [2]), media=(one.at(1, 2),))
+    second = replace(turn([1, 5, 2, 5], [3]), media=(one.at(1, 2), other.at(3, 4)))
+    same = Trajectory(0, (first, second))
+    (made,) = experiences_of(group(same), same)
+    assert made.media == second.media
+    for media in ((other.at(1, 2), other.at(3, 4)), (one.at(3, 4),), (one.at(1, 2), other.at(2, 3))):
+        trajectory = Trajectory(0, (first, replace(second, media=media)))
+        assert [e.tokens.tolist() for e in experiences_of(group(trajectory), trajectory)] == [
+            [1, 5, 2],
+            [1, 5, 2, 5, 3],
+        ]
+
+
+def test_prompts_are_joined_with_their_media() -> None:
+    media = Media("image/png", b"one")
+    first = Prompt(np.array([1, 7, 7, 2]), (media.at(1, 3),), np.array([1, 7, 2]))
+    plain = Prompt(np.array([3]))
+    assert plain.then(plain).unexpanded.tolist() == [3, 3]
+    both = first.then(plain).then(first)
+    assert both.tokens.tolist() == [1, 7, 7, 2, 3, 1, 7, 7, 2]
+    assert both.unexpanded.tolist() == [1, 7, 2, 3, 1, 7, 2]
+    assert [item.span for item in both.media] == [(1, 3), (6, 8)]
 
 
 def test_a_third_turn_may_continue_the_rewritten_history() -> None:

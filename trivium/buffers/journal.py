@@ -1,7 +1,8 @@
 """The journal: every finished group is on disk before it counts, so that a killed run loses no rollout.
 
 One append-only file per train step under `rollouts/`. A record is length, CRC-32 and msgpack. A torn tail (the process
-died while it wrote) is detected and truncated; its slot is leased again.
+died while it wrote) is detected and truncated; its slot is leased again. Media are files of their own, which records
+refer to by hash.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from trivium.buffers.media import MediaFiles, MediaStore
 from trivium.checkpoint.atomic import atomic_write, writing
 from trivium.errors import DataError
 from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Task, Trajectory, Turn
@@ -25,6 +26,8 @@ from trivium.types import Failure, Group, Lease, Media, Message, StopReason, Tas
 _log = logging.getLogger("trivium")
 _HEADER = struct.Struct("<II")
 _FAILED = "failed-from"
+_PackMedia = Callable[[Iterable[Media]], list[dict[str, Any]]]
+_UnpackMedia = Callable[[Iterable[dict[str, Any]]], tuple[Media, ...]]
 _STORED = "run the same command again: what was not trained on yet is rolled out anew"
 
 
@@ -33,11 +36,12 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._media = MediaFiles.beside(directory)
         directory.mkdir(parents=True, exist_ok=True)
 
     def append(self, step: int, group: Group) -> None:
         """Hands the group to the operating system: it survives the death of this process."""
-        record = _record(group)
+        record = _record(group, self._media)
         path = self._path(step)
         with writing(path), open(path, "ab") as file:  # buffered: written whole, or raises
             file.write(record)
@@ -99,7 +103,7 @@ class Journal:
     def _read_file(self, path: Path) -> Iterator[Group]:
         data, end = path.read_bytes(), 0
         for offset, payload in whole_records(data):
-            yield _decoded(path, offset, payload, f"remove {path}: what it held is rolled out again")
+            yield _decoded(path, offset, payload, f"remove {path}: what it held is rolled out again", self._media)
             end = offset + _HEADER.size + len(payload)
         if end < len(data):
             _log.warning(
@@ -120,15 +124,16 @@ def write_groups(path: Path, groups: Iterable[Group]) -> None:
 
 
 def _replace(path: Path, groups: Iterable[Group]) -> None:
-    staging = path.with_name(f".{path.name}.writing")
+    staging, media = path.with_name(f".{path.name}.writing"), MediaFiles.beside(path.parent)
     with writing(path):
         with open(staging, "wb") as file:
-            file.writelines(map(_record, groups))
+            file.writelines(_record(group, media) for group in groups)
         staging.replace(path)
 
 
 def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
-    """(offset, group) of each record in another run's file, which is not changed; a torn tail is skipped.
+    """(offset, group) of each record in another run's file, which is not changed; a torn tail is skipped. Media have
+    their hashes, and no bytes.
 
     Raises DataError for a file that is no journal, or is damaged.
     """
@@ -149,7 +154,7 @@ def read_record(path: Path, offset: int) -> Group:
         header = file.read(_HEADER.size)
         record = header + file.read(_header(header, 0)[0])
     for _, payload in whole_records(record):
-        return _decoded(path, offset, payload)
+        return _decoded(path, offset, payload, store=MediaFiles.beside(path.parent))
     raise _damaged(path, offset, "the file has changed since it was opened")
 
 
@@ -177,9 +182,11 @@ _RECORDED = (
 )
 
 
-def _decoded(path: Path, offset: int, payload: bytes, do: str = _RECORDED) -> Group:
+def _decoded(path: Path, offset: int, payload: bytes, do: str = _RECORDED, store: MediaStore | None = None) -> Group:
     try:
-        return decode_group(payload)
+        return decode_group(payload, store)
+    except DataError as error:
+        raise DataError(error.asked, error.found, f"{error.do}; or {do}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # msgpack's own errors are ValueErrors
         raise _damaged(path, offset, f"it holds no group ({type(error).__name__}: {error})", do) from error
 
@@ -188,19 +195,21 @@ def _damaged(path: Path, offset: int, problem: str, do: str = _RECORDED) -> Data
     return DataError(f"the recorded group at byte {offset} of {path}", problem, do)
 
 
-def _record(group: Group) -> bytes:
-    payload = encode_group(group)
+def _record(group: Group, store: MediaStore) -> bytes:
+    payload = encode_group(group, store)
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def stored_record(group: Group, buffer: str) -> bytes:
+def stored_record(group: Group, buffer: str, store: MediaStore) -> bytes:
     """A group as a row of a database: a record as in a file, whose checksum also covers the buffer's name."""
-    payload = encode_group(group)
+    payload = encode_group(group, store)
     return _HEADER.pack(len(payload), zlib.crc32(payload, zlib.crc32(buffer.encode()))) + payload
 
 
-def read_stored(record: bytes, buffer: str, lease: Lease) -> Group:
+def read_stored(record: bytes, buffer: str, lease: Lease, store: MediaStore | None = None) -> Group:
     """The group of a row. Raises DataError where it is not the one that was stored there.
+
+    Without a store, media have their hashes, and no bytes.
 
     A row without a checksum, as they were at first, is msgpack alone: a map, which begins with another byte than the
     size of a record could.
@@ -213,7 +222,9 @@ def read_stored(record: bytes, buffer: str, lease: Lease) -> Group:
     elif zlib.crc32(payload, zlib.crc32(buffer.encode())) != crc:
         raise DataError(place, "its bytes are not the ones that were written", _STORED)
     try:
-        group = decode_group(payload)
+        group = decode_group(payload, store)
+    except DataError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DataError(place, f"it holds no group ({type(error).__name__}: {error})", _STORED) from error
     if Lease(group.slot, group.attempt) != lease:
@@ -221,8 +232,18 @@ def read_stored(record: bytes, buffer: str, lease: Lease) -> Group:
     return group
 
 
-def encode_group(group: Group) -> bytes:
-    """A group as msgpack: arrays as little-endian bytes, nothing pickled."""
+def encode_group(group: Group, store: MediaStore | None = None) -> bytes:
+    """A group as msgpack: arrays as little-endian bytes, nothing pickled. The store keeps its media; without one, their
+    bytes are part of it."""
+
+    def pack_media(items: Iterable[Media]) -> list[dict[str, Any]]:
+        return [_pack_media(item, store) for item in items]
+
+    task = group.task
+    prompt = [
+        {"role": message.role, "content": message.content, "media": pack_media(message.media)}
+        for message in task.prompt
+    ]
     try:
         packed = msgpack.packb(
             {
@@ -231,9 +252,14 @@ def encode_group(group: Group) -> bytes:
                 "attempt": group.attempt,
                 "version": group.version,
                 "dropped": group.dropped,
-                "task": {**asdict(group.task), "columns": dict(group.task.columns)},
-                "trajectories": [_pack_trajectory(trajectory) for trajectory in group.trajectories],
-                "greedy": None if group.greedy is None else _pack_trajectory(group.greedy),
+                "task": {
+                    "task_id": task.task_id,
+                    "prompt": prompt,
+                    "columns": dict(task.columns),
+                    "taskset": task.taskset,
+                },
+                "trajectories": [_pack_trajectory(trajectory, pack_media) for trajectory in group.trajectories],
+                "greedy": None if group.greedy is None else _pack_trajectory(group.greedy, pack_media),
             }
         )
     except (TypeError, ValueError, OverflowError) as error:
@@ -246,28 +272,34 @@ def encode_group(group: Group) -> bytes:
     return packed
 
 
-def decode_group(payload: bytes) -> Group:
-    """The inverse of `encode_group`."""
+def decode_group(payload: bytes, store: MediaStore | None = None) -> Group:
+    """The inverse of `encode_group`. Without a store, media that it kept have no bytes."""
+
+    def unpack_media(items: Iterable[dict[str, Any]]) -> tuple[Media, ...]:
+        return tuple(_unpack_media(item, store) for item in items)
+
     data: dict[str, Any] = msgpack.unpackb(payload, strict_map_key=False)
     task = data["task"]
-    prompt = tuple(_unpack_message(message) for message in task["prompt"])
+    prompt = tuple(
+        Message(message["role"], message["content"], unpack_media(message["media"])) for message in task["prompt"]
+    )
     return Group(
         slot=data["slot"],
         task=Task(task["task_id"], prompt, task["columns"], task["taskset"]),
-        trajectories=tuple(_unpack_trajectory(item) for item in data["trajectories"]),
+        trajectories=tuple(_unpack_trajectory(item, unpack_media) for item in data["trajectories"]),
         epoch=data["epoch"],
         attempt=data["attempt"],
         version=data["version"],
-        greedy=None if data["greedy"] is None else _unpack_trajectory(data["greedy"]),
+        greedy=None if data["greedy"] is None else _unpack_trajectory(data["greedy"], unpack_media),
         dropped=data["dropped"],
     )
 
 
-def _pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+def _pack_trajectory(trajectory: Trajectory, pack_media: _PackMedia) -> dict[str, Any]:
     failure = trajectory.failure
     return {
         "index": trajectory.index,
-        "turns": [_pack_turn(turn) for turn in trajectory.turns],
+        "turns": [_pack_turn(turn, pack_media) for turn in trajectory.turns],
         "rewards": dict(trajectory.rewards),
         "failure": None if failure is None else [failure.side, failure.kind, failure.message],
         "metrics": dict(trajectory.metrics),
@@ -275,19 +307,19 @@ def _pack_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _unpack_trajectory(data: dict[str, Any]) -> Trajectory:
+def _unpack_trajectory(data: dict[str, Any], unpack_media: _UnpackMedia) -> Trajectory:
     failure = None if data["failure"] is None else Failure(*data["failure"], cause=data.get("cause", ""))
-    turns = tuple(_unpack_turn(turn) for turn in data["turns"])
+    turns = tuple(_unpack_turn(turn, unpack_media) for turn in data["turns"])
     return Trajectory(data["index"], turns, data["rewards"], failure, data["metrics"])
 
 
-def _pack_turn(turn: Turn) -> list[Any]:
+def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
     arrays = (turn.prompt_tokens, turn.tokens, turn.log_prob, turn.policy_version)
-    media = [asdict(item) for item in turn.media]
+    media = pack_media(turn.media)
     return [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
 
 
-def _unpack_turn(data: list[Any]) -> Turn:
+def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
     prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state = data
     return Turn(
         np.frombuffer(prompt_tokens, np.int32),
@@ -296,18 +328,22 @@ def _unpack_turn(data: list[Any]) -> Turn:
         np.frombuffer(policy_version, np.int32),
         StopReason(stop_reason),
         text,
-        _unpack_media(media),
+        unpack_media(media),
         reward,
         state,
     )
 
 
-def _unpack_message(data: dict[str, Any]) -> Message:
-    return Message(data["role"], data["content"], _unpack_media(data["media"]))
+def _pack_media(item: Media, store: MediaStore | None) -> dict[str, Any]:
+    about = {"mime": item.mime, "sha256": item.sha256, "span": item.span}
+    if store is None:
+        return {**about, "data": item.data}
+    store.keep(item)
+    return about
 
 
-def _unpack_media(items: list[dict[str, Any]]) -> tuple[Media, ...]:
-    return tuple(
-        Media(item["mime"], item["data"], None if item["span"] is None else (item["span"][0], item["span"][1]))
-        for item in items
-    )
+def _unpack_media(item: dict[str, Any], store: MediaStore | None) -> Media:
+    span = None if item["span"] is None else (item["span"][0], item["span"][1])
+    sha256 = item.get("sha256", "")  # records had the bytes alone at first
+    data = item["data"] if "data" in item else b"" if store is None else store.load(sha256)
+    return Media(item["mime"], data, span, sha256)

@@ -225,5 +225,9 @@ def _std(rewards: Sequence[float]) -> float:
 
 
 def _tokens(member: Trajectory) -> tuple[bytes, ...]:
-    """The prompt tokens and tokens of every turn."""
-    return tuple(array.tobytes() for turn in member.turns for array in (turn.prompt_tokens, turn.tokens))
+    """The prompt tokens, media and tokens of every turn."""
+    return tuple(
+        part
+        for turn in member.turns
+        for part in (turn.prompt_tokens.tobytes(), *(m.sha256.encode() for m in turn.media), turn.tokens.tobytes())
+    )

@@ -22,6 +22,7 @@ from trivium.board import SharedBoard
 from trivium.buffers.database import Database, SqlTable, located, pause
 from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slots import COUNTERS, waiting_drain, waiting_explorer, waiting_trainer
+from trivium.buffers.sql_media import MEDIA_TABLES, MediaRows
 from trivium.buffers.sql_slots import BUFFERS, CALLS, RUNS, TABLES, Slots, SlotState, forget
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig, RunConfig, config_path, free
@@ -82,6 +83,8 @@ class SqlBuffer:
         self._rollouts, self._name, self._overwrite = rollouts, name, config.overwrite
         self._database = Database(config.url, patience_s=config.patience_s)
         self._database.create(TABLES)
+        self._database.create(MEDIA_TABLES)
+        self._media = MediaRows(self._database, name)
         self._session: str | None = None
         """Which `restore` of the trainer this buffer belongs to; None until that is known."""
         self._idle: list[str] = []
@@ -100,6 +103,7 @@ class SqlBuffer:
         """
         database = Database(config.url, patience_s=config.patience_s)
         database.create(TABLES)
+        database.create(MEDIA_TABLES)
         place = f"{socket.gethostname()}:{run_dir.resolve()}"
         mine = {"name": name, "run": _run_id(run_dir / "rollouts"), "place": place}
 
@@ -124,21 +128,21 @@ class SqlBuffer:
 
         if not wait:
             answer = await self._change(lambda slots: slots.lease(owner), undo=undo)
-            return None if answer is None else _lease(answer, self._name)
+            return None if answer is None else await self._lease(answer)
         answer = await self._when(
             lambda slots: slots.admits(owner),
             lambda slots: slots.lease(owner),
             lambda slots: waiting_explorer(owner, slots.loaded(owner), slots.free_slot()),
             undo=undo,
         )
-        return _lease(answer, self._name)
+        return await self._lease(answer)
 
     async def put(self, owner: str, group: Group) -> None:
         if "\0" in group.task.task_id + group.task.taskset:
             raise DataError(
                 "a task id without NUL characters", repr(group.task.task_id), "have the task source leave them out"
             )
-        payload = await asyncio.to_thread(stored_record, group, self._name)
+        payload = await asyncio.to_thread(stored_record, group, self._name, self._media)
         await self._change(lambda slots: slots.put(owner, group, payload), joins=True)
 
     async def release(self, owner: str) -> int:
@@ -235,6 +239,7 @@ class SqlBuffer:
             self._save(connection, slots)
 
         await asyncio.to_thread(self._database.transact, work)
+        self._media.forget()
         self._session = session  # not before it is committed: explorers of this process look at the same moment
 
     async def close(self) -> None:
@@ -316,11 +321,20 @@ class SqlBuffer:
 
         return await asyncio.to_thread(self._database.read, read)
 
+    async def _lease(self, answer: Sequence[Any]) -> Lease:
+        """A lease from what `Slots.lease` answered."""
+        slot, attempt, recorded = answer
+        lease = Lease(slot, attempt)
+        if recorded is None:
+            return lease
+        group = await asyncio.to_thread(read_stored, b64decode(recorded), self._name, lease, self._media)
+        return replace(lease, recorded=group)
+
     async def _groups(self, find: Callable[[Slots], Sequence[Lease]]) -> list[Group]:
         payloads = await self._look(lambda slots: slots.payloads(find(slots)))
 
         def decode() -> list[Group]:
-            return [read_stored(payload, self._name, lease) for lease, payload in payloads.items()]
+            return [read_stored(payload, self._name, lease, self._media) for lease, payload in payloads.items()]
 
         return await asyncio.to_thread(decode)
 
@@ -390,13 +404,6 @@ def _name_taken(name: str, cause: str) -> ConfigError:
 def _pair(lease: Lease) -> list[int]:
     """A lease as JSON."""
     return [lease.slot, lease.attempt]
-
-
-def _lease(answer: Sequence[Any], buffer: str) -> Lease:
-    """A lease from what `Slots.lease` answered."""
-    slot, attempt, recorded = answer
-    lease = Lease(slot, attempt)
-    return lease if recorded is None else replace(lease, recorded=read_stored(b64decode(recorded), buffer, lease))
 
 
 def _run_id(rollouts: Path) -> str:

@@ -37,6 +37,7 @@ from trivium.buffers.slots import (
     oldest_version,
     retried,
 )
+from trivium.buffers.sql_media import delete_media
 from trivium.errors import DataError
 from trivium.phases import progress
 from trivium.schedule import Schedule
@@ -540,6 +541,7 @@ def _stored_group(row: sa.Row) -> StoredGroup:
 
 
 def _delete_rows(connection: sa.Connection, head: Mapping[str, Any]) -> None:
+    delete_media(connection, head["name"])
     for table in (SLOTS, GROUPS):
         for begin in range(0, head["next_slot"], _RANGE):
             part = (table.c.slot >= begin, table.c.slot < begin + _RANGE)

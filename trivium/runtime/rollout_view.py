@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from trivium.buffers.rollouts import Rollout, TokenSequence, planned_steps, read_rollouts
 from trivium.errors import RunDirError
 from trivium.text import hf_tokenizer
-from trivium.types import EXPERT_VERSION, IntArray
+from trivium.types import EXPERT_VERSION, IntArray, Media, Turn, continues
 
 Decode = Callable[[Sequence[int] | IntArray], str]
 
@@ -72,7 +72,9 @@ def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
         "index": trajectory.index,
         "greedy": rollout.greedy,
         "dropped": group.dropped,
-        "prompt": [{"role": message.role, "content": message.content} for message in group.task.prompt],
+        "prompt": [
+            {"role": message.role, "content": message.content, **_media(message.media)} for message in group.task.prompt
+        ],
         "columns": dict(group.task.columns),
         "turns": _turns(rollout, decode),
         "reward": trajectory.reward,
@@ -88,22 +90,30 @@ def json_of(rollout: Rollout, decode: Decode) -> dict[str, Any]:
 def _turns(rollout: Rollout, decode: Decode) -> list[dict[str, Any]]:
     """Each turn with the text that came before it and after the completion of the turn before: what the environment
     said, in the template's form. A turn that rewrote the history has all of its context."""
-    turns = rollout.trajectory.turns
-    before = [np.empty(0, np.int32), *(np.concatenate([turn.prompt_tokens, turn.tokens]) for turn in turns[:-1])]
     rows: list[dict[str, Any]] = []
-    for turn, earlier in zip(turns, before, strict=False):
-        extends = np.array_equal(turn.prompt_tokens[: len(earlier)], earlier)
+    earlier: Turn | None = None
+    for turn in rollout.trajectory.turns:
+        extends = earlier is not None and continues(turn, earlier)
+        seen = len(earlier.prompt_tokens) + len(earlier.tokens) if extends and earlier is not None else 0
         rows.append(
             {
-                "context": decode(turn.prompt_tokens[len(earlier) if extends else 0 :]),
-                "rewritten": not extends,
+                "context": decode(turn.prompt_tokens[seen:]),
+                **_media(item for item in turn.media if item.span is None or item.span[0] >= seen),
+                "rewritten": earlier is not None and not extends,
                 "completion": turn.text,
                 "stop_reason": turn.stop_reason.value,
                 "tokens": len(turn.tokens),
                 "reward": turn.reward,
             }
         )
+        earlier = turn
     return rows
+
+
+def _media(items: Iterable[Media]) -> dict[str, Any]:
+    """Media as JSON values: `rollouts/media` of the run has each under its hash; nothing for none."""
+    media = [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
+    return {"media": media} if media else {}
 
 
 def _sequence(sequence: TokenSequence, decode: Decode) -> dict[str, Any]:
@@ -132,7 +142,10 @@ def text_of(rollout: Rollout, decode: Decode, tokens: bool) -> str:
         f"  reward {trajectory.reward:.4g}" + (f" ({components})" if components else ""),
     ]
     for turn in _turns(rollout, decode):
-        lines += [_indented("context", turn["context"]), _indented("completion", turn["completion"])]
+        lines.append(_indented("context", turn["context"]))
+        for item in turn.get("media", ()):
+            lines.append(f"  {item['mime']} at tokens {item['span'][0]} to {item['span'][1]}: media/{item['sha256']}")
+        lines.append(_indented("completion", turn["completion"]))
         earned = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
         lines.append(f"  ({turn['tokens']} tokens, stop reason {turn['stop_reason']}{earned})")
     if (failure := trajectory.failure) is not None:

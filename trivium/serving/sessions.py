@@ -27,7 +27,7 @@ Label = tuple[bool, str, str]
 
 def digest(messages: Sequence[Message]) -> str:
     """A short name for messages: equal for equal ones, on every machine."""
-    text = json.dumps([[message.role, message.content] for message in messages])
+    text = json.dumps([[m.role, m.content, *(item.sha256 for item in m.media)] for m in messages])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
