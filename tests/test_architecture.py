@@ -65,7 +65,7 @@ LAZY_IMPORTS = {
 """Imports inside functions that the layering would forbid, and why."""
 
 SAME_BASENAME = {
-    "actors": "processes on Ray: calls between them, and how Trinity's users find them",
+    "actors": "what other processes call: on Ray, and by the names of Trinity's users",
     "base": "what the functions of one folder share",
     "engines": "rollout engines: the package, and their replicas on Ray",
     "files": "the implementation of a protocol that keeps everything in files",

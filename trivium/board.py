@@ -1,16 +1,23 @@
 """Board: a small shared table of JSON values that roles write to and wait on.
 
-`MemoryBoard` is that of one process. `SharedBoard` is the same over a table elsewhere (a Ray actor, a database row)
-that can compare and swap.
+`MemoryBoard` is that of one process. `SharedBoard` is the same over a table elsewhere (a Ray actor, a database row, a
+file) that can compare and swap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
+
+from trivium.errors import SyncError
 
 Values = Mapping[str, Any]
 
@@ -110,3 +117,78 @@ class SharedBoard:
             if left <= 0 or until(values):
                 return values
             await self._table.changed(revision, left)
+
+
+_LOOK_S = 0.02
+"""How often a wait for another process looks at a file."""
+_LOCKED_S = 60.0
+"""How long another process may keep a file locked: it only reads and writes it."""
+
+
+class FileTable:
+    """A table of the processes of one machine: a file in `directory`, which it has for itself.
+
+    Its content lasts as long as one of the processes that have opened it lives, however it ends.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "table.json"
+        self._users = os.open(directory / "users", os.O_RDWR | os.O_CREAT, 0o600)
+        """Locked by every process that has the table open; the system unlocks it when the last of them ends."""
+        with locked(self._path):
+            try:
+                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._path.unlink(missing_ok=True)
+            except BlockingIOError:
+                pass  # it is in use
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Leaves the table."""
+        os.close(self._users)
+
+    def load(self) -> tuple[int, Values]:
+        try:
+            revision, values = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return 0, {}
+        return revision, values
+
+    def swap(self, revision: int, values: Values) -> bool:
+        with locked(self._path):
+            if self.load()[0] != revision:
+                return False
+            staging = self._path.with_suffix(".writing")
+            staging.write_text(json.dumps([revision + 1, values]), encoding="utf-8")
+            staging.replace(self._path)
+            return True
+
+    async def changed(self, revision: int, patience_s: float) -> None:
+        end = time.monotonic() + patience_s
+        while self.load()[0] <= revision and (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(_LOOK_S, left))
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Keeps other processes, and other threads, out of the same block for the same path. Raises SyncError where one of
+    them stays in it."""
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    end = time.monotonic() + _LOCKED_S
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > end:
+                    raise SyncError(
+                        f"lock {path}",
+                        f"another process has held it for {_LOCKED_S:.0f} s",
+                        "look whether one that uses this directory is stopped; end it, or let it go on",
+                    ) from error
+                time.sleep(_LOOK_S / 10)
+        yield
+    finally:
+        os.close(lock)

@@ -21,16 +21,13 @@ import torch
 from tests.e2e.ray_hosted import EOS, Anything, Buffers, raise_in_a_group, scripted
 from trivium import errors
 from trivium.board import SharedBoard
-from trivium.checkpoint.save_monitor import save_step
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.session import cluster_of
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.cluster.weights import ObjectStoreChannel, Stored, fetched, store
 from trivium.config import load_config
-from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError, UnknownName
-from trivium.frontdoors.trinity import CheckpointMonitor
-from trivium.frontdoors.trinity.ray_actors import RayDirectory
+from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError
 from trivium.policy import EngineFailure, PromptTooLong
 from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
@@ -267,21 +264,6 @@ async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_
         await engine.load(9, weights)
     assert engine.version == 8
     await engine.close()
-
-
-# --------------------------------------------------------------------------- roles by name
-
-
-async def test_roles_are_found_by_name(tmp_path: Path, namespace: str) -> None:
-    directory = RayDirectory(tmp_path)
-    with pytest.raises(UnknownName, match="the role 'saver'"):
-        directory.get(namespace, "saver")
-    ones = [directory.get(namespace, "saver", Anything), directory.get(namespace, "saver", Anything)]
-    assert ones[0].pid() == ones[1].pid() == directory.get(namespace, "saver").pid() != os.getpid()
-    monitor = CheckpointMonitor.get_actor(namespace, default_local_dir=str(tmp_path / "saved"), directory=directory)
-    await save_step(monitor, 4, lambda folder: (folder / "x").write_text("y"))
-    assert monitor.latest_checkpoint_step == 4
-    assert CheckpointMonitor.get_actor(namespace, directory=directory).latest_checkpoint_step == 4
 
 
 def test_trivium_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

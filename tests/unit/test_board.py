@@ -1,4 +1,4 @@
-"""A board holds JSON values, changes as a whole, and wakes who waits: in one process, and in a database."""
+"""A board holds JSON values, changes as a whole, and wakes who waits: in one process, a database, and a file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from trivium.board import Board, MemoryBoard, SharedBoard, Values
+from trivium.board import Board, FileTable, MemoryBoard, SharedBoard, Values
 from trivium.buffers.database import Database, SqlTable
 
 Boards = Callable[[], Board]
 """Ends of one board, as different roles hold them."""
 
 
-@pytest.fixture(params=["memory", "database"])
+@pytest.fixture(params=["memory", "database", "file"])
 def boards(request: pytest.FixtureRequest, tmp_path: Path) -> Boards:
     if request.param == "memory":
         board = MemoryBoard()
         return lambda: board
+    if request.param == "file":
+        return lambda: SharedBoard(FileTable(tmp_path / "board"))
     return lambda: SharedBoard(SqlTable(Database(f"sqlite:///{tmp_path / 'board.db'}"), "run"))
 
 
@@ -66,14 +68,15 @@ async def test_what_changes_nothing_wakes_nobody(boards: Boards) -> None:
         looked.append(values)
         return False
 
-    waiting = asyncio.create_task(board.poll(look, 0.3))
-    await asyncio.sleep(0.1)
+    waiting = asyncio.create_task(board.poll(look, 60.0))
+    while not looked:
+        await asyncio.sleep(0.01)
     before = len(looked)
     for _ in range(10):
         await asyncio.to_thread(board.write, lambda values: values)
     await asyncio.sleep(0.1)
     assert len(looked) == before
-    await waiting
+    waiting.cancel()
 
 
 async def test_a_change_that_raises_changes_nothing(boards: Boards) -> None:

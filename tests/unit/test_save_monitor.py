@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from trivium.checkpoint.atomic import MANIFEST, manifest_files
 from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step, save_step_now, saving
 from trivium.concurrency import ProcessLife
-from trivium.errors import ConfigError, RunDirError, SyncError, UnknownName
+from trivium.errors import RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor as TrinityMonitor
-from trivium.frontdoors.trinity.actors import LocalDirectory
 from trivium.types import SaveStrategy
 
 
@@ -405,28 +404,11 @@ def test_a_process_of_the_same_number_is_another_process(process: subprocess.Pop
 # --------------------------------------------------------------------------- found by name
 
 
-def test_everybody_who_asks_gets_the_same_monitor(tmp_path: Path) -> None:
-    here = LocalDirectory()
-    with pytest.raises(UnknownName, match="checkpoint_monitor"):
-        TrinityMonitor.get_actor("run", directory=here)
+def test_all_threads_of_a_process_get_the_same_monitor(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(TrinityMonitor.get_actor, "run", None, str(tmp_path), directory=here) for _ in "12345678"]
-        found = [one.result() for one in asked]
-    assert all(one is found[0] for one in found)
-    assert found[0].save_strategy is SaveStrategy.UNRESTRICTED
-    assert TrinityMonitor.get_actor("run", directory=here) is found[0]
-    assert TrinityMonitor.get_actor("other", None, str(tmp_path), directory=here) is not found[0]
-    here.forget("run")
-    assert TrinityMonitor.get_actor("run", None, str(tmp_path), directory=here) is not found[0]
-
-
-def test_settings_that_disagree_are_refused(tmp_path: Path) -> None:
-    here = LocalDirectory()
-    TrinityMonitor.get_actor("run", SaveStrategy.SINGLE_NODE, str(tmp_path), directory=here)
-    with pytest.raises(ConfigError, match="save_strategy"):
-        TrinityMonitor.get_actor("run", SaveStrategy.UNRESTRICTED, str(tmp_path), directory=here)
-
-
-def test_without_a_directory_it_lives_in_this_process(tmp_path: Path) -> None:
-    first = TrinityMonitor.get_actor(f"run {tmp_path}", SaveStrategy.SINGLE_NODE, str(tmp_path))
-    assert TrinityMonitor.get_actor(f"run {tmp_path}") is first
+        asked = [pool.submit(TrinityMonitor.get_actor, str(tmp_path), None, str(tmp_path)) for _ in "12345678"]
+        monitors = [one.result() for one in asked]
+    assert all(one is monitors[0] for one in monitors)
+    assert monitors[0].save_strategy is SaveStrategy.UNRESTRICTED
+    assert TrinityMonitor.get_actor(str(tmp_path)) is monitors[0]
+    assert TrinityMonitor.get_actor(f"{tmp_path}/other", None, str(tmp_path)) is not monitors[0]

@@ -19,7 +19,8 @@ from trivium.checkpoint.atomic import (
     verify_files,
     writing,
 )
-from trivium.checkpoint.save_monitor import CHECKPOINT, CheckpointMonitor, save_step
+from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step
+from trivium.checkpoint.savers import CHECKPOINT
 from trivium.errors import RunDirError
 from trivium.types import SaveStrategy
 

@@ -324,11 +324,21 @@ def result_of(ref: ray.ObjectRef[Answer], name: str, timeout_s: float | None = N
 
 
 def start_host(
-    name: str, run_dir: Path, threads: int, *, namespace: str, num_gpus: float = 0, existing: bool = False
+    name: str,
+    run_dir: Path | None,
+    threads: int,
+    *,
+    namespace: str,
+    num_gpus: float = 0,
+    existing: bool = False,
+    kind: type[Host] = Host,
+    detached: bool = False,
 ) -> ActorHandle[Host]:
-    """An actor that hosts an object, which is to be built. Ray kills it when the process that started it ends."""
+    """An actor that hosts an object, which is to be built. Ray kills it when the process that started it ends, unless
+    it is `detached`."""
     options = _options(name, namespace, num_gpus) | {"max_concurrency": MAX_CONCURRENCY, "get_if_exists": existing}
-    handle: Any = ray.remote(Host).options(**options).remote(name, run_dir, threads)
+    options |= {"lifetime": "detached"} if detached else {}
+    handle: Any = ray.remote(kind).options(**options).remote(name, run_dir, threads)
     return handle
 
 

@@ -1,50 +1,60 @@
-"""Roles by name, in this process; the default ActorDirectory."""
+"""What the processes of a namespace share under a name: a board, on Ray where this process is connected to it, else in
+a file of this machine. Its content lasts as long as one of them lives."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, TypeVar
 
-from trivium.errors import UnknownName
-from trivium.registry import suggest
+from trivium.board import FileTable, SharedBoard
+from trivium.errors import RunDirError
+from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
 
+T = TypeVar("T")
 
-class ActorDirectory(Protocol):
-    """Finds a role by name: in this process (`LocalDirectory`), or through Ray on a cluster (`RayDirectory`)."""
-
-    def get(self, namespace: str, name: str, make: Callable[[], Any] | None = None) -> Any:
-        """The role of that name; where there is none yet, what `make` builds, once. What is returned has the role's
-        methods: its coroutines are awaited as usual, wherever it runs.
-
-        Raises UnknownName where there is none and nothing to build.
-        """
-        ...
+_lock = threading.RLock()
+_made: dict[tuple[str, str, str], Any] = {}
 
 
-class LocalDirectory:
-    """The roles of this process, by namespace and name. Callable from any thread."""
-
-    def __init__(self) -> None:
-        self._roles: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-
-    def get(self, namespace: str, name: str, make: Callable[[], Any] | None = None) -> Any:
-        with self._lock:
-            roles = self._roles.setdefault(namespace, {})
-            if name not in roles:
-                if make is None:
-                    raise UnknownName(
-                        f"the role {name!r} of {namespace!r}", "it does not run here", suggest(name, roles)
-                    )
-                roles[name] = make()
-            return roles[name]
-
-    def forget(self, namespace: str) -> None:
-        """Frees the names of a namespace."""
-        with self._lock:
-            self._roles.pop(namespace, None)
+def made_once(namespace: str, name: str, make: Callable[[Shared], T]) -> T:
+    """This process's object over the board of that name; `make` makes it."""
+    with _lock:
+        key = (ray_session(), namespace, name)
+        if key not in _made:
+            shared = _shared(namespace, name)
+            try:
+                _made[key] = make(shared)
+            except BaseException:
+                shared.close()
+                raise
+        return _made[key]
 
 
-HERE = LocalDirectory()
-"""The default directory."""
+def forget(namespace: str) -> None:
+    """Lets go of the boards of a namespace, as if this process had ended."""
+    with _lock:
+        for key in [key for key in _made if key[1] == namespace]:
+            _made.pop(key).shared.close()
+
+
+def _shared(namespace: str, name: str) -> Shared:
+    if ray_session():
+        from trivium.frontdoors.trinity.ray_actors import join
+
+        return join(namespace, name)
+    table = FileTable(_directory() / hashlib.sha256(namespace.encode()).hexdigest()[:32] / name)
+    return Shared(namespace, name, SharedBoard(table), close=table.close)
+
+
+def _directory() -> Path:
+    """A directory of this user, the same for every process of the machine."""
+    directory = Path(tempfile.gettempdir()) / f"trivium-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise RunDirError(f"{directory}, for what processes share", "it belongs to another user", "set TMPDIR")
+    return directory

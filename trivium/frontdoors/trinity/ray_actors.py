@@ -1,43 +1,165 @@
-"""Roles by name on a Ray cluster: each is an actor of its own, started by the first process that needs it."""
+"""The board of a name on a Ray cluster: an actor that no process owns, and that ends some time after all its users."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import os
+import socket
+import threading
+import time
+import uuid
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
-from trivium.cluster.actors import Proxy, result_of, start_host
-from trivium.errors import UnknownName
+from trivium.board import SharedBoard
+from trivium.cluster.actors import ActorDied, Answer, Host, Proxy, death_cause, start_host
+from trivium.cluster.weight_store import BoardAndWeights
+from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
+from trivium.errors import RoleFailed
+from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
 
-_ASKING = itertools.count()
+USER_S = 60.0
+"""A process of another machine that is silent for so long has ended."""
+_UNUSED_S = 20.0
+"""How long the actor stays when no process uses it."""
+_REPLACED_S = 30.0
+"""How long an actor that ends may keep its name."""
 
 
-class RayDirectory:
-    """The ActorDirectory of processes that are connected to one cluster.
+@dataclass
+class _User:
+    life: ProcessLife
+    seen: float
+    """When it was, on the actor's clock."""
 
-    A role ends with the process that started it.
-    """
+    def alive(self) -> bool:
+        near = self.life.host == socket.gethostname()
+        return self.life() if near else time.monotonic() - self.seen < USER_S
 
-    def __init__(self, run_dir: Path, threads: int = 1) -> None:
-        """`run_dir` is where roles that are started from here log."""
-        self._run_dir, self._threads = run_dir, threads
 
-    def get(self, namespace: str, name: str, make: Callable[[], object] | None = None) -> Proxy:
-        """The role of that name: an object with its methods, whose coroutines are awaited and whose functions block.
+class NamespaceHost(Host):
+    """Holds a board while processes use it, and the results of `.remote` calls until they are fetched."""
 
-        Where there is none, `make` builds it in a process of its own. Raises UnknownName without `make`, and whatever
-        building it raises.
-        """
-        caller = f"{os.getpid()}-{next(_ASKING)}"
-        if make is None:
-            try:
-                return Proxy(ray.get_actor(name, namespace), name, caller)
-            except ValueError as error:
-                raise UnknownName(
-                    f"the role {name!r} of {namespace!r}", "no actor of that name", "start it, or say how it is built"
-                ) from error
-        actor = start_host(name, self._run_dir, self._threads, namespace=namespace, existing=True)
-        return Proxy(actor, name, caller, result_of(actor.build.remote(make), name))
+    def __init__(self, name: str, run_dir: None, threads: int) -> None:
+        super().__init__(name, run_dir, threads)
+        self._users: dict[str, _User] = {}
+        self._results: dict[str, asyncio.Future[Answer]] = {}
+        self._ending = False
+        self._watching: asyncio.Task[None] | None = None
+
+    async def join(self, key: str, life: ProcessLife) -> bool:
+        """Enters a process, with an empty board if it is the only one. False where this actor is about to end."""
+        if self._ending:
+            return False
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._end_unused())
+        if not self._living():
+            self._object = BoardAndWeights()
+            self._built.set()
+        self._users[key] = _User(life, time.monotonic())
+        return True
+
+    async def beat(self, key: str) -> None:
+        """A process is there."""
+        if key in self._users:
+            self._users[key].seen = time.monotonic()
+
+    async def leave(self, key: str) -> None:
+        """A process does without the board from now on."""
+        self._users.pop(key, None)
+
+    def _living(self) -> bool:
+        self._users = {key: user for key, user in self._users.items() if user.alive()}
+        return bool(self._users)
+
+    async def _end_unused(self) -> None:
+        """Ends this actor once no process has used it for a while."""
+        since = time.monotonic()
+        while time.monotonic() - since < _UNUSED_S:
+            await asyncio.sleep(_UNUSED_S / 10)
+            since = time.monotonic() if self._living() else since
+        self._ending = True
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    async def result(self, key: str) -> Any:
+        """What a call returns, once it is over; raises what it raises."""
+        try:
+            return (await self._future(key)).unwrap()
+        finally:
+            self._results.pop(key, None)
+
+    async def set_result(self, key: str, answer: Answer) -> None:
+        """A call is over."""
+        self._future(key).set_result(answer)
+
+    def _future(self, key: str) -> asyncio.Future[Answer]:
+        return self._results.setdefault(key, asyncio.get_running_loop().create_future())
+
+
+class RayCalls:
+    """Makes references to the results of calls that run in this process."""
+
+    def __init__(self, actor: ActorHandle[NamespaceHost]) -> None:
+        self._actor: Any = actor
+
+    def submit(self, call: Callable[[], Any]) -> ray.ObjectRef[Any]:
+        key = uuid.uuid4().hex
+        reference: Any = self._actor.result.remote(key)
+
+        def hand_over(done: Future[Any]) -> None:
+            error = done.exception()
+            self._actor.set_result.remote(key, Answer(error=error) if error is not None else Answer(done.result()))
+
+        asyncio.run_coroutine_threadsafe(_result_of(call), _loop()).add_done_callback(hand_over)
+        return reference
+
+
+async def _result_of(call: Callable[[], Any]) -> Any:
+    result = call()
+    return await result if asyncio.iscoroutine(result) else result
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own, for calls of this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="trivium-remote-calls", daemon=True).start()
+    return loop
+
+
+def join(namespace: str, name: str) -> Shared:
+    """The board of a name. The first process that needs it starts the actor; Ray's own deadlines bound the start."""
+    key, deadline = f"{os.getpid()}-{uuid.uuid4().hex}", ProgressDeadline(_REPLACED_S)
+    while True:
+        actor: Any = start_host(name, None, 1, namespace=namespace, existing=True, kind=NamespaceHost, detached=True)
+        try:
+            if ray.get(actor.join.remote(key, ProcessLife.of(os.getpid()))):
+                break
+        except RayError as error:
+            if not deadline.left_s:
+                raise ActorDied(f"{name} of {namespace!r}", death_cause(error)) from error
+        time.sleep(_REPLACED_S / 100)  # the one before is about to end
+    session = ray_session()
+
+    def beat() -> None:
+        if ray_session() != session:  # Ray would start an instance for the call
+            raise RoleFailed(name, "this process has left Ray")
+        ray.get(actor.beat.remote(key))
+
+    heartbeat = Heartbeat(beat, USER_S / 4, name)
+    heartbeat.__enter__()
+
+    def leave() -> None:
+        heartbeat.__exit__()
+        if ray_session() == session:
+            ray.get(actor.leave.remote(key))
+
+    table: Any = Proxy(actor, name, key)
+    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), leave)

@@ -1,0 +1,103 @@
+"""The methods of an object that stands for one in all processes: called as they are, or as Ray's users call actors."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+from trivium.board import Board, Values
+from trivium.errors import SyncError, UnknownName
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Calls(Protocol):
+    """Makes references to the results of calls that run in this process."""
+
+    def submit(self, call: Callable[[], Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The board of a name, and how `.remote` calls of what stands over it become Ray's."""
+
+    namespace: str
+    name: str
+    board: Board
+    calls: Calls | None = None
+    """None without Ray."""
+    close: Callable[[], None] = lambda: None
+
+    def agree(self, key: str, value: object) -> Any:
+        """Writes a value down where there is none; returns the one that all processes see. Raises UnknownName where
+        there is none and `value` is None."""
+
+        def write(values: Values) -> Values:
+            return values if value is None or key in values else {**values, key: value}
+
+        self.board.write(write)
+        if key not in (values := self.board.read()):
+            raise UnknownName(
+                f"the {self.name} of {self.namespace!r}",
+                "no process that lives has made one",
+                "make it first with everything that it needs; without Ray, on this machine and as this user",
+            )
+        return values[key]
+
+
+def ray_session() -> str:
+    """Which connection to Ray this process has; empty without one."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address}/{context.get_job_id()}"
+
+
+class Method(Generic[P, R]):
+    """A method that is called as it is, or by `.remote(...)` as an actor's, for `ray.get` and `await`."""
+
+    def __init__(self, name: str, function: Callable[P, R], calls: Calls | None) -> None:
+        self.__name__ = name
+        self._function, self._calls = function, calls
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Ray's reference to what the call returns. Calls start in the order in which they are made."""
+        if self._calls is None:
+            raise SyncError(
+                f"{self.__name__}.remote(...)",
+                "this process was not connected to Ray when it asked for the actor",
+                f"call {self.__name__}(...), or `ray.init` before `get_actor`",
+            )
+        return self._calls.submit(partial(self._function, *args, **kwargs))
+
+
+class _RemoteMethod:
+    """The attribute of a class that makes a `Method` of its function."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self._function
+        shared: Shared | None = getattr(instance, "shared", None)
+        return Method(self._name, partial(self._function, instance), None if shared is None else shared.calls)
+
+
+def actor_like(kind: type[T]) -> type[T]:
+    """Lets the public methods of a class be called by `.remote(...)` too."""
+    for name in dir(kind):
+        function = inspect.getattr_static(kind, name)
+        if inspect.isfunction(function) and not name.startswith("_"):
+            setattr(kind, name, _RemoteMethod(name, function))
+    return kind
