@@ -67,13 +67,16 @@ LAZY_IMPORTS = {
 SAME_BASENAME = {
     "__main__": "what `python -m` runs of a package",
     "actors": "what other processes call: on Ray, and by the names of Trinity's users",
+    "algorithm_section": "how a front door translates the section that names the algorithm",
     "base": "what the functions of one folder share",
+    "config_table": "the keys of the config of a front door's original",
     "engines": "rollout engines: the package, and their replicas on Ray",
     "files": "the implementation of a protocol that keeps everything in files",
     "memory": "the implementation of a protocol that keeps everything in memory",
     "preference": "preference learning: the losses, and their config section",
     "ranks": "the processes that train together: in one of them, and from the driver",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
+    "translation": "how a front door translates the config of its original",
     "trainer": "trainers: of the core, and verl's over it",
 }
 """Modules of one basename mean the same kind of thing: which."""

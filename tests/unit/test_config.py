@@ -520,6 +520,8 @@ def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its
     shutil.copytree(folder, elsewhere)
     here = fingerprint(load_config(folder / "run.yaml", ["cluster.threads=1"]))
     assert fingerprint(load_config(elsewhere / "run.yaml", ["run.dir=there", "run.explorer=a"])) == here
+    for change in ("train.optimizer.lr=0.5", "train.tokens_per_micro_batch=9"):  # the trainer's alone
+        assert fingerprint(load_config(folder / "run.yaml", [change])) == here, change
     for change in ("run.seed=7", "schedule.steps=999", "schedule.max_staleness=6", "engine.sampling.temperature=2.0"):
         assert fingerprint(load_config(folder / "run.yaml", [change])) != here, change
 

@@ -262,3 +262,16 @@ def test_datasets_reads_a_folder_of_files_offline(tmp_path: Path, monkeypatch: p
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="one that holds data files"):
         source("datasets", tmp_path / "empty")
+
+
+def test_a_folder_of_files_may_have_several_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parts = [f"  - config_name: {name}\n    data_files: {name}.jsonl\n" for name in ("main", "other")]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    for name in ("main", "other"):
+        (folder / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
+    assert source("datasets", folder, subset="other")[0].prompt[0].content == "other"
+    with pytest.raises(DataError, match="main"):
+        source("datasets", folder)

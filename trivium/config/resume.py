@@ -27,10 +27,20 @@ def to_yaml(config: RunConfig) -> str:
 def fingerprint(config: RunConfig) -> str:
     """A digest of what separate commands of one run must agree on: what a resumed run may not change, and its length.
 
-    Paths count by their last part, for they differ between machines; the address of a buffer does not count at all.
+    Paths count by their last part, for they differ between machines; the address of a buffer does not count at all, nor
+    does what the trainer alone reads: how it updates the models, and with which loss.
     """
-    stages = [(_lasting(stage), stage.schedule.steps) for stage in config.stage_configs()]
+    stages = [(_agreed(stage), stage.schedule.steps) for stage in config.stage_configs()]
     return hashlib.blake2b(json.dumps(stages, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _agreed(stage: RunConfig) -> object:
+    """The fields of a stage that both halves of a run read, as JSON values. Of the algorithm an explorer reads which
+    estimator judges its groups: whether it needs rewards, or a greedy completion beside them."""
+    fields = type(stage).model_fields.items()
+    read = {name: getattr(stage, name) for name, field in fields if _resume_rule(field) != "free" and name != "train"}
+    estimator = getattr(stage.algorithm, "advantage", None)
+    return _lasting(read | {"algorithm": {"kind": stage.algorithm.kind, "advantage": estimator}})
 
 
 def _lasting(value: object) -> object:

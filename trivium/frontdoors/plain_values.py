@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 from trivium.frontdoors.overrides import value_of
@@ -40,6 +41,8 @@ def plain(value: object) -> Any:
         return {str(key): plain(part) for key, part in items()}
     if dataclasses.is_dataclass(value) or type(value).__name__ in ("SimpleNamespace", "Namespace"):
         return {key: plain(part) for key, part in vars(value).items()}
+    if isinstance(value, Enum):
+        return plain(value.value)
     if isinstance(value, list | tuple) or (isinstance(value, Sequence) and type(value).__name__ == "ListConfig"):
         return [plain(part) for part in value]
     return value

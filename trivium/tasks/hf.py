@@ -21,6 +21,8 @@ class DatasetsTasks(RowTasks):
 
         path: DatasetPath
         """The folder, relative to the config; or a Hugging Face id whose files are in the local cache."""
+        subset: str | None = None
+        """Which of the dataset's configurations, for a folder of data files that has several."""
         split: str | None = None
         """Which split; may be left out where there is one."""
 
@@ -55,7 +57,7 @@ class DatasetsTasks(RowTasks):
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
             return self._datasets.load_from_disk(self.config.path)
         try:
-            return self._datasets.load_dataset(self.config.path)
+            return self._datasets.load_dataset(self.config.path, self.config.subset)
         except (FileNotFoundError, ValueError) as error:
             raise DataError(
                 f"a dataset in {folder}",

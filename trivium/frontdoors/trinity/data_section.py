@@ -1,0 +1,321 @@
+"""The `buffer`, `data_processor` and evaluation keys of Trinity-RFT's config: tasks, workflow, rewards, buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trivium.config import build
+from trivium.config.schema import plugin
+from trivium.errors import TriviumError
+from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.trinity.named_workflows import INPUT, judged, judged_in_training
+from trivium.frontdoors.trinity.trinity_config import TrinityConfig, mixes
+from trivium.registry import suggest
+
+_BUFFER = "buffer.trainer_input.experience_buffer"
+_DATABASES = ("sqlite", "postgresql", "mysql")
+EVALUATED = "eval"
+"""The name of the taskset that is evaluated."""
+
+
+def tasks_of(trinity: TrinityConfig) -> dict[str, Any]:
+    """The `tasks` section."""
+    if trinity.offline:
+        return {"train": _rows(trinity, trinity.experiences, _BUFFER)}
+    tasks: dict[str, Any] = {}
+    if trinity.tasksets:
+        tasks["train"] = _merged(trinity, trinity.tasksets, f"{INPUT}.taskset")
+    elif trinity.mode in ("serve", "train"):
+        tasks["train"] = {"kind": "served"}
+    elif trinity.mode == "bench" and trinity.eval_tasksets:
+        tasks["train"] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets")
+    else:
+        trinity.problem(f"{INPUT}.taskset", "tasks", "no taskset has a path", "name one: taskset: {path: ...}")
+    if trinity.eval_tasksets and trinity.mode != "serve":
+        tasks[EVALUATED] = _merged(trinity, trinity.eval_tasksets, f"{INPUT}.eval_tasksets")
+    if mixes(trinity):
+        name, expert = _expert(trinity)
+        tasks[name] = _rows(trinity, expert, f"buffer.trainer_input.auxiliary_buffers.{name}")
+    return tasks
+
+
+def num_rows(source: Mapping[str, Any]) -> int | None:
+    """How many rows a task source has; None where they are not on this machine."""
+    if source.get("kind") == "served":
+        return None
+    try:
+        config: Any = plugin("tasks")(dict(source))
+        return len(build("tasks", config, name="train", seed=0))
+    except (TriviumError, ValueError):
+        return None
+
+
+# --------------------------------------------------------------------------- where rows come from
+
+
+def _source(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
+    """Kind and path of a task source: a file, else a folder or a Hugging Face id."""
+    path, subset = str(settings["path"]), settings["subset_name"]
+    here = Path(path).expanduser()
+    path = str(here.resolve()) if here.exists() else path
+    if path.endswith((".jsonl", ".parquet")):
+        return {"kind": "jsonl" if path.endswith(".jsonl") else "parquet", "path": path}
+    source = {"kind": "datasets", "path": path, "split": settings["split"]}
+    if subset and here.is_dir() and not (here / "README.md").is_file():  # which is what lists them
+        trinity.notes.append(f"{where}.subset_name: no effect: the folder {path} has no configurations")
+        subset = None
+    return source | ({"subset": subset} if subset else {})
+
+
+def _taskset(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
+    """The task source of a taskset."""
+    if str(settings["storage_type"]).lower() != "file":
+        do = "write the tasks into a file: storage_type: file"
+        trinity.problem(f"{where}.storage_type", repr(settings["storage_type"]), "tasks are read from files", do)
+    source = {**_source(trinity, settings, where), "prompt": settings["format.prompt_key"]}
+    judge = judged(trinity, settings, where)
+    if settings.has("format.response_key") or judge.reads_answer:
+        source["answer"] = settings["format.response_key"]
+    system = settings["format.system_prompt"] or trinity[f"{INPUT}.system_prompt"] or judge.system
+    return source | ({"system": system} if system else {})
+
+
+def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dict[str, Any]:
+    """One task source of several tasksets, which must be rolled out and judged alike."""
+    sources = [_taskset(trinity, taskset, where) for taskset in tasksets]
+    judges = {repr(judged(trinity, taskset, where)) for taskset in tasksets}
+    if len(judges) > 1:
+        do = "give all of them one default_workflow_type and default_reward_fn_type, or run them one after the other"
+        trinity.problem(where, f"{len(judges)} ways to judge", "one workflow and its rewards hold for every task", do)
+    if len(sources) == 1:
+        return sources[0]
+    names = [str(taskset["name"] or f"taskset_{number}") for number, taskset in enumerate(tasksets)]
+    args = {"tasksets": [{"name": name, **source} for name, source in zip(names, sources, strict=True)]}
+    return {"kind": "python", "source": "trivium.frontdoors.trinity.tasksets:tasks_of_all", "args": args}
+
+
+def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, Any]:
+    """The task source of rows with an expert's text, or with pairs."""
+    kind = str(settings["storage_type"]).lower()
+    if not settings.has("path") or kind != "file":
+        found = f"storage_type {kind}, path {settings['path']!r}"
+        trinity.problem(where, "rows to learn from", found, "name a file: storage_type: file, path: ...")
+        return {"kind": "jsonl", "path": "rows.jsonl"}
+    source, prompt_type = _source(trinity, settings, where), str(settings["format.prompt_type"]).lower()
+    system = {"system": settings["format.system_prompt"]} if settings.has("format.system_prompt") else {}
+    if str(trinity["algorithm.algorithm_type"]).lower() == "dpo":
+        key = "format.messages_key" if prompt_type == "messages" else "format.prompt_key"
+        return {**source, "prompt": settings[key], **system}
+    if prompt_type == "messages":
+        return {**source, "prompt": settings["format.messages_key"], "completion": settings["format.messages_key"]}
+    columns = {"prompt": settings["format.prompt_key"], "completion": settings["format.response_key"]}
+    return {**source, **columns, **system}
+
+
+def _expert(trinity: TrinityConfig) -> tuple[str, Settings]:
+    """(name, section) of the auxiliary buffer with the expert's rows."""
+    where, buffers = "buffer.trainer_input.auxiliary_buffers", trinity["buffer.trainer_input.auxiliary_buffers"]
+    name = str(trinity["algorithm.sample_strategy_args"].get("sft_dataset_name", "sft_dataset"))
+    old = trinity["buffer.trainer_input.sft_warmup_dataset"]
+    if name not in buffers and not old:
+        trinity.problem(where, f"the expert's rows, {name!r}", "no such buffer", suggest(name, buffers))
+    return name, trinity.buffer_of(f"{where}.{name}", buffers.get(name, old or {"storage_type": "file", "path": name}))
+
+
+# --------------------------------------------------------------------------- the buffer
+
+
+def buffer_of(trinity: TrinityConfig) -> dict[str, Any]:
+    """The `buffer` section."""
+    settings = trinity.experiences
+    if trinity.offline:
+        pair = {name: settings[f"format.{name}_key"] for name in ("chosen", "rejected")}
+        return {"kind": "files", **(pair if str(trinity["algorithm.algorithm_type"]).lower() == "dpo" else {})}
+    kind, path = str(settings["storage_type"]).lower(), str(settings["path"] or "")
+    if kind not in ("queue", "sql", "file"):
+        trinity.problem(f"{_BUFFER}.storage_type", repr(kind), "no such storage", "use queue, sql or file")
+    if kind == "file" and trinity.mode in ("train", "explore"):
+        do = "use storage_type queue or sql; buffer.kind recorded trains on the rollouts of an earlier run"
+        trinity.problem(f"{_BUFFER}.storage_type", "file", f"mode {trinity.mode!r} exchanges groups", do)
+    shared = trinity.mode in ("explore", "train", "serve") or kind == "sql"
+    section: dict[str, Any] = {"kind": "sql", "url": _url(trinity, path)} if shared else {"kind": "memory"}
+    return section | _strategy(trinity) | _operators(trinity)
+
+
+def _url(trinity: TrinityConfig, path: str) -> str:
+    """The database of a buffer: the one that is named, else one in the run directory."""
+    if path.partition(":")[0].partition("+")[0] not in _DATABASES:
+        return f"sqlite:///{(Path(trinity.run_dir) / 'buffer.db').resolve()}"
+    if path.startswith("mysql"):
+        do = "use sqlite:///file.db or postgresql://user@host/name"
+        trinity.problem(f"{_BUFFER}.path", path, "MySQL is not built here", do)
+    file = path.removeprefix("sqlite:///")
+    return f"sqlite:///{Path(file).expanduser().resolve()}" if file != path else path
+
+
+def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
+    """buffer.strategy: which groups a step is trained on."""
+    args, batches = trinity["algorithm.sample_strategy_args"], trinity.batches
+    if mixes(trinity):
+        name, _ = _expert(trinity)
+        whole = batches.fresh + batches.expert
+        return {"strategy": {"kind": "mix", "taskset": name, "expert_data_ratio": batches.expert / whole}}
+    name = trinity.text("algorithm.sample_strategy") or "default"
+    if name not in ("default", "warmup", "staleness_control"):
+        do = suggest(name, ("default", "staleness_control", "mix")) + "; a class of yours is buffer.strategy"
+        trinity.problem("algorithm.sample_strategy", repr(name), "no such strategy", do)
+    if name == "staleness_control" and isinstance(bound := args.get("max_staleness"), int | float):
+        return {"strategy": {"kind": "staleness_control", "max_staleness": int(bound)}}
+    return _replay(trinity)
+
+
+_PRIORITIES = ("linear_decay", "decay_limit_randomization")
+
+
+def _replay(trinity: TrinityConfig) -> dict[str, Any]:
+    settings, new = trinity.experiences, "replay_buffer."
+    old = settings["use_priority_queue"]
+    cooldown = settings["reuse_cooldown_time" if old else f"{new}reuse_cooldown_time"]
+    if not (old or settings[f"{new}enable"]) or cooldown is None:
+        return {}
+    args = dict(settings["replay_buffer_kwargs" if old else f"{new}priority_fn_args"])
+    priority = args.pop("priority_fn", settings[f"{new}priority_fn"])
+    where = f"{_BUFFER}.{'replay_buffer_kwargs' if old else 'replay_buffer.priority_fn'}"
+    if priority not in _PRIORITIES:
+        trinity.problem(where, repr(priority), "no such priority", suggest(str(priority), _PRIORITIES))
+    for name in set(args) - {"decay", "sigma", "use_count_limit"}:
+        trinity.problem(f"{where}.{name}", repr(args[name]), "no such option", "use decay, sigma, use_count_limit")
+    if priority == "linear_decay":
+        args = {name: value for name, value in args.items() if name == "decay"}
+    return {"strategy": {"kind": "replay", "priority": priority, **args}}
+
+
+_OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "reward_filter": ("threshold",),
+    "reward_std_filter": ("threshold",),
+    "dapo_dynamic_sampling": ("metric_key", "correct_threshold"),
+    "reward_shaping_mapper": ("reward_shaping_configs",),
+    "mask_response_truncated": (),
+    "pass_rate_calculator": (),
+    "invalid_reward_filter": (),
+}
+"""Operators by name -> their arguments. The last three are what is done anyway, or elsewhere."""
+
+
+def _operators(trinity: TrinityConfig) -> dict[str, Any]:
+    """buffer.operators: what becomes of each finished group."""
+    where, operators = "data_processor.experience_pipeline", list[dict[str, Any]]()
+    for number, operator in enumerate(trinity[f"{where}.operators"]):
+        name, args = operator.get("name", ""), operator.get("args") or {}
+        place = f"{where}.operators[{number}]"
+        if ":" in name:
+            operators.append({"kind": name, **args})
+        elif name not in _OPERATORS:
+            trinity.problem(place, repr(name), "no such operator", suggest(name, _OPERATORS) + "; or file.py:Name")
+        elif unknown := set(args) - set(_OPERATORS[name]):
+            trinity.problem(f"{place}.args", ", ".join(unknown), "no such argument", suggest("", _OPERATORS[name]))
+        elif name in ("reward_filter", "reward_std_filter"):
+            operators.append({"kind": name, **args})
+        elif name == "dapo_dynamic_sampling":
+            operators.append({"kind": "reward_std_filter", "component": args.get("metric_key", "accuracy")})
+        elif name == "reward_shaping_mapper":
+            operators += map(_shaped, args.get("reward_shaping_configs", ()))
+        elif name == "pass_rate_calculator":
+            operators.append({"kind": "metrics", "numbers": ["pass_rate"]})
+    operators += map(_shaped, trinity[f"{where}.reward_shaping"])
+    return {"operators": operators} if operators else {}
+
+
+def _shaped(config: Mapping[str, Any]) -> dict[str, Any]:
+    op = str(config.get("op_type", "add")).lower()
+    return {
+        "kind": "reward_shaping",
+        "metric": config.get("stats_key", ""),
+        "op": op,
+        "weight": config.get("weight", 1.0),
+        "missing": "skip",
+    }
+
+
+# --------------------------------------------------------------------------- workflow, rewards, evaluation
+
+
+def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
+    """The sections `workflow` and `rewards`."""
+    limits = {"deadline_s": trinity["explorer.max_timeout"], "max_retries": trinity["explorer.max_retry_times"]}
+    judge = judged_in_training(trinity)
+    evaluated = {repr(judged(trinity, taskset, f"{INPUT}.eval_tasksets")) for taskset in trinity.eval_tasksets}
+    if trinity.tasksets and not trinity.offline and evaluated - {repr(judge)}:
+        do = "set the workflow and reward of training in eval_tasksets as well, or leave default_eval_workflow_type out"
+        trinity.problem(f"{INPUT}.eval_tasksets", "another workflow or reward", "evaluation judges as training", do)
+    rewards = {"rewards": [*judge.rewards]} if judge.rewards else {}
+    return {"workflow": {**judge.workflow, **limits}, **rewards}
+
+
+def sampling_of(trinity: TrinityConfig, settings: Settings | None) -> dict[str, Any]:
+    """How the tasks of a taskset are sampled."""
+    model = "explorer.rollout_model"
+    own = (
+        {name: settings[f"rollout_args.{name}"] for name in ("temperature", "top_p", "top_k", "max_tokens")}
+        if (settings)
+        else {}
+    )
+    sampling: dict[str, Any] = {"max_new_tokens": own.pop("max_tokens", None) or _max_tokens(trinity)[1]}
+    for name in ("temperature", "top_p", "top_k"):
+        value = own.get(name)
+        if value is None or (name == "top_k" and value == -1):
+            value = trinity.first(f"{model}.{name}", f"model.{name}")
+        sampling[name] = max(0, value) if name == "top_k" else value
+    least = trinity.first(f"{model}.min_response_tokens", "model.min_response_tokens")
+    return sampling | ({"min_new_tokens": least} if least else {})
+
+
+def _max_tokens(trinity: TrinityConfig) -> tuple[int, int]:
+    """(prompt and completion together, the completion), in tokens; what is not set follows from the other."""
+    values = [
+        trinity.first(f"explorer.rollout_model.{name}", f"model.{name}")
+        for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+    ]
+    whole, prompt, response = values
+    if whole is None and (prompt is None or response is None):
+        do = "set model.max_model_len, or max_prompt_tokens and max_response_tokens"
+        if trinity.offline:
+            return 0, 0
+        trinity.problem("model.max_model_len", "the longest sequence", "nothing says it", do)
+        return 2048, 1024
+    whole = prompt + response if whole is None else whole
+    if prompt is not None and response is not None and prompt + response > whole:
+        found = f"{prompt} + {response} is more than max_model_len {whole}"
+        trinity.problem("model.max_prompt_tokens", "room for prompt and completion", found, "correct one of them")
+    if response is None:
+        response = whole // 2 + whole % 2 if prompt is None else whole - min(prompt, whole - 1)
+    return whole, min(response, whole - 1) if prompt is None else response
+
+
+def max_context(trinity: TrinityConfig) -> int:
+    """The longest sequence, in tokens; 0 where nothing says it."""
+    return _max_tokens(trinity)[0]
+
+
+def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | None:
+    """The `evaluation` section; None where nothing is evaluated."""
+    if not trinity.eval_tasksets or trinity.offline or trinity.mode == "serve":
+        return None
+    where, tasksets = f"{INPUT}.eval_tasksets", trinity.eval_tasksets
+    samples = [max(1, taskset["repeat_times"]) for taskset in tasksets]
+    sampled = [sampling_of(trinity, taskset) for taskset in tasksets]
+    for values, name in ((samples, "repeat_times"), (sampled, "rollout_args")):
+        if any(value != values[0] for value in values):
+            do = "give all of them the same, or evaluate the others with `trivium eval`"
+            trinity.problem(f"{where}.{name}", "several values", "the tasksets are evaluated as one", do)
+    number, every = samples[0], trinity["explorer.eval_interval"]
+    powers = [2**power for power in range(number.bit_length())]
+    return {
+        "taskset": EVALUATED,
+        "every": every if every % interval == 0 else max(every // interval, 1) * interval,
+        "samples": number,
+        "k": sorted({*powers, number}),
+        "sampling": sampled[0],
+    }

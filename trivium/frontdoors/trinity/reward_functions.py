@@ -1,0 +1,186 @@
+"""Trinity-RFT's reward functions as rewards of Trivium, and reward functions of its users as they are.
+
+Each gives the part of the reward that has the same name in Trinity-RFT's metrics.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from trivium.config import PluginPath, RewardConfig
+from trivium.errors import DataError
+from trivium.registry import resolve
+from trivium.rewards.functions import MathVerify
+from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>")
+
+
+class Accuracy(MathVerify):
+    """1 where the text between the answer tags, or without them the whole completion, equals the column `answer`.
+
+    An answer that is a whole solution of GSM8K counts from `####` on.
+    """
+
+    class Config(MathVerify.Config):
+        kind: str = "trivium.frontdoors.trinity.reward_functions:Accuracy"
+
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
+        tagged = _ANSWER.search(completion)
+        return super().__call__(prompt, tagged.group(1) if tagged else completion, final_answer(str(answer)))
+
+
+class Format:
+    """0.1 where the completion matches from its start, else -0.1. `.` matches line ends, `$` the end of any line."""
+
+    class Config(RewardConfig):
+        kind: str = "trivium.frontdoors.trinity.reward_functions:Format"
+        pattern: str = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+        """A Python regular expression."""
+
+    def __init__(self, config: Config) -> None:
+        self._match = re.compile(config.pattern, re.DOTALL | re.MULTILINE).match
+
+    def __call__(self, prompt: str, completion: str) -> float:
+        return 0.1 if self._match(completion) else -0.1
+
+
+class Thinks:
+    """0 where the completion has one `<think>...</think>`, else minus `coef`."""
+
+    class Config(RewardConfig):
+        kind: str = "trivium.frontdoors.trinity.reward_functions:Thinks"
+        coef: float = Field(default=0.1, ge=0)
+        """What a completion without it loses."""
+
+    def __init__(self, config: Config) -> None:
+        self._coef = config.coef
+
+    def __call__(self, prompt: str, completion: str) -> float:
+        once = completion.count("<think>") == 1 == completion.count("</think>")
+        return 0.0 if once and completion.index("<think>") < completion.index("</think>") else -self._coef
+
+
+class Boxed:
+    """1 where the last box holds the column `answer` (itself boxed or not), by the rules of MATH, else 0."""
+
+    Config = RewardConfig
+
+    def __init__(self, config: RewardConfig) -> None:
+        del config
+
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
+        boxed = last_boxed(str(answer))
+        return float(math_boxed(completion, final_answer(str(answer)) if boxed is None else boxed))
+
+
+class Dapo:
+    """1 where the answer after `Answer:`, or in the last box, is that of the column `answer`, else -1."""
+
+    Config = RewardConfig
+
+    def __init__(self, config: RewardConfig) -> None:
+        del config
+
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
+        return float(math_dapo(completion, str(answer))["score"])
+
+
+class Countdown:
+    """1 for an equation of the given numbers, each once, that has the target's value; 0.1 for another one, 0 for none.
+
+    The equation is between the last answer tags of the last line. The column `answer` is `{target, numbers}`, or its
+    JSON text.
+    """
+
+    Config = RewardConfig
+
+    def __init__(self, config: RewardConfig) -> None:
+        del config
+
+    def __call__(self, prompt: str, completion: str, answer: object) -> float:
+        truth = json.loads(answer) if isinstance(answer, str) else answer
+        if not isinstance(truth, Mapping) or not {"target", "numbers"} <= truth.keys():
+            raise DataError("a column `answer` of {target, numbers}", f"{answer!r:.80}", "correct response_key")
+        equations = _ANSWER.findall(completion.rpartition("\n")[2])
+        if not equations:
+            return 0.0
+        equation = equations[-1].strip()
+        used = sorted(int(number) for number in re.findall(r"\d{1,18}", equation))
+        value = arithmetic(equation) if used == sorted(truth["numbers"]) else None
+        return 1.0 if value is not None and abs(value - truth["target"]) < 1e-5 else 0.1
+
+
+class RewardOfTrinity:
+    """A reward function in Trinity-RFT's form: a class whose object is called with (response, prompt, truth), or some
+    of them, and returns a number, or numbers by name, whose sum is the reward. `truth` is the column `answer`.
+
+    A function of Trivium's form, with (prompt, completion, columns by name), is called as such.
+    """
+
+    class Config(RewardConfig):
+        kind: str = "trivium.frontdoors.trinity.reward_functions:RewardOfTrinity"
+        function: PluginPath
+        """`file.py:Name` or `package.module:Name`."""
+        args: dict[str, Any] = Field(default_factory=dict)
+        """Keyword arguments of the class."""
+
+        @property
+        def short_name(self) -> str:
+            return self.function.rpartition(":")[2]
+
+    def __init__(self, config: Config) -> None:
+        target = resolve("rewards", config.function)
+        self._function: Callable[..., Any] = target(**config.args) if isinstance(target, type) else target
+        parameters = inspect.signature(self._function).parameters
+        self._takes = set(parameters)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
+        if "completion" in self._takes:
+            given = {"prompt": prompt, "completion": completion, **columns}
+        else:
+            given = {"response": completion, "prompt": prompt, "truth": columns.get("answer")}
+        result = self._function(**{name: v for name, v in given.items() if self._takes_all or name in self._takes})
+        return float(sum(result.values()) if isinstance(result, Mapping) else result)
+
+
+def final_answer(answer: str) -> str:
+    """What follows the last `####` of a solution; the answer itself where there is none."""
+    return answer.rpartition("####")[2].strip()
+
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def arithmetic(text: str) -> float | None:
+    """The value of a sum, difference, product or quotient of numbers; None for anything else."""
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> float:
+    """Raises ValueError for what is no arithmetic."""
+    match node:
+        case ast.Constant(int() | float() as value) if not isinstance(value, bool):
+            return float(value)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand)
+        case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
+            return _OPERATIONS[type(operation)](_value(left), _value(right))
+    raise ValueError(type(node).__name__)

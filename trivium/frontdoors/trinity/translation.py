@@ -1,0 +1,419 @@
+"""Trinity-RFT's config as a RunConfig, by the keys of `config_table`.
+
+Everything that cannot be translated is reported at once, by name, before anything is built.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trivium.frontdoors.tables import Settings, Translation, refuse
+from trivium.frontdoors.trinity.algorithm_section import algorithm_of
+from trivium.frontdoors.trinity.data_section import (
+    buffer_of,
+    evaluation_of,
+    max_context,
+    num_rows,
+    sampling_of,
+    tasks_of,
+    workflow_of,
+)
+from trivium.frontdoors.trinity.trinity_config import TrinityConfig
+from trivium.registry import suggest
+
+_KEEP_ALL = 1_000_000
+_MONITORS = ("tensorboard", "wandb", "mlflow")
+_STYLES = {
+    "fixed": "fixed",
+    "trainer_driven": "dynamic_by_trainer",
+    "explorer_driven": "dynamic_by_explorer",
+    "dynamic_by_trainer": "dynamic_by_trainer",
+    "dynamic_by_explorer": "dynamic_by_explorer",
+    "fully_async": "fixed",
+}
+_METHODS = {"nccl": "nccl", "checkpoint": "checkpoint", "memory": "memory", "online": "nccl", "offline": "checkpoint"}
+_OF_A_STAGE = (
+    "algorithm",
+    "tasks",
+    "workflow",
+    "rewards",
+    "engine",
+    "train",
+    "schedule",
+    "sync",
+    "buffer",
+    "evaluation",
+)
+"""The sections that differ between stages."""
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def translate(config: object, device: str | None = None) -> Translation:
+    """The whole of a config of Trinity-RFT's shape. `device` is `cpu` or `cuda`; unset, what this machine has.
+
+    Raises ConfigError with everything in it that cannot be translated.
+    """
+    device = device or _device()
+    trinity = TrinityConfig(config)
+    sections = _sections(trinity, device)
+    warmup = _warmup(trinity)
+    configs = [*warmup, *([("", trinity.without_warmup())] if warmup else []), *trinity.stage_configs()]
+    stages = [(name, TrinityConfig(stage)) for name, stage in configs]
+    if stages:
+        translated = [_sections(stage, device) for _, stage in stages]
+        shared = {name: value for name, value in sections.items() if name not in _OF_A_STAGE}
+        shared["run"] = {**shared["run"], "mode": _mode_of_all(trinity, [stage.mode for _, stage in stages])}
+        own = [{name: part.get(name) for name in _OF_A_STAGE if name in part} for part in translated]
+        sections = {**shared, "tasks": {}, "stages": own}
+        trinity.problems = []  # what the stages set need not be set outside them
+    problems = [problem for reader in (trinity, *(stage for _, stage in stages)) for problem in reader.problems]
+    refuse(dict.fromkeys(problems))
+    notes = [note for reader in (trinity, *(stage for _, stage in stages)) for note in reader.all_notes()]
+    return Translation(sections, tuple(dict.fromkeys(notes)))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _mode_of_all(trinity: TrinityConfig, modes: list[str]) -> str:
+    """The run.mode of a run with these modes of its stages: stages that learn from rows go with any."""
+    explored = {mode for mode in modes if mode != "train"} or {"both"}
+    if explored != {"both"}:
+        do = "give every stage mode both or train, or run the stages one after the other"
+        trinity.problem("stages", f"the modes {', '.join(sorted(set(modes)))}", "one command runs every stage", do)
+    return "both"
+
+
+def _warmup(trinity: TrinityConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The supervised steps before the others, as a stage."""
+    steps = trinity["buffer.trainer_input.sft_warmup_steps"]
+    return [("sft_warmup", trinity.warmup_config(steps))] if steps else []
+
+
+def _sections(trinity: TrinityConfig, device: str) -> dict[str, Any]:
+    """The RunConfig of one stage as a mapping. What is wrong is noted in `trinity`."""
+    workflow = workflow_of(trinity)
+    tasks = tasks_of(trinity)
+    steps = _steps(trinity, tasks)
+    sync = _sync(trinity, device)
+    staleness = sync.pop("max_staleness", None)
+    sections: dict[str, Any] = {
+        "run": _run(trinity),
+        "model": _model(trinity),
+        "tasks": tasks,
+        **workflow,
+        "engine": _engine(trinity, device),
+        "algorithm": algorithm_of(trinity),
+        "train": _train(trinity, device, steps),
+        "schedule": _schedule(trinity, steps, staleness),
+        "sync": sync,
+        "buffer": buffer_of(trinity),
+        "evaluation": evaluation_of(trinity, sync.get("interval", 1)),
+        "checkpoint": _checkpoint(trinity),
+        "monitors": _monitors(trinity),
+        "cluster": _cluster(trinity, device),
+        "serve": _serve(trinity),
+    }
+    return {name: section for name, section in sections.items() if section not in (None, {})}
+
+
+# --------------------------------------------------------------------------- sections
+
+
+def _run(trinity: TrinityConfig) -> dict[str, Any]:
+    run: dict[str, Any] = {
+        "dir": trinity.run_dir,
+        "name": trinity.run_name,
+        # Rows are learnt without an explorer: one command is the whole of such a run.
+        "mode": "both" if trinity.offline and trinity.mode == "train" else trinity.mode,
+        "seed": trinity["explorer.rollout_model.seed"],
+        "resume": bool(trinity["continue_from_checkpoint"]),
+    }
+    if trinity.mode in ("explore", "serve"):
+        run["explorer"] = trinity["explorer.name"]
+    return run | ({"enable_preview": True} if trinity["trainer.enable_preview"] and not trinity.offline else {})
+
+
+def _model(trinity: TrinityConfig) -> dict[str, Any]:
+    path, critic = trinity["model.model_path"], trinity["model.critic_model_path"]
+    if not path and not trinity.is_wrong("model.model_path"):
+        trinity.problem("model.model_path", "a model", "nothing", "name a Hugging Face directory")
+    if critic not in ("", None, path) and trinity["algorithm.algorithm_type"] == "ppo":
+        do = "the critic is the policy's backbone with a value head: name the same, or leave it out"
+        trinity.problem("model.critic_model_path", repr(critic), f"the policy's model is {path!r}", do)
+    here = Path(str(path)).expanduser()
+    model: dict[str, Any] = {"kind": "hf", "path": str(here.resolve()) if here.exists() else path}
+    template = trinity.first("explorer.rollout_model.chat_template", "model.custom_chat_template")
+    if trinity.has("model.chat_template_path"):
+        file = Path(str(trinity["model.chat_template_path"])).expanduser()
+        if file.is_file():
+            template = file.read_text()
+        else:
+            trinity.problem("model.chat_template_path", str(file), "no such file", "correct the path")
+    return model | ({"chat_template": template} if template else {})
+
+
+def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
+    dtype = str(trinity["explorer.rollout_model.dtype"])
+    if dtype not in ("auto", "bfloat16", "float32"):
+        do = "use bfloat16 or float32"
+        trinity.problem("explorer.rollout_model.dtype", repr(dtype), "the engine computes in two types", do)
+    engine: dict[str, Any] = {
+        "kind": "torch",
+        "device": device,
+        "dtype": "float32" if device == "cpu" or dtype == "float32" else "bfloat16",
+    }
+    if trinity.offline:
+        return engine
+    evaluated = trinity.tasksets or trinity.eval_tasksets
+    return engine | {
+        "max_context": max_context(trinity),
+        "sampling": sampling_of(trinity, evaluated[0] if evaluated else None),
+    }
+
+
+def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
+    trainer, fsdp = trinity.trainer, f"{_ACTOR}.fsdp_config"
+    parallel = trinity["trainer.ulysses_sequence_parallel_size"]
+    if not trinity.has("trainer.ulysses_sequence_parallel_size"):
+        parallel = trainer[f"{_ACTOR}.ulysses_sequence_parallel_size"] or 1
+    longest = math.ceil(2 * max_context(trinity) / max(1, parallel)) or 16384
+    norms = [trinity["trainer.actor_grad_clip"]]
+    norms += [trinity["trainer.grad_clip"]] if trinity.has("trainer.grad_clip") else [trainer[f"{_ACTOR}.grad_clip"]]
+    dtype = "float32" if device == "cpu" else _DTYPES.get(str(trainer[f"{fsdp}.dtype"]), "bfloat16")
+    train: dict[str, Any] = {
+        "kind": "torch",
+        "device": device,
+        "dtype": dtype,
+        "max_tokens_per_micro_batch": trinity["trainer.max_token_len_per_gpu"] or longest,
+        "gradient_checkpointing": bool(trainer["actor_rollout_ref.model.enable_gradient_checkpointing"]),
+        "max_grad_norm": next(norm for norm in norms if norm is not None),
+        "optimizer": _optimizer(_actor_optimizer(trinity), steps),
+    }
+    if trinity["algorithm.algorithm_type"] == "ppo" or trinity["algorithm.advantage_fn"] == "ppo":
+        train["critic_optimizer"] = _optimizer({name: trainer[f"critic.optim.{name}"] for name in _OPTIONS}, steps)
+    if parallel > 1:
+        train["sequence_parallel"] = parallel
+    names = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
+    if any(trinity[f"trainer.{name}"] for name in names) or any(trainer[f"{fsdp}.{name}"] for name in names[:2]):
+        train["cpu_offload"] = True
+    if (trainer[f"{fsdp}.fsdp_size"] or -1) > 0:
+        train["shard"] = trainer[f"{fsdp}.fsdp_size"]
+    return train | ({"lora": _lora(trinity.lora)} if trinity.lora else {})
+
+
+_DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_OPTIONS = (
+    "lr",
+    "betas",
+    "weight_decay",
+    "min_lr_ratio",
+    "lr_scheduler_type",
+    "warmup_style",
+    "lr_warmup_steps",
+    "lr_warmup_steps_ratio",
+)
+
+
+def _actor_optimizer(trinity: TrinityConfig) -> dict[str, Any]:
+    """The options of the policy's optimizer: algorithm.optimizer, else trainer_config, where 0.2 has them."""
+    ours, theirs = "algorithm.optimizer", f"{_ACTOR}.optim"
+    return {
+        name: trinity[f"{ours}.{name}"]
+        if trinity.has(f"{ours}.{name}") or not trinity.trainer.has(f"{theirs}.{name}")
+        else trinity.trainer[f"{theirs}.{name}"]
+        for name in _OPTIONS
+    }
+
+
+def _optimizer(options: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    schedule = options["warmup_style"] or options["lr_scheduler_type"]
+    optimizer = {name: options[name] for name in ("lr", "betas", "weight_decay")} | {"schedule": schedule}
+    if schedule != "constant":
+        optimizer["min_lr_ratio"] = options["min_lr_ratio"]
+    warmup = options["lr_warmup_steps"]
+    warmup = warmup if warmup >= 0 else int(options["lr_warmup_steps_ratio"] * steps)
+    return optimizer | ({"warmup_steps": warmup} if warmup else {})
+
+
+def _lora(lora: Settings) -> dict[str, Any]:
+    if lora.has("path"):
+        return {"path": lora["path"]}
+    targets = lora["target_modules"]
+    section = {"rank": lora["lora_rank"], "alpha": lora["lora_alpha"]}
+    return section | (
+        {} if targets == "all-linear" else {"targets": [targets] if isinstance(targets, str) else targets}
+    )
+
+
+def _steps(trinity: TrinityConfig, tasks: Mapping[str, Any]) -> int:
+    """schedule.steps: what the data are enough for, or trainer.total_steps where that is less."""
+    batches, limit = trinity.batches, trinity["trainer.total_steps"]
+    total, epochs = trinity["buffer.total_steps"], trinity["buffer.total_epochs"]
+    tasks_of_step = batches.explored
+    rows = None if total else num_rows(tasks.get("train", {}))
+    if not total and rows is None:
+        if limit:
+            return int(limit)
+        trinity.notes.append(
+            f"schedule.steps: one step per epoch ({epochs}), for the rows of tasks.train are not on this machine: "
+            f"set it to {epochs} x rows / {tasks_of_step}, or buffer.total_steps before translating"
+        )
+        return int(epochs)
+    tasks_of_run = total * tasks_of_step if total else (rows or 0) * epochs // tasks_of_step * tasks_of_step
+    steps = tasks_of_run // batches.fresh
+    if steps < 1:
+        trinity.notes.append(
+            f"schedule.steps: 1, with tasks again: a step has {batches.fresh}, there are {tasks_of_run}"
+        )
+    return max(1, min(steps, limit or steps))
+
+
+def _schedule(trinity: TrinityConfig, steps: int, staleness: int | None) -> dict[str, Any]:
+    batches = trinity.batches
+    schedule: dict[str, Any] = {
+        "steps": steps,
+        "groups_per_step": batches.fresh + batches.expert,
+        "group_size": batches.group_size,
+        "shuffle": False,
+    }
+    if staleness is not None:
+        schedule["max_staleness"] = staleness
+    if trinity["explorer.over_rollout.ratio"]:
+        ratio = trinity["explorer.over_rollout.ratio"]
+        schedule["over_rollout"] = ratio / (1 - ratio)
+    return schedule | _order(trinity)
+
+
+def _order(trinity: TrinityConfig) -> dict[str, Any]:
+    """How tasks are visited."""
+    settings = [trinity.experiences] if trinity.offline else trinity.tasksets
+    where = "buffer.explorer_input.taskset.data_selector"
+    kinds = {
+        str(s["task_selector.selector_type" if s.has("task_selector.selector_type") else _SELECTOR]) for s in settings
+    }
+    if len(settings) > 1 and kinds <= {"sequential", "shuffle", "random"}:
+        return {"shuffle": True}
+    kind = next(iter(kinds), "sequential")
+    if kind in ("shuffle", "random"):
+        return {"shuffle": True}
+    if kind == "offline_easy2hard" and len(settings) == 1:
+        keys = settings[0].first("data_selector.feature_keys", "task_selector.feature_keys")
+        if len(keys) == 1:  # the feature is a pass rate, and the highest comes first
+            return {"shuffle": True, "curriculum": {"column": keys[0], "easy_first": False, "spread": 0}}
+        trinity.problem(f"{where}.feature_keys", repr(keys), "a curriculum has one column", "name one")
+    elif kind != "sequential":
+        do = suggest(kind, ("sequential", "shuffle", "random", "offline_easy2hard"))
+        trinity.problem(f"{where}.selector_type", repr(kind), "no such selector here", do)
+    return {}
+
+
+_SELECTOR = "data_selector.selector_type"
+
+
+def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
+    """The `sync` section, and max_staleness where that says it better than an offset."""
+    where, deadline = "synchronizer", {"deadline_s": float(trinity["synchronizer.sync_timeout"])}
+    if trinity.offline:
+        return deadline
+    style, method = (str(trinity[f"{where}.sync_{name}"]).lower() for name in ("style", "method"))
+    for name, value, known in (("style", style, _STYLES), ("method", method, _METHODS)):
+        if value not in known:
+            trinity.problem(f"{where}.sync_{name}", repr(value), f"no such {name}", suggest(value, known))
+    interval = trinity.first(f"{where}.trainer_sync_interval", f"{where}.sync_interval")
+    explored = trinity.first(f"{where}.explorer_sync_interval", f"{where}.sync_interval")
+    batches, offset = trinity.batches, trinity[f"{where}.sync_offset"]
+    ahead = math.ceil((explored + offset) * batches.explored / batches.fresh) - 1
+    if style == "fully_async":
+        ahead = interval - 1 + trinity["explorer.max_inflight_batches"]
+    if trinity.text("algorithm.sample_strategy") == "staleness_control":
+        bound = trinity["algorithm.sample_strategy_args"].get("max_staleness", math.inf)
+        ahead = max(ahead, int(bound) + 1) if math.isfinite(bound) else ahead
+    sync = {
+        "method": _method(trinity, _METHODS.get(method, "memory"), device),
+        "style": _STYLES.get(style, "fixed"),
+        "interval": interval,
+        **({"in_flight": "update"} if style == "fully_async" else {}),
+        **deadline,
+    }
+    return sync | (
+        {"offset": offset} if ahead == interval - 1 + offset else {"max_staleness": max(ahead, interval - 1)}
+    )
+
+
+def _method(trinity: TrinityConfig, method: str, device: str) -> str:
+    """How weights travel: a broadcast needs processes on both ends, separate commands a directory."""
+    if trinity.mode in ("explore", "train", "bench", "serve"):
+        return "checkpoint"
+    if trinity.lora and method == "nccl":
+        method = "checkpoint"
+    return "memory" if method == "nccl" and not _cluster(trinity, device) else method
+
+
+def _checkpoint(trinity: TrinityConfig) -> dict[str, Any]:
+    keep = trinity["trainer.max_checkpoints_to_keep"] or trinity.trainer["trainer.max_actor_ckpt_to_keep"]
+    section: dict[str, Any] = {"save_every": trinity["trainer.save_interval"], "keep": keep or _KEEP_ALL}
+    strategy = str(trinity["trainer.save_strategy"]).lower()
+    return section | ({} if strategy == "unrestricted" else {"save_strategy": strategy})
+
+
+def _monitors(trinity: TrinityConfig) -> list[dict[str, Any]]:
+    kind = str(trinity["monitor.monitor_type"]).lower()
+    project, name = trinity["project"], trinity["name"]
+    own: dict[str, Any] = {"kind": kind}
+    if kind not in _MONITORS:
+        trinity.problem("monitor.monitor_type", repr(kind), "no such monitor", f"use one of {', '.join(_MONITORS)}")
+    elif kind == "wandb":
+        own |= {"project": project, "name": name, "group": trinity["group"] or name}
+        own |= (
+            {"base_url": trinity["monitor.monitor_args.base_url"]}
+            if trinity.has("monitor.monitor_args.base_url")
+            else {}
+        )
+        own |= {"mode": "offline"} if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") else {}
+    elif kind == "mlflow":
+        own |= {"experiment": project, "name": name}
+        own |= {"tracking_uri": trinity["monitor.monitor_args.uri"]} if trinity.has("monitor.monitor_args.uri") else {}
+    return [{"kind": "console"}, {"kind": "jsonl"}, own]
+
+
+def _cluster(trinity: TrinityConfig, device: str) -> dict[str, Any]:
+    """Ray, where more than one GPU is to be used by one command; else one process."""
+    if device == "cpu" or trinity.mode not in ("both", "train") or (trinity.mode == "train" and not trinity.offline):
+        return {}
+    nodes, each = trinity["cluster.node_num"] or 1, trinity["cluster.gpu_per_node"] or _gpus()
+    if nodes * each <= 1 or str(trinity["mode"]).lower() == "colocate":
+        return {}
+    model = "explorer.rollout_model"
+    per_engine = math.prod(trinity[f"{model}.{name}_parallel_size"] for name in ("tensor", "data", "pipeline"))
+    engines = 0 if trinity.offline else trinity[f"{model}.engine_num"]
+    used = engines * per_engine + (0 if trinity.offline else sum(m["engine_num"] for m in trinity.auxiliary_models))
+    ranks = nodes * each - used
+    if ranks < 1:
+        do = "lower explorer.rollout_model.engine_num, or raise cluster.gpu_per_node"
+        trinity.problem("cluster.gpu_per_node", f"{nodes * each} GPU(s)", f"explorers take {used} of them", do)
+    address = str(trinity["cluster.ray_address"])
+    cluster = {"kind": "ray", "engines": max(1, engines), "ranks": max(1, ranks)}
+    return cluster | ({"address": address} if address != "auto" or nodes > 1 else {})
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _serve(trinity: TrinityConfig) -> dict[str, Any]:
+    if trinity.mode != "serve":
+        return {}
+    serve = {"port": trinity["explorer.proxy_port"]}
+    if not trinity.has("explorer.listen_address"):
+        trinity.notes.append("serve.host: 127.0.0.1; other machines are admitted with serve.key_variable alone")
+    return serve | ({"host": trinity["explorer.listen_address"]} if trinity.has("explorer.listen_address") else {})

@@ -1,0 +1,219 @@
+"""A config of Trinity-RFT's shape, read: its values, those of the sections in its lists, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trivium.config import read_yaml
+from trivium.errors import Problem, TriviumError
+from trivium.frontdoors.plain_values import plain, resolved
+from trivium.frontdoors.tables import Settings, Table
+from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+
+_NOT_SAMPLED = ("sft", "dpo")
+
+
+class TrinityConfig:
+    """The values of a config by dotted key, and what has been found wrong with it so far."""
+
+    def __init__(self, config: object) -> None:
+        """`config` is a mapping, an OmegaConf container, or an object with attributes; values may nest."""
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self._top = self._read(TABLE, resolved(plain(config)), "")
+        path = self["trainer.trainer_config_path"]
+        trainer = self["trainer.trainer_config"] or (self._file(path) if path else {})
+        self.trainer = self._read(TRAINER_CONFIG, trainer, "trainer.trainer_config")
+        """The values of trainer.trainer_config."""
+        explorer_input, one = "buffer.explorer_input", self["buffer.explorer_input.taskset"]
+        several = self[f"{explorer_input}.tasksets"]
+        read = self._read_items(TASKSET, several, f"{explorer_input}.tasksets")
+        read += [self._read(TASKSET, one, f"{explorer_input}.taskset")] if one else []
+        self.tasksets = [taskset for taskset in read if taskset.has("path")]
+        evaluated = self._read_items(
+            TASKSET, self[f"{explorer_input}.eval_tasksets"], f"{explorer_input}.eval_tasksets"
+        )
+        self.eval_tasksets = [taskset for taskset in evaluated if taskset.has("path")]
+        if one and several and read[-1].has("path"):
+            self.problem(f"{explorer_input}.taskset", "one taskset", "tasksets lists others", "set one of the two keys")
+        experiences = self["buffer.trainer_input.experience_buffer"] or {}
+        self.experiences = self._read(EXPERIENCE_BUFFER, experiences, "buffer.trainer_input.experience_buffer")
+        loras = self._read_items(LORA, self["model.lora_configs"], "model.lora_configs")
+        if len(loras) > 1:
+            self.problem("model.lora_configs", f"{len(loras)} adapters", "one is trained", "name one")
+        self.lora = loras[0] if loras else None
+        self.auxiliary_models = self._read_items(
+            AUXILIARY_MODEL, self["explorer.auxiliary_models"], "explorer.auxiliary_models"
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key of the table, or Trinity-RFT's default where it is not set."""
+        return self._top[key]
+
+    def has(self, key: str) -> bool:
+        """Whether the key has a value."""
+        return self._top.has(key)
+
+    def text(self, key: str) -> str:
+        """The text of a key; empty where it is not set."""
+        return str(self[key] or "")
+
+    def first(self, *keys: str) -> Any:
+        """The value of the first of these keys that is set, else the first default that there is."""
+        return self._top.first(*keys)
+
+    def problem(self, where: str, asked: str, found: str, do: str) -> None:
+        """Notes what is wrong; all of it is reported at once."""
+        self.problems.append(Problem(where, asked, found, do))
+
+    def is_wrong(self, key: str) -> bool:
+        """Whether a problem of this key is known."""
+        return any(problem.where == key for problem in self.problems)
+
+    def all_notes(self) -> Iterator[str]:
+        """What is set and has no effect, and what is left to do."""
+        yield from self.notes
+        yield from self._top.notes()
+
+    def buffer_of(self, key: str, value: object) -> Settings:
+        """A further section of the shape of the experience buffer."""
+        return self._read(EXPERIENCE_BUFFER, value, key)
+
+    def stage_configs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, the whole config) of each stage: its sections take the place of those of the config."""
+        whole = {key: value for key, value in self._plain.items() if key != "stages"}
+        for number, stage in enumerate(self["stages"]):
+            if not isinstance(stage, Mapping):
+                self.problem(f"stages[{number}]", repr(stage), "not a section", "write stage_name, algorithm, ...")
+                continue
+            sections = {str(key): value for key, value in stage.items() if value is not None}
+            yield str(sections.pop("stage_name", number)), {**whole, **sections}
+
+    def warmup_config(self, steps: int) -> dict[str, Any]:
+        """The config of the supervised steps that 0.2 begins a run with."""
+        buffer = self._plain.get("buffer", {})
+        experiences = {**(self["buffer.trainer_input.sft_warmup_dataset"] or {}), "storage_type": "file"}
+        size = self["buffer.train_batch_size"] or self["buffer.batch_size"] * self["algorithm.repeat_times"]
+        return {
+            **self._plain,
+            "mode": "train",
+            "algorithm": {"algorithm_type": "sft", "optimizer": self._plain.get("algorithm", {}).get("optimizer", {})},
+            "buffer": {
+                **buffer,
+                "train_batch_size": size,
+                "total_steps": steps,
+                "trainer_input": {"experience_buffer": experiences},
+            },
+        }
+
+    def without_warmup(self) -> dict[str, Any]:
+        """The config without its supervised steps."""
+        buffer = self._plain["buffer"]
+        trainer_input = {**buffer["trainer_input"], "sft_warmup_steps": 0}
+        return {**self._plain, "buffer": {**buffer, "trainer_input": trainer_input}}
+
+    def _read(self, table: Table, value: object, where: str) -> Settings:
+        if where == "":
+            self._plain: dict[str, Any] = value if isinstance(value, dict) else {}
+        settings = table.read(value)
+        prefix = f"{where}." if where else ""
+        self.problems += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in settings.problems]
+        self.notes += [f"{prefix}{note}" for note in settings.notes()] if where else []
+        return settings
+
+    def _read_items(self, table: Table, values: Any, where: str) -> list[Settings]:
+        return [self._read(table, value, f"{where}[{number}]") for number, value in enumerate(values or ())]
+
+    def _file(self, path: str) -> dict[str, Any]:
+        try:
+            return read_yaml(Path(path))
+        except TriviumError as error:
+            self.problem("trainer.trainer_config_path", path, error.found, "correct the path, or leave it out")
+            return {}
+
+    # ------------------------------------------------------------------ what several sections need
+
+    @cached_property
+    def offline(self) -> bool:
+        """Whether it learns from rows, and nothing is generated."""
+        return str(self["algorithm.algorithm_type"]).lower() in _NOT_SAMPLED
+
+    @cached_property
+    def mode(self) -> str:
+        """run.mode."""
+        mode = str(self["mode"]).lower()
+        modes = ("both", "explore", "train", "bench", "serve")
+        if mode not in (*modes, "colocate"):
+            self.problem("mode", repr(mode), "no such mode", f"use one of {', '.join(modes)}")
+        return "both" if mode not in modes else mode
+
+    @cached_property
+    def batches(self) -> Batches:
+        """How many groups a step has, in either trainer's counting."""
+        return _batches(self)
+
+    @property
+    def run_dir(self) -> str:
+        """Where the run keeps everything."""
+        return os.path.join(*(self.text(key) for key in ("checkpoint_root_dir", "project", "group", "name")))
+
+    @property
+    def run_name(self) -> str:
+        """What commands that share a buffer call the run."""
+        parts = [self.text(key) for key in ("project", "group", "name")]
+        return self.text("ray_namespace") or "/".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The sizes of a step. A step there counts experiences; a group is `group_size` of them, an expert's is one."""
+
+    group_size: int
+    fresh: int
+    """Groups of a train step that explorers generate."""
+    expert: int
+    """Groups of a train step that an expert wrote."""
+    explored: int
+    """Tasks of an explorer's step."""
+
+
+def _batches(trinity: TrinityConfig) -> Batches:
+    size = 1 if trinity.offline else max(1, trinity["algorithm.repeat_times"])
+    tasks, experiences = max(1, trinity["buffer.batch_size"]), trinity["buffer.train_batch_size"]
+    if trinity.offline or trinity.mode == "train":
+        if not experiences and trinity.mode != "bench":
+            do = "set buffer.train_batch_size, in experiences"
+            trinity.problem("buffer.train_batch_size", "the experiences of a step", "nothing", do)
+        experiences = experiences or tasks * size
+        tasks = trinity["buffer.batch_size"] if trinity.has("buffer.batch_size") and not trinity.offline else 0
+    if trinity.offline:
+        size = 2 if str(trinity["algorithm.algorithm_type"]).lower() == "dpo" else 1
+        return Batches(size, experiences, 0, experiences)
+    expert = 0
+    if mixes(trinity):
+        whole = experiences or tasks * size
+        ratio = trinity["algorithm.sample_strategy_args"].get("expert_data_ratio", 0.5)
+        expert = math.ceil(round(float(ratio) * whole, 9))
+        experiences = whole
+    fresh, rest = divmod((experiences or tasks * size) - expert, size)
+    if rest or not fresh:
+        trinity.problem(
+            "buffer.train_batch_size",
+            f"{experiences} experiences" + (f", of which an expert wrote {expert}" if expert else ""),
+            f"the others are not whole groups of {size} (algorithm.repeat_times)",
+            f"leave {size}, {2 * size}, {3 * size}, ... for what explorers generate",
+        )
+    return Batches(size, max(1, fresh), expert, tasks or max(1, fresh))
+
+
+def mixes(trinity: TrinityConfig) -> bool:
+    """Whether a step has completions of an expert beside those of the policy."""
+    by_type = str(trinity["algorithm.algorithm_type"]).lower() in ("mix", "mix_chord")
+    return (trinity.text("algorithm.sample_strategy") or ("mix" if by_type else "default")) == "mix"
