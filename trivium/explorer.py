@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from trivium.concurrency import gather_or_cancel, left_behind, wait_for
 from trivium.errors import (
@@ -87,8 +87,8 @@ class Explorer:
     """Slots that were leased since it adopted its version."""
     idle: bool = field(default=False, init=False)
     """Whether it has found no free slot."""
-    wants_weights: bool = field(default=False, init=False)
-    """Whether it has told the trainer that it wants newer weights."""
+    request: Literal["", "idle", "now"] = field(default="", init=False)
+    """What it has told the trainer: that it needs no newer weights, could use them, or asks for them now."""
     _counts: Counter[str] = field(default_factory=Counter[str], init=False)
     """What it has rolled out since its last report."""
     _counted_since: float = field(default_factory=time.monotonic, init=False)

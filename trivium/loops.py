@@ -132,14 +132,15 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
 
 
 async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> Lease:
-    """Waits for a slot; tells the trainer whether this explorer wants newer weights: where no slot is free, or where it
-    has rolled out `sync.interval` steps with these. Raises StopAsyncIteration once the buffer is closed."""
+    """Waits for a slot; tells the trainer whether this explorer asks for newer weights: where no slot is free, or where
+    it has rolled out `sync.interval` steps with these. Raises StopAsyncIteration once the buffer is closed."""
 
     def report() -> None:
-        wants = explorer.idle or synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
-        if wants != explorer.wants_weights:
-            explorer.wants_weights = wants
-            synchronizer.request_weights(explorer.name, wants)
+        over = synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
+        request = "now" if over else "idle" if explorer.idle else ""
+        if request != explorer.request:
+            explorer.request = request
+            synchronizer.request_weights(explorer.name, request != "", idle=request == "idle")
 
     lease = await buffer.lease(explorer.name, wait=False)
     if lease is None:
@@ -180,7 +181,7 @@ async def follow_weights(
                 loaded = version
             continue
         loaded = version
-        explorer.leased, explorer.wants_weights = 0, explorer.idle
+        explorer.leased, explorer.request = 0, "idle" if explorer.idle else ""
         synchronizer.adopted(explorer.name, version, wants=explorer.idle)
         await buffer.advance(explorer.name, version)
 

@@ -142,7 +142,8 @@ class Synchronizer:
         def enter(values: Values) -> Values:
             if not free(values):
                 return values
-            entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life}
+            # It takes what is published; where nothing is, the trainer offers the first version by itself.
+            entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life, "idle": True}
             # The beat is for roles that have just seen the earlier one fall silent: this one is not it.
             return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
 
@@ -333,9 +334,11 @@ class Synchronizer:
         """The versions that can be fetched, oldest first."""
         return tuple(self.board.read().get("versions", ()))
 
-    def request_weights(self, name: str, requested: bool = True) -> None:
-        """An explorer asks for newer weights, or takes its request back."""
-        self.set_explorer_status(name, RunningStatus.REQUIRE_SYNC if requested else RunningStatus.RUNNING)
+    def request_weights(self, name: str, requested: bool = True, *, idle: bool = False) -> None:
+        """An explorer asks for newer weights, or takes its request back; `idle`: it asks only because it has no free
+        slot."""
+        status = RunningStatus.REQUIRE_SYNC if requested else RunningStatus.RUNNING
+        self._explorer(name, status=status.value, idle=idle)
 
     async def next_version(self, name: str, loaded: int | None, *, newest: bool) -> int:
         """Waits for a version newer than `loaded`: the newest one, or the next.
@@ -374,7 +377,7 @@ class Synchronizer:
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
         """An explorer has loaded `version`; `wants`: the version admits no slot to it, and it asks for a newer one."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
-        self._explorer(name, status=status.value, version=version)
+        self._explorer(name, status=status.value, version=version, idle=wants)
 
     def interval_over(self, steps: float) -> bool:
         """Whether an explorer asks for newer weights after so many steps' worth of groups with the same ones."""
@@ -550,10 +553,11 @@ def dead_explorers(values: Values) -> Mapping[str, str]:
     return {name: entry["dead"] for name, entry in values.get("explorers", {}).items() if "dead" in entry}
 
 
-def weights_requested(values: Values) -> bool:
-    """Whether a live explorer asks for newer weights."""
+def weights_requested(values: Values, *, idle: bool = True) -> bool:
+    """Whether a live explorer asks for newer weights; `idle`: also one that asks only because it has no free slot."""
     asking = (RunningStatus.REQUIRE_SYNC.value, RunningStatus.WAITING_SYNC.value)
-    return any(entry["status"] in asking for entry in live_explorers(values).values())
+    entries = live_explorers(values).values()
+    return any(entry["status"] in asking and (idle or not entry.get("idle")) for entry in entries)
 
 
 def _with_explorer(values: Values, name: str, **entry: object) -> Values:

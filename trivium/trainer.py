@@ -60,6 +60,8 @@ class Trainer:
     max_failed_fraction: float = 1.0
     saves_asynchronously: bool = False
     """Whether it trains on while a checkpoint is being written, where the engine can do that."""
+    keeps_versions: bool = False
+    """Whether versions lie where any process can fetch them: they are offered though no explorer fills the buffer."""
     enable_preview: bool = False
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
@@ -118,7 +120,7 @@ class Trainer:
         for version in held:
             self.synchronizer.publish(version, held)
         version = self.train_step_num
-        followed = capabilities_of(self.buffer).explored or self.evaluator is not None
+        followed = capabilities_of(self.buffer).explored or self.evaluator is not None or self.keeps_versions
         started_from = self.schedule.resume_version(version) == version or self.schedule.published(version)
         if followed and (started_from or self.synchronizer.style is not SyncStyle.FIXED):
             await asyncio.to_thread(self.sync_weight)
@@ -247,20 +249,21 @@ class Trainer:
         explorers = live_explorers(values).values()
         if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
             return True  # an explorer that joined late has no weights at all, and there is nowhere to fetch them
-        if not capabilities_of(self.buffer).explored:
+        if offered or not (capabilities_of(self.buffer).explored or self.keeps_versions):
             return False
         if self.synchronizer.style is SyncStyle.FIXED:
-            return not offered and self.schedule.published(self.train_step_num)
-        # Who asks is answered every `interval` steps; sooner only where the trainer has nothing else to do.
-        over = self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
-        return not offered and weights_requested(values) and (over or self._starved)
+            return self.schedule.published(self.train_step_num)
+        # A trainer that has groups to learn from would pay at every step for explorers that are far enough ahead.
+        return weights_requested(values, idle=self._interval_over or self._starved)
+
+    @property
+    def _interval_over(self) -> bool:
+        return self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
 
     def _ask_for_sync(self) -> None:
         """With `dynamic_by_trainer`, tells the explorers that the interval is over."""
-        if self.synchronizer.style is SyncStyle.DYNAMIC_BY_TRAINER:
-            over = self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
-            if over:
-                self.synchronizer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
+        if self.synchronizer.style is SyncStyle.DYNAMIC_BY_TRAINER and self._interval_over:
+            self.synchronizer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
 
     def sync_weight(self) -> None:
         """Offers the current weights and publishes their version where they were delivered. Blocks."""

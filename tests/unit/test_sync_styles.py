@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from tests.sessions import TASKS, Lengths, Session
 from trivium.board import MemoryBoard, Values
+from trivium.buffers.strategies import DefaultStrategy
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError
 from trivium.evaluate import RemoteEvaluator
 from trivium.loops import train_loop
 from trivium.schedule import Cadence, Schedule
 from trivium.synchronizer import live_explorers
-from trivium.types import Group, RunningStatus, SyncStyle
+from trivium.types import Capabilities, Group, RunningStatus, Sample, SyncStyle
 
 FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle
 STEPS = 9
@@ -165,10 +166,57 @@ async def test_a_trainer_that_has_groups_to_learn_from_keeps_to_its_interval(sty
     life = session(schedule, tmp_path, style, 0, board)
     async with hand_fed(life) as (feed, sync):
         for _ in range(7):
-            sync.request_weights("hand", True)
+            sync.request_weights("hand", True, idle=True)
             await feed(0)
-        await asyncio.sleep(0.1)
-        assert board.published == [0, 3, 6]
+        await eventually(lambda: board.published == [0, 3, 6])
+
+
+@pytest.mark.parametrize("style", [BY_TRAINER, BY_EXPLORER])
+async def test_an_explorer_that_asks_for_more_than_a_slot_is_served_after_the_step(
+    style: SyncStyle, tmp_path: Path
+) -> None:
+    """As Trinity-RFT's trainer does: whatever the interval is. What was offered is not offered again."""
+    schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, max_staleness=9, sync_interval=5, steps=8)
+    board = Noted()
+    life = session(schedule, tmp_path, style, 0, board)
+    async with hand_fed(life) as (feed, sync):
+        sync.request_weights("hand", True)
+        await asyncio.sleep(0.05)
+        assert (board.published, life.trainer.need_sync()) == ([0], False)
+        await feed(0)
+        await eventually(lambda: board.published == [0, 1])
+        sync.request_weights("hand", False)
+        await feed(0)
+        assert not life.trainer.need_sync()
+        sync.request_weights("hand", True)  # now the trainer waits for groups
+        await eventually(lambda: board.published == [0, 1, 2])
+
+
+@pytest.mark.parametrize("style", SyncStyle)
+async def test_versions_that_anybody_can_fetch_are_offered_without_explorers(style: SyncStyle, tmp_path: Path) -> None:
+    """With `fixed`, at the multiples of its interval; a channel whose versions nobody could fetch gets none."""
+
+    class Stored(DefaultStrategy):
+        async def sample(self, count: int, version: int) -> Sample:
+            return Sample([Group(version, TASKS[0], ())] * count)
+
+    for keeps in (True, False):
+        schedule = Schedule(TASKS, seed=0, groups_per_step=1, group_size=1, sync_interval=3, steps=7, max_staleness=2)
+        board = Noted()
+        life = session(schedule, tmp_path / str(keeps), style, 0, board)
+        trainer = life.prepare()
+        life.buffer.capabilities = Capabilities(explored=False)
+        trainer.strategy = Stored(DefaultStrategy.Config(), buffer=life.buffer)
+        trainer.keeps_versions = keeps
+        life.synchronizer.open()
+        await train_loop(trainer)
+        assert board.published == ([] if not keeps else [0, 3, 6] if style is FIXED else [0])
+
+
+async def eventually(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not happened():
+            await asyncio.sleep(0.005)
 
 
 async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_nothing_to_play(tmp_path: Path) -> None:
@@ -179,11 +227,11 @@ async def test_explorers_ask_after_an_interval_of_groups_and_when_they_have_noth
     def note(done: Session) -> None:
         original = done.synchronizer.request_weights
 
-        def request(name: str, requested: bool = True) -> None:
+        def request(name: str, requested: bool = True, *, idle: bool = False) -> None:
             version = live_explorers(board.read())[name]["version"]
             if requested and version is not None:
                 asked.append((len(done.buffer.leased), len(done.buffer.leased) < schedule.admitted(version)))
-            original(name, requested)
+            original(name, requested, idle=idle)
 
         done.synchronizer.request_weights = request
 

@@ -406,10 +406,10 @@ class SyncSection(Config):
     (a broadcast: nccl between GPUs, gloo between CPUs); further channels by name or path."""
     style: SyncStyle = SyncStyle.FIXED
     """Who decides when: `fixed` publishes every `interval` steps; `dynamic_by_trainer` asks the explorers after so many
-    steps; `dynamic_by_explorer` publishes when an explorer asks, after so many steps' worth of groups or without a
-    free slot."""
+    steps; `dynamic_by_explorer` publishes when an explorer asks, after so many steps' worth of groups. An explorer
+    without a free slot is served after `interval` steps, or as soon as the trainer waits for groups."""
     interval: int = Field(default=1, ge=1)
-    """Train steps between two publications."""
+    """Train steps between two publications; with `dynamic_by_explorer`, steps' worth of groups between two requests."""
     offset: int | None = Field(default=None, ge=0)
     """Another way to say `max_staleness = interval - 1 + offset`."""
     in_flight: Literal["finish", "update"] = "finish"

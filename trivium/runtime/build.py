@@ -248,6 +248,7 @@ def build_trainer(
         resume=resume,
         max_failed_fraction=config.workflow.max_failed_fraction,
         saves_asynchronously=config.checkpoint.asynchronous,
+        keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
         enable_preview=config.run.enable_preview,
         keep=partial(keep_tokens, stage.run_dir, schedule) if keeps_tokens else None,
         record=record,
