@@ -27,6 +27,10 @@ class FileTasks(RowTasks):
             """The files."""
             return (self.path,) if isinstance(self.path, str) else self.path
 
+        @property
+        def image_folder(self) -> Path:
+            return super().image_folder or Path(self.path).parent
+
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from (_no_file(path, where) for path in self.paths if not Path(path).is_file())
 

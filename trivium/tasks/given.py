@@ -11,6 +11,7 @@ from typing import Any
 from trivium.config import ConfigPath, free
 from trivium.errors import DataError
 from trivium.tasks.files import jsonl_rows
+from trivium.tasks.pictures import portable
 from trivium.tasks.rows import RowTasks, json_value
 
 
@@ -48,10 +49,11 @@ def digest_of(text: str) -> str:
 
 
 def as_lines(rows: Iterable[object], where: str) -> str:
-    """The rows as JSON lines. Raises DataError for a row that is no mapping of JSON values."""
+    """The rows as JSON lines, images in them as data URIs. Raises DataError for a row that is no mapping of JSON
+    values."""
     lines: list[str] = []
     for number, row in enumerate(rows):
-        value = json_value(row, f"{where}, row {number}")
+        value = json_value(portable(row), f"{where}, row {number}")
         if not isinstance(value, dict):
             raise DataError(
                 f"a row at {where}, row {number}", type(row).__name__, "give a mapping from column to value"

@@ -49,8 +49,17 @@ class DatasetsTasks(RowTasks):
         return self.config.path
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        for number, row in enumerate(self._split(self._load())):
+        for number, row in enumerate(self._encoded(self._split(self._load()))):
             yield f"{self.config.path}, row {number}", row
+
+    def _encoded(self, data: Any) -> Iterable[Any]:
+        """The rows with images as they are stored, not decoded: the bytes are the image's identity."""
+        for name, feature in (getattr(data, "features", None) or {}).items():
+            inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
+            if isinstance(inner, self._datasets.Image):
+                encoded = self._datasets.Image(decode=False)
+                data = data.cast_column(name, encoded if inner is feature else self._datasets.List(encoded))
+        return data
 
     def _load(self) -> Iterable[Any]:
         folder = Path(self.config.path)

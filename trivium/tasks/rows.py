@@ -13,18 +13,20 @@ import math
 import re
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trivium.config import Plugin
+from trivium.config import ConfigPath, Plugin
 from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
-from trivium.types import Message, Task
+from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
+from trivium.types import Media, Message, Task
 
 Row = dict[str, Any]
 _ROLES = ("system", "user", "assistant", "tool")
@@ -58,6 +60,12 @@ class RowTasks(ABC):
 
         prompt: str | None = None
         """Column with the prompt: text, or a list of {role, content}. `prompt` where no `template` is given either."""
+        images: str | None = None
+        """Column with the images of the prompt, in the order in which `<image>` marks them in its text (unmarked, they
+        precede it): paths, bytes, base64 or data URIs, or what `datasets.Image` gives. Unset: the column `images`, if
+        any; an empty name: none."""
+        image_root: ConfigPath | None = None
+        """Folder that paths of images are relative to, and confined to; unset: the folder of the task file, if any."""
         template: Annotated[str, AfterValidator(_checked_template)] | None = None
         """Text of the user message, with columns in braces: "{question} Answer with a number."; instead of `prompt`."""
         system: str | None = None
@@ -81,6 +89,11 @@ class RowTasks(ABC):
             if self.prompt is not None and self.template is not None:
                 raise ValueError("say `prompt` or `template`, not both")
             return self
+
+        @property
+        def image_folder(self) -> Path | None:
+            """Where images are that rows name by a path; None: nowhere."""
+            return None if self.image_root is None else Path(self.image_root)
 
         @property
         def prompt_column(self) -> str | None:
@@ -137,9 +150,10 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
     """One row as a task."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
-    columns: Row = json_value(row, where)
-    task_id = _identity(where, columns, config)
-    prompt = _prompt(where, columns, config)
+    plain, messages, images = _without_images(where, row, config)
+    columns: Row = json_value(plain, where)
+    prompt = _prompt(where, columns, config, messages, images)
+    task_id = _identity(where, columns, config, prompt)
     added = {**_answer(where, columns, config), **_completion(where, columns, config)}
     if config.prompt_column is not None:
         del columns[config.prompt_column]
@@ -173,25 +187,57 @@ def json_value(value: object, where: str) -> Any:
     )
 
 
-def messages_of(value: object, where: str) -> tuple[Message, ...]:
-    """A prompt column as messages: text is one user message, a list has {role, content} entries."""
+def messages_of(
+    value: object, where: str, read: Reader = read_image, images: list[Media] | None = None
+) -> tuple[Message, ...]:
+    """A prompt column as messages: text is one user message, a list has {role, content} entries.
+
+    A content is text, or a list of parts, whose images `read` reads. The messages take the `images` that they mark,
+    which are removed from the list.
+    """
     if isinstance(value, str):
-        return (Message("user", value),)
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"a prompt at {where}", f"{value!r:.80}", "give text or a list of {role, content} messages")
-    return tuple(_message(entry, f"{where}, message {index}") for index, entry in enumerate(value))
+    return tuple(_message(entry, f"{where}, message {index}", read, images) for index, entry in enumerate(value))
 
 
-def _message(entry: object, where: str) -> Message:
+def _message(entry: object, where: str, read: Reader, images: list[Media] | None) -> Message:
     message = {key: item for key, item in entry.items() if item is not None} if isinstance(entry, Mapping) else {}
-    known = set(message) == {"role", "content"} and message["role"] in _ROLES and isinstance(message["content"], str)
-    if not known:
+    known = set(message) == {"role", "content"} and message["role"] in _ROLES
+    content = read_content(message["content"], where, read, images) if known else None
+    if content is None:
         raise DataError(
             f"a message at {where}",
             f"{entry!r:.80}",
-            f"give exactly {{role, content}}, the role one of {', '.join(_ROLES)}, the content text",
+            f"give exactly {{role, content}}, the role one of {', '.join(_ROLES)}, the content text, or parts of text "
+            "and images",
         )
-    return Message(message["role"], message["content"])
+    return replace(content, role=message["role"])
+
+
+def _without_images(
+    where: str, row: Mapping[str, Any], config: RowTasks.Config
+) -> tuple[Row, tuple[Message, ...] | None, list[Media] | None]:
+    """(the row with hashes for images, the messages of its prompt where they have any, images that no message took).
+
+    The images are None where the row has no column of them.
+    """
+    row, images = dict(row), None
+    read, name = image_reader(config.image_folder), "images" if config.images is None else config.images
+    if name and (name in row or config.images is not None):
+        images = row_images(_column(where, row, name, "the images"), f"{where}, {name!r}", read)
+        if images:
+            row[name] = [{"mime": item.mime, "sha256": item.sha256} for item in images]
+    prompt = config.prompt_column
+    value = None if prompt is None else row.get(prompt)
+    entries = value if isinstance(value, list | tuple) else ()
+    in_parts = any(isinstance(entry, Mapping) and not isinstance(entry.get("content"), str) for entry in entries)
+    if prompt is None or value is None or not (images or in_parts):
+        return row, None, images
+    messages = messages_of(list(entries) or value, f"{where}, {prompt!r}", read, images)
+    row[prompt] = [{"role": message.role, "content": message.content} for message in messages]
+    return row, messages, images
 
 
 def _column(where: str, row: Row, name: str, purpose: str) -> object:
@@ -200,10 +246,11 @@ def _column(where: str, row: Row, name: str, purpose: str) -> object:
     return row[name]
 
 
-def _identity(where: str, row: Row, config: RowTasks.Config) -> str:
+def _identity(where: str, row: Row, config: RowTasks.Config, prompt: Sequence[Message]) -> str:
     """The id column, or a hash of the content, so that rewording a prompt or reordering a file keeps the id."""
     if config.id is None:
         text = json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        text += "".join(item.sha256 for message in prompt for item in message.media)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     value = _column(where, row, config.id, "the id")
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -211,20 +258,28 @@ def _identity(where: str, row: Row, config: RowTasks.Config) -> str:
     return str(value)
 
 
-def _prompt(where: str, row: Row, config: RowTasks.Config) -> tuple[Message, ...]:
+def _prompt(
+    where: str,
+    row: Row,
+    config: RowTasks.Config,
+    messages: tuple[Message, ...] | None,
+    images: list[Media] | None,
+) -> tuple[Message, ...]:
+    """The messages of a row: those that were read already, or those of its columns. They take the images."""
     column = config.prompt_column
     if column is None:
-        messages = (Message("user", _filled(where, config.template or "", row)),)
-    else:
-        messages = messages_of(_column(where, row, column, "the prompt"), f"{where}, {column!r}")
-        if column == config.completion:
-            messages = messages[:-1]
+        messages = messages_of(_filled(where, config.template or "", row), where, images=images)
+    elif messages is None:
+        messages = messages_of(_column(where, row, column, "the prompt"), f"{where}, {column!r}", images=images)
+    if column is not None and column == config.completion:
+        messages = messages[:-1]
     if not messages or messages[-1].role == "assistant":
         raise DataError(
             f"a prompt that ends before the assistant's turn, at {where}",
             f"it ends with {messages[-1].role!r}" if messages else "nothing before the completion",
             f"drop the last message, or set completion: {column} to make it the expert's completion",
         )
+    messages = with_leading(messages, images or (), where)
     if config.system is not None and messages[0].role != "system":
         messages = (Message("system", config.system), *messages)
     return messages
