@@ -342,6 +342,6 @@ TRAINER_CONFIG = Table(
         ),
     },
     not_built=VERL.not_built,
-    anywhere=VERL.anywhere,
+    marks=VERL.marks,
 )
 """trainer.trainer_config: the keys of verl's config that are read there."""
