@@ -27,6 +27,10 @@ class Phase:
     """The sum of their squared lengths: what attention goes by."""
     trained_tokens: int = 0
     """Tokens inside the response masks: what the head goes by."""
+    image_tokens: int = 0
+    """Those of `tokens` that stand for images."""
+    image_squares: int = 0
+    """The sum over images of the squared number of their tokens."""
 
 
 Phases = dict[str, Phase]
@@ -47,6 +51,9 @@ def phase(name: str, batch: Batch | None = None) -> Generator[None]:
         current.tokens += len(experience)
         current.squares += len(experience) ** 2
         current.trained_tokens += experience.num_response_tokens
+        for start, end in (item.span for item in experience.media if item.span):
+            current.image_tokens += end - start
+            current.image_squares += (end - start) ** 2
 
 
 @contextmanager

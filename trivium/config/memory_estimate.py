@@ -6,13 +6,14 @@ estimate that measured training steps agree with (tests/unit/test_memory_plan.py
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.errors import ConfigError, TriviumError
+from trivium.config.vision_shape import VisionShape
+from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
 from trivium.types import SyncMethod
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 PROMPT_TOKENS = 1024
-"""The prompt assumed beside `max_new_tokens`, where the model's context has room for it."""
+"""The prompt assumed beside `max_new_tokens`, where the model's context has room for it; of a model that sees, all of
+it images."""
 RUNTIME = 512 * MIB
 """What a process with torch takes before it holds a model."""
 _ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
@@ -147,19 +149,23 @@ def memory_plan(
     gradient_checkpointing: bool = False,
     adapter_rank: int = 0,
     shards: int = 1,
+    vision_tower: str | None = None,
+    image_tokens: int = 0,
 ) -> dict[str, int]:
     """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
 
     `tokens` go through one pass; `shards` ranks hold a part each. Weights, gradients and the two moments of the
     optimizer are float32 (float64 for that dtype); `bfloat16` halves what layers keep for the backward pass, norms
-    aside. With `adapter_rank` the policy trains low-rank adapters only.
+    aside. With `adapter_rank` the policy trains low-rank adapters only. `image_tokens` of the tokens are images', and
+    `vision_tower` says what of the image side is trained.
     """
     wide = 8 if dtype == "float64" else 4
     items: dict[str, int] = {}
     for role in trained:
         adapted = role == "policy" and adapter_rank > 0
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
-        moving = adapter_parameters(shape, adapter_rank) if adapted else own
+        frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
+        moving = adapter_parameters(shape, adapter_rank) if adapted else own - frozen_vision
         items[f"{role} weights"] = (own + moving * adapted) * wide // shards
         items[f"{role} gradients"] = moving * wide // shards
         items[f"{role} optimizer"] = 2 * moving * wide // shards
@@ -171,7 +177,20 @@ def memory_plan(
     elif dtype == "bfloat16":  # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
     items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing)
+    if shape.vision is not None:
+        learns = vision_tower in (None, "trained") and not adapter_rank
+        items["vision activations"] = _vision_activations(
+            shape.vision, image_tokens, dtype, all_layers=learns and not gradient_checkpointing
+        )
     return items
+
+
+def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, all_layers: bool) -> int:
+    """Bytes that a pass of the tower over images of so many tokens needs: about one and a half numbers for each that a
+    patch is multiplied with, in all of its layers or in those at work, and the input of each layer."""
+    layer = 3 * vision.block // (2 * vision.hidden)
+    patch = layer * ((vision.layers + 1) if all_layers else 3) + vision.layers * vision.hidden
+    return image_tokens * vision.patches_per_token * patch * _BYTES[dtype]
 
 
 def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool) -> int:
@@ -255,6 +274,35 @@ def shape_in(config: RunConfig) -> ModelShape | None:
         return None
 
 
+def vision_in(config: RunConfig) -> str | None:
+    """What of the image side of a stage's model is trained; None where it has none, or its size is not known."""
+    shape = shape_in(config)
+    if shape is None or shape.vision is None:
+        return None
+    vision, adapted = shape.vision, getattr(config.train, "lora", None) is not None
+    which = getattr(config.train, "vision_tower", None) or ("frozen" if adapted else "trained")
+    states = {
+        "tower": (vision.tower, which == "trained"),
+        "projector": (vision.projector, which != "frozen"),
+        "language part": (shape.parameters - vision.parameters, not adapted),
+    }
+    parts = [
+        f"{part} of {number:,} parameters {'trained' if trained else 'frozen'}"
+        for part, (number, trained) in states.items()
+    ]
+    return f"{vision.family}: {', '.join([*parts, *['an adapter trained'] * adapted])}"
+
+
+def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: bool) -> Iterator[Problem]:
+    """What is wrong with `train.vision_tower`."""
+    shape = shape_in(run)
+    if which is not None and shape is not None and shape.vision is None:
+        yield Problem(where, f"{which!r}", "the model reads text only", "leave the key out")
+    if adapted and which in ("trained", "projector"):
+        found = "with train.lora the adapter is all that is trained"
+        yield Problem(where, f"{which!r}", found, "name layers of the tower in train.lora.targets, or leave one out")
+
+
 def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> MemoryPlan | None:
     """The memory of a stage; None where the sizes of model or micro-batch are unknown."""
     shape, engine = shape_in(config), config.engine
@@ -277,6 +325,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         gradient_checkpointing=train.gradient_checkpointing,
         adapter_rank=0 if lora is None else lora.rank,
         shards=train.shard or batch.ranks,
+        vision_tower=getattr(train, "vision_tower", None),
+        image_tokens=tokens * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}
     if getattr(train, "cpu_offload", False) and batch.ranks > 1 and device != "cpu":

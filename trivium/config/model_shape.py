@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trivium.config.vision_shape import VisionShape, vision_shape
 from trivium.errors import DataError
 
 _QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
@@ -48,6 +49,8 @@ class ModelShape:
     """Parameters of one block outside its matrices: norms and biases."""
     outside: int = 0
     """Parameters outside blocks, embedding and head: the last norm, learned positions."""
+    vision: VisionShape | None = None
+    """The image side; None for a model that reads text only."""
 
     @property
     def attention(self) -> int:
@@ -74,8 +77,9 @@ class ModelShape:
 
     @property
     def backbone(self) -> int:
-        """Parameters without the output layer."""
-        return self.embedding + self.layers * self.block + self.outside
+        """Parameters without the output layer, the image side included."""
+        seen = 0 if self.vision is None else self.vision.parameters
+        return self.embedding + self.layers * self.block + self.outside + seen
 
     @property
     def parameters(self) -> int:
@@ -120,6 +124,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             "plan by hand: this architecture is not one that can be counted",
         )
     hidden, heads, kind = int(text["hidden_size"]), int(text["num_attention_heads"]), str(text.get("model_type", ""))
+    kind = kind.removesuffix("_text")
     kv_heads = int(text.get("num_key_value_heads") or heads)
     head_dim = int(text.get("head_dim") or hidden // heads)
     experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 1)
@@ -138,12 +143,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         mlp=mlp,
         vocabulary=int(text["vocab_size"]),
-        tied=bool(text.get("tie_word_embeddings", tied)),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))),
         max_positions=None if positions is None else int(positions),
         gated=not plain,
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         small=_small(text, kind, hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim),
+        vision=vision_shape(config, hidden),
         outside=learned + (2 if plain else 1) * hidden + (2 * hidden if kind == "bloom" else 0),
     )
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import yaml
 
-from trivium.config.memory_estimate import BatchPlan, Machine, plan_batch, plan_memory, refuse_what_cannot_fit
+from trivium.config.memory_estimate import (
+    BatchPlan,
+    Machine,
+    plan_batch,
+    plan_memory,
+    refuse_what_cannot_fit,
+    vision_in,
+)
 from trivium.config.schema import Config, RunConfig
 
 
@@ -26,6 +33,8 @@ class StagePlan(Config):
     """What the algorithm takes from the rest of the config."""
     batch: BatchPlan
     """What a train step is cut into."""
+    vision: str | None
+    """What of the image side is trained; None for a model that reads text only, or of unknown size."""
     memory: dict[str, Any] | None
     """An estimate in MiB; None where the size of the model is unknown."""
 
@@ -64,6 +73,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 slots=schedule.steps * rolled_out,
                 algorithm=stage.algorithm.describe(stage),
                 batch=batch,
+                vision=vision_in(stage),
                 memory=None if memory is None else memory.summary(machine),
             )
         )

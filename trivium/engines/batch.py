@@ -6,6 +6,7 @@ Per-row state lives in numpy arrays, so a step costs the same Python for one row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from trivium.engines.decoder import Decoder, Prefix
 from trivium.engines.sampling import RowSampling, sample
+from trivium.engines.seen import PromptImages
 from trivium.engines.stopping import StopScan
 from trivium.errors import DataError
 from trivium.randomness import uniforms
@@ -35,6 +37,9 @@ class Ticket:
     cancelled: bool = False
     scan: StopScan | None = None
     prompt: bytes = field(default=b"", repr=False)
+    """What its prompt is known by: tokens, and the hashes of its images."""
+    images: Future[PromptImages | None] | None = None
+    """What is being read of them; None where it has none."""
 
 
 def bucket(rows: int) -> int:
@@ -61,6 +66,7 @@ class Batch:
         self._scanned = np.zeros(padded, np.bool_)
         self._next = np.zeros(padded, np.int64)
         self._position = np.zeros(padded, np.int64)
+        self._ahead = np.zeros(padded, np.int64)
         self._count = np.zeros(padded, np.int64)
         self._limit = np.zeros(padded, np.int64)
         self._digest = np.zeros(padded, np.uint64)
@@ -85,8 +91,9 @@ class Batch:
         """Assigns rows to the tickets and samples their first tokens. Returns (ticket, completion) of finished ones."""
         rows = np.flatnonzero(~self._occupied[: len(self.tickets)])[: len(tickets)]
         self._decoder.place(prefixes, rows.tolist())
-        for row, ticket in zip(rows.tolist(), tickets, strict=True):
+        for row, ticket, prefix in zip(rows.tolist(), tickets, prefixes, strict=True):
             self._assign(row, ticket)
+            self._ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
         return self._sample(rows, torch.stack([prefix.logits for prefix in prefixes]), version)
@@ -95,7 +102,8 @@ class Batch:
         """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
         self._compact()
         size = bucket(self._span)
-        logits = self._decoder.step(self._next[:size], self._position[:size])
+        ahead = self._ahead[:size] if self._ahead[:size].any() else None
+        logits = self._decoder.step(self._next[:size], self._position[:size], ahead)
         rows = np.flatnonzero(self._occupied)
         self._position[rows] += 1
         return self._sample(rows, logits[torch.from_numpy(rows)], version)
@@ -169,7 +177,7 @@ class Batch:
     def _free(self, row: int) -> None:
         self.tickets[row] = None
         self._occupied[row] = self._scanned[row] = False
-        self._next[row] = self._position[row] = 0
+        self._next[row] = self._position[row] = self._ahead[row] = 0
         self._live -= 1
 
     def _compact(self) -> None:
@@ -186,7 +194,7 @@ class Batch:
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
         beyond = slice(self._live, self._span)
         self._occupied[beyond] = self._scanned[beyond] = False
-        self._next[beyond] = self._position[beyond] = 0
+        self._next[beyond] = self._position[beyond] = self._ahead[beyond] = 0
         self._span = self._live
 
     def _state(self) -> tuple[npt.NDArray[Any], ...]:
@@ -195,6 +203,7 @@ class Batch:
             self._scanned,
             self._next,
             self._position,
+            self._ahead,
             self._count,
             self._limit,
             self._digest,

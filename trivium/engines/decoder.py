@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 from trivium.engines.attention import EXACT, FAST
 from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, pages
+from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
-from trivium.types import IntArray
+from trivium.models.vision import pixel_reader, refuse_images, vision_of
+from trivium.types import IntArray, Media
 
 _CHUNK = 512
 """Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
@@ -36,6 +38,8 @@ class Prefix:
     index: int
     logits: Tensor
     """[V], float32: what follows the prompt."""
+    ahead: int = 0
+    """How far the position that its next token is embedded at lies beyond the number of its tokens (M-RoPE)."""
 
 
 def padded_length(length: int) -> int:
@@ -51,9 +55,10 @@ class Decoder:
         model = load_lm(model_dir, dtype=dtype, device=device, attention=EXACT if exact else FAST)
         _refuse_unsupported(model, exact)
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
-        if exact:
-            make_invariant(model)
-        self._model_dir = model_dir
+        self.vision = vision_of(model)
+        self.text = model if self.vision is None else self.vision.decoder
+        """The part whose attention is ours: a vision tower keeps its own, and reads each image alone."""
+        self._model_dir, self._pixels = model_dir, pixel_reader(model_dir)
         self._is_base = True
         """Whether what an adapter does not change is what lies in `model_dir`."""
         self._base: dict[str, Tensor] = {}
@@ -61,6 +66,9 @@ class Decoder:
         self.rows = RowCache()
         self._last: Tensor | None = None
         self._head = cast(nn.Module, model.get_output_embeddings())
+        if exact:
+            make_invariant(self.text)
+            make_invariant(self._head)
         self._head.register_forward_pre_hook(self._only_last)
 
     @property
@@ -72,14 +80,16 @@ class Decoder:
         """The longest sequence the model was built for."""
         return max_positions(self.model)
 
-    def read(self, prompts: Sequence[IntArray]) -> list[Prefix]:
-        """The prompts' keys and values and the logits after each; all of one `padded_length`."""
+    def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
+        """The prompts' keys and values and the logits after each; all of one `padded_length`. `images` are each
+        prompt's; nothing means that none has any."""
         length = padded_length(max(map(len, prompts)))
         ids = np.zeros((len(prompts), length), np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
         tokens = torch.from_numpy(ids).to(self.device)
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        seen = self._seen(tokens, images)
         cache, logits = PromptCache(length), None
         for start in range(0, length, _CHUNK):
             end = min(start + _CHUNK, length)
@@ -88,10 +98,28 @@ class Decoder:
             # Padding comes after the prompt: the causal mask alone keeps it out of sight.
             mask = self._mask(positions[:, None], pages(end))[None, None]
             self._last = (ends - start).clamp_(0, end - start - 1)
-            logits = self._forward(tokens[:, start:end], positions.expand(len(prompts), -1), mask, cache)
+            inputs = {"input_ids": tokens[:, start:end], "position_ids": positions.expand(len(prompts), -1)}
+            logits = self._forward(inputs if seen is None else seen.chunk(start, end), mask, cache)
         self._last = None
         assert logits is not None
-        return [Prefix(cache, row, logits[row]) for row in range(len(prompts))]
+        ahead = [0] * len(prompts) if seen is None else seen.ahead
+        return [Prefix(cache, row, logits[row], ahead[row]) for row in range(len(prompts))]
+
+    def look(self, prompt: IntArray, media: Sequence[Media]) -> PromptImages | None:
+        """The images of a prompt; to be called from any thread. None where it has none.
+
+        Raises DataError for media that the model cannot read, or that are not whole in the prompt.
+        """
+        if not media:
+            return None
+        if self.vision is None:
+            raise refuse_images(self.model)
+        return look(self.vision, prompt, media, self._pixels)
+
+    def _seen(self, tokens: Tensor, images: Sequence[PromptImages | None]) -> SeenPrompts | None:
+        if self.vision is None or not any(images):
+            return None
+        return SeenPrompts.of(self.vision, tokens, images)
 
     def place(self, prefixes: Sequence[Prefix], rows: Sequence[int]) -> None:
         """Gives each row the keys and values of its prompt."""
@@ -102,13 +130,21 @@ class Decoder:
             cache = prefixes[members[0]].cache
             self.rows.place(cache, [prefixes[i].index for i in members], [rows[i] for i in members])
 
-    def step(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
-        """Logits [R, V] in float32 after each row's token, which is written at the row's position."""
+    def step(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        ahead: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is how far
+        beyond it the token is embedded (`Prefix.ahead`); None: nowhere."""
         width = pages(int(positions.max()) + 1)
         where = torch.from_numpy(positions).to(self.device)
         self.rows.begin(where, width)
         mask = self._mask(where[:, None], width)[:, None, None]
-        return self._forward(torch.from_numpy(tokens).to(self.device)[:, None], where[:, None], mask, self.rows)
+        embedded = where if ahead is None else where + torch.from_numpy(ahead).to(self.device)
+        inputs = {"input_ids": torch.from_numpy(tokens).to(self.device)[:, None], "position_ids": embedded[:, None]}
+        return self._forward(inputs, mask, self.rows)
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
@@ -171,11 +207,11 @@ class Decoder:
         with torch.inference_mode(False):  # ordinary tensors, for any use
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
-        out = self.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
-        return out.logits[:, -1].float()
+    def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+        how: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if self.vision is None:
+            return self.model(**inputs, **how).logits[:, -1].float()
+        return self._head(self.text(**inputs, **how).last_hidden_state)[:, -1].float()
 
     def _mask(self, last_seen: Tensor, width: int) -> Tensor:
         """0 for keys up to `last_seen`, -inf beyond; [..., width]."""

@@ -56,9 +56,9 @@ def _plain(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
     """The same from one forward pass with transformers' own attention and no cache."""
     model = decoder.model
     ours = EXACT if decoder.exact else FAST
-    model.set_attn_implementation("eager")
+    decoder.text.set_attn_implementation("eager")
     try:
         logits = model(input_ids=torch.from_numpy(probes).to(decoder.device), use_cache=False).logits
     finally:
-        model.set_attn_implementation(ours)
+        decoder.text.set_attn_implementation(ours)
     return logits[:, half - 1 : -1].float().log_softmax(-1)

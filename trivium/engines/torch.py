@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, padded_length
+from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
-from trivium.errors import ConfigError, Problem, RolloutError, SyncError
+from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request, StopReason
@@ -61,6 +63,7 @@ class _Waiting:
     """Requests of one prompt that have no row yet, and the prompt once it has been read."""
 
     tickets: deque[Ticket] = field(default_factory=deque)
+    images: PromptImages | None = None
     prefix: Prefix | None = None
 
 
@@ -115,6 +118,7 @@ class TorchEngine:
         self._closing = False
         self._inbox: deque[_Item] = deque()
         self._awake = threading.Condition()
+        self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
         self._any_cancelled = False
         self._backlog: deque[_Item] = deque()
         self._waiting: dict[bytes, _Waiting] = {}
@@ -142,6 +146,8 @@ class TorchEngine:
         """One completion. Raises RolloutError for an invalid request, EngineFailure once the worker has died."""
         loop = asyncio.get_running_loop()
         ticket = self._ticket(request, loop.create_future())
+        if request.media:  # read beside the worker, which goes on sampling meanwhile
+            ticket.images = self._eyes.submit(self._decoder.look, request.prompt_tokens, request.media)
         self._submit(ticket, loop)
         try:
             return await ticket.future
@@ -173,6 +179,7 @@ class TorchEngine:
         self._closing = True
         self._notify()
         await asyncio.to_thread(self._thread.join, _CLOSE_S)
+        self._eyes.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             raise EngineFailure(
                 "close the engine",
@@ -188,7 +195,8 @@ class TorchEngine:
             raise RolloutError(*problem)
         prompt = np.asarray(request.prompt_tokens, np.int32)
         limit = min(request.sampling.max_new_tokens, self._max_context - len(prompt))
-        return Ticket(request, limit, future, request.key.digest(), prompt=prompt.tobytes())
+        images = (f"{item.sha256}{item.span}".encode() for item in request.media)
+        return Ticket(request, limit, future, request.key.digest(), prompt=b"".join([prompt.tobytes(), *images]))
 
     def _submit(self, item: _Item, loop: asyncio.AbstractEventLoop) -> None:
         with self._awake:
@@ -297,9 +305,11 @@ class TorchEngine:
         free = self._batch.free
         unread: dict[int, list[_Waiting]] = {}
         budget = self.config.prefill_tokens
-        for prompt, entry in self._waiting.items():
+        for entry in self._waiting.values():
             if entry.prefix is None:
-                length = padded_length(len(prompt) // 4)
+                if not self._sees(entry):
+                    continue
+                length = padded_length(len(entry.tickets[0].request.prompt_tokens))
                 if unread and length > budget:
                     break
                 budget -= length
@@ -313,13 +323,27 @@ class TorchEngine:
         tickets = [entry.tickets.popleft() for entry, count in chosen for _ in range(count)]
         prefixes = [entry.prefix for entry, count in chosen for _ in range(count) if entry.prefix is not None]
         self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
+        if not tickets:
+            return
         self._admitting = tickets  # neither waiting nor in a row while their rows are allocated
         self._finish(self._batch.admit(tickets, prefixes, self._version))
         self._admitting = []
 
+    def _sees(self, entry: _Waiting) -> bool:
+        """Waits for the images of a prompt. False where they cannot be read, which is said to all who asked."""
+        look = entry.tickets[0].images
+        try:
+            if look is not None and entry.images is None:
+                entry.images = look.result()
+        except DataError as error:
+            self._done += [(ticket, RolloutError(error.asked, error.found, error.do)) for ticket in entry.tickets]
+            entry.tickets.clear()
+        return bool(entry.tickets)
+
     def _read(self, entries: Sequence[_Waiting]) -> None:
         prompts = [entry.tickets[0].request.prompt_tokens for entry in entries]
-        for entry, prefix in zip(entries, self._decoder.read(prompts), strict=True):
+        images = [entry.images for entry in entries]
+        for entry, prefix in zip(entries, self._decoder.read(prompts, images), strict=True):
             entry.prefix = prefix
         self.counters["prompts_read"] += len(prompts)
         self.counters["prompt_tokens_read"] += sum(map(len, prompts))
@@ -381,8 +405,6 @@ def _problem(request: Request, max_context: int, vocab_size: int) -> tuple[str, 
     if len(prompt) >= max_context:
         found = f"{len(prompt)} tokens, and the context holds {max_context}"
         return "a prompt that leaves context for a completion", found, "shorten the prompt, or raise engine.max_context"
-    if request.media:
-        return "a completion for images or sound", "this engine reads text only", "use an engine that reads media"
     if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         do = "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0"
         return "sampling that yields tokens", str(sampling), do

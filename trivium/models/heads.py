@@ -22,6 +22,7 @@ from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant
 from trivium.models.lora import LoraConfig, attach
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
+from trivium.models.vision import decoder_of
 from trivium.randomness import stream
 
 VALUE_HEAD = "value_head"
@@ -60,7 +61,7 @@ class LanguageModel(nn.Module):
         self.temperature = temperature / _logit_scale(self.module)
         self.autocast = False
         if not autocast:
-            use_onednn(self.module)
+            use_onednn(decoder_of(self.module))
         expected = self._by_logits(probe_pack(self.module), temperature)
         self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model), sequence)
         self._check_head(expected)
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
         still those of the model without."""
         attach(self.module, section, seed=seed, adapter=adapter)
         if not self.autocast:
-            use_onednn(self.module)
+            use_onednn(decoder_of(self.module))
 
     def forward(
         self,
@@ -192,7 +193,7 @@ class ValueModel(nn.Module):
         self.module: PreTrainedModel = load_backbone(path, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
-            use_onednn(self.module)
+            use_onednn(decoder_of(self.module))
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from trivium.errors import ConfigError
+from trivium.models.vision import decoder_of, family_in
 
 
 def load_lm(
@@ -18,11 +19,17 @@ def load_lm(
     device: torch.device | str = "cpu",
     attention: str | None = "sdpa",
 ) -> PreTrainedModel:
-    """A causal language model in eval mode. The type `auto` is the one it was saved in. Raises ConfigError for a model
-    that knows no attention but its own.
+    """A causal language model in eval mode, with its vision tower where it is of a family that sees. The type `auto` is
+    the one it was saved in. Raises ConfigError for a model that knows no attention but its own.
 
-    `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model.
+    `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model. A
+    vision tower keeps its own.
     """
+    if family_in(path) is not None:
+        seeing = AutoModelForImageTextToText.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+        if attention is not None:
+            decoder_of(seeing).set_attn_implementation(attention)
+        return seeing.to(device).eval()  # pyright: ignore[reportArgumentType]
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation=attention, local_files_only=True

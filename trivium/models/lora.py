@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from trivium.config import Config
 from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
 from trivium.models.hub import ModelPath, absence
+from trivium.models.vision import vision_of
 from trivium.randomness import stream
 
 _NAME = "default"
@@ -61,7 +63,8 @@ class LoraConfig(Config):
     """The adapter's product is scaled by `alpha / rank`."""
     targets: tuple[str, ...] | None = None
     """Last parts of the names of the layers that get one (`q_proj`, `v_proj`); unset: every linear layer but the
-    output layer, and of a mixture of experts those of attention."""
+    output layer, and of a mixture of experts those of attention. A model that sees gets them in its language part
+    alone; a name with a dot in it (`visual.blocks.0.attn.qkv`) reaches any layer that ends so."""
     path: ModelPath | None = None
     """Directory of a peft adapter to start from (or an id in the local cache), with its own rank, alpha and targets;
     unset: one that changes nothing yet."""
@@ -105,7 +108,7 @@ def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: 
             raise TriviumError(*trouble)
         config = cast(peft.LoraConfig, peft.LoraConfig.from_pretrained(str(start)))
     else:
-        targets = _linear_layers(module) if section.targets is None else [*section.targets]
+        targets = _targets(module, section.targets)
         config = peft.LoraConfig(r=section.rank, lora_alpha=cast(int, section.alpha), target_modules=targets)
     config.inference_mode, config.task_type = False, peft.TaskType.CAUSAL_LM
     config.base_model_name_or_path = module.config.name_or_path
@@ -282,14 +285,25 @@ def _layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}
 
 
-def _linear_layers(module: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers, the output layer left out."""
+def _targets(module: PreTrainedModel, named: tuple[str, ...] | None) -> list[str] | str:
+    """The layers that get an adapter, as peft is told: last parts of names, or a pattern for whole ones."""
+    vision = vision_of(module)
+    if vision is None:
+        return _linear_layers(module, module) if named is None else [*named]
+    inside = next(name for name, part in module.named_modules() if part is vision.decoder)
+    last = _linear_layers(vision.decoder, module) if named is None else named
+    patterns = (rf".*\b{re.escape(name)}" if "." in name else rf"{inside}\.(.*\.)?{re.escape(name)}" for name in last)
+    return "|".join(patterns)
+
+
+def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers in a part of a model, the output layer left out."""
     output = module.get_output_embeddings()
     linear = (
-        name for name, layer in module.named_modules() if type(layer) in (nn.Linear, Conv1D) and layer is not output
+        name for name, layer in part.named_modules() if type(layer) in (nn.Linear, Conv1D) and layer is not output
     )
     names = {name.rpartition(".")[2] for name in linear}
-    stacked = any(parameter.ndim == 3 for parameter in module.parameters())
+    stacked = any(parameter.ndim == 3 for parameter in part.parameters())
     return sorted(names - _EXPERTS if stacked else names)
 
 

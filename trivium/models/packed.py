@@ -36,6 +36,7 @@ from trivium.models.sequence_parallel import (
     heads_together,
     local_states,
 )
+from trivium.models.vision import PlacedImages, refuse_images, vision_of
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -59,7 +60,7 @@ class Pack:
     tokens: torch.Tensor
     """(T,) int64."""
     positions: torch.Tensor
-    """(T,) int64: place of each token in its own sequence."""
+    """(T,) int64: place of each token in its own sequence. (4, T) with M-RoPE: that; time, row and column."""
     lengths: tuple[int, ...]
     cell: torch.Tensor
     """(T,) int64: cell of each token in the row-major (B, L) grid."""
@@ -69,6 +70,8 @@ class Pack:
     """(S,) int64: the token in each cell of the attention grids; padding repeats its own sequence's last token."""
     collect: torch.Tensor
     """(T,) int64: the cell of the attention grids that holds each token."""
+    images: PlacedImages | None = None
+    """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,8 +187,9 @@ class Backbone:
 
     def __init__(self, module: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
         """Raises ConfigError where `module` cannot be run by the ranks of `sequence` together."""
-        self.module = module
-        self.packs = _declares_packing(module) and self._probe()
+        self.vision = vision_of(module)
+        self.module = module if self.vision is None else self.vision.decoder
+        self.packs = _declares_packing(self.module) and self._probe()
         self.sequence = sequence if sequence is not None and sequence.size > 1 else None
         if self.sequence is not None:
             self._check_sequence(self.sequence.size)
@@ -206,7 +210,7 @@ class Backbone:
         cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
         places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
         spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
-        hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence)
+        hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
@@ -215,22 +219,48 @@ class Backbone:
         return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: Pack, sequence: SequenceGroup | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Pack,
+        sequence: SequenceGroup | None = None,
+        slices: Slices | None = None,
     ) -> torch.Tensor:
         output = self.module(
-            input_ids=tokens[None],
-            position_ids=positions[None],
+            **self._inputs(tokens[None], batch.images, slices),
+            position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
             use_cache=False,
             trivium_pack=batch,
             trivium_sequence=sequence,
         )
         return output.last_hidden_state[0]
 
+    def _inputs(
+        self, tokens: torch.Tensor, images: PlacedImages | None, slices: Slices | None = None
+    ) -> dict[str, Any]:
+        """What the decoder reads: tokens, or what stands for them where there are images."""
+        if images is None:
+            return {"input_ids": tokens}
+        if self.vision is None:
+            raise refuse_images(self.module)
+        features, places = self.vision.features(images), images.places
+        if slices is not None and len(places):
+            first = slices.rank * slices.tokens
+            here = (first <= places) & (places < first + slices.tokens)
+            features, places = tuple(each[here] for each in features), places[here] - first
+        return self.vision.decoder_inputs(tokens, features, places)
+
     def _padded(self, batch: Pack) -> torch.Tensor:
         grid = batch.tokens.new_zeros(batch.shape)
         mask = torch.zeros_like(grid)
         grid.view(-1)[batch.cell], mask.view(-1)[batch.cell] = batch.tokens, 1
-        output = self.module(input_ids=grid, attention_mask=mask, use_cache=False)
+        images = batch.images and replace(batch.images, places=batch.cell[batch.images.places])
+        further: dict[str, Any] = {}
+        if batch.positions.dim() == 2:
+            positions = grid.new_zeros(len(batch.positions), grid.numel())
+            positions[:, batch.cell] = batch.positions
+            further = {"position_ids": positions.unflatten(1, batch.shape)}
+        output = self.module(**self._inputs(grid, images), **further, attention_mask=mask, use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, batch.cell)
 
     def _check_sequence(self, size: int) -> None:

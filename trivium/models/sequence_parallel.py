@@ -53,9 +53,9 @@ class Slices:
         return -(-self.tokens // self.multiple) * self.multiple
 
     def mine(self, values: torch.Tensor) -> torch.Tensor:
-        """(T,) -> (P,): this rank's slice, padded with zeros that are never read."""
-        own = values[self.rank * self.tokens : (self.rank + 1) * self.tokens]
-        return torch.nn.functional.pad(own, (0, self.rows - len(own)))
+        """(..., T) -> (..., P): this rank's slice, padded with zeros that are never read."""
+        own = values[..., self.rank * self.tokens : (self.rank + 1) * self.tokens]
+        return torch.nn.functional.pad(own, (0, self.rows - own.shape[-1]))
 
     def place(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens when the S slices of P rows lie end to end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +13,32 @@ from trivium.tasks.rows import RowTasks, missing_package
 
 
 class FileTasks(RowTasks):
-    """Rows of one file, or of several."""
+    """Rows of one file."""
 
     class Config(RowTasks.Config):
         """Which file, and how a row becomes a task."""
 
-        path: ConfigPath | tuple[ConfigPath, ...]
-        """The file, or a list of files that are read one after another; relative to the config."""
-
-        @property
-        def paths(self) -> tuple[str, ...]:
-            """The files."""
-            return (self.path,) if isinstance(self.path, str) else self.path
+        path: ConfigPath
+        """The file, relative to the config."""
 
         @property
         def image_folder(self) -> Path:
             return super().image_folder or Path(self.path).parent
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            yield from (_no_file(path, where) for path in self.paths if not Path(path).is_file())
+            if not Path(self.path).is_file():
+                yield _no_file(self.path, where)
 
     config: Config
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        for path in config.paths:
-            if not Path(path).is_file():
-                raise DataError(*_no_file(path, f"tasks.{name}")[1:])
+        if not Path(config.path).is_file():
+            raise DataError(*_no_file(config.path, f"tasks.{name}")[1:])
         super().__init__(config, name=name, seed=seed)
 
     @property
     def origin(self) -> str:
-        return ", ".join(self.config.paths)
+        return self.config.path
 
 
 def _no_file(path: str, where: str) -> Problem:
@@ -55,7 +49,7 @@ class JsonlTasks(FileTasks):
     """One JSON object per line (UTF-8); empty lines are passed over. Lines are counted from 1."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return chain.from_iterable(jsonl_rows(path) for path in self.config.paths)
+        return jsonl_rows(self.config.path)
 
 
 def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -83,7 +77,7 @@ class ParquetTasks(FileTasks):
             yield from missing_package(where, "pyarrow", _no_pyarrow(where))
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return chain.from_iterable(parquet_rows(path, f"tasks.{self.name}") for path in self.config.paths)
+        return parquet_rows(self.config.path, f"tasks.{self.name}")
 
 
 def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:

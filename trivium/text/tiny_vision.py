@@ -105,10 +105,17 @@ class TinyVisionModel(TinyModel):
             return tiny_tokenizer(self.alphabet, self.max_position, more=self.image_tokens, template=template)
 
         def shape(self) -> ModelShape:
-            """The sizes of its language model, without building it."""
+            """Its sizes, without building it."""
             vocabulary = len(vocabulary_of(self.alphabet)) + len(self.image_tokens)
             kind = f"{self.architecture}_text" if self.architecture.startswith("qwen") else "llama"
-            return shape_of({"model_type": kind, "vocab_size": vocabulary, **sizes_of(self)})
+            return shape_of(
+                {
+                    "model_type": self.architecture,
+                    "scale_factor": self.merge,
+                    "vision_config": _vision_config(self),
+                    "text_config": {"model_type": kind, "vocab_size": vocabulary, **sizes_of(self)},
+                }
+            )
 
     config: Config
 

@@ -7,7 +7,7 @@ memory one forward and backward pass takes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch
 from trivium.errors import DataError
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
+from trivium.models.vision import PixelReader, Pixels, PlacedImages, Vision
 from trivium.types import AnyArray, Batch, Experience
 
 
@@ -114,11 +115,19 @@ class MicroBatch:
 
 
 def collate(
-    batch: Batch, rows: Sequence[int], columns: Iterable[str], *, device: torch.device, dtype: torch.dtype
+    batch: Batch,
+    rows: Sequence[int],
+    columns: Iterable[str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    sight: Sight | None = None,
+    blank: bool = False,
 ) -> MicroBatch:
-    """The experiences at `rows` with the named columns and `rollout_log_prob`.
+    """The experiences at `rows` with the named columns and `rollout_log_prob`, and their images by `sight`, without
+    which there may be none. `blank` gives a micro-batch without images one that stands for no token.
 
-    Raises DataError for a column that the batch lacks, and for media, which no model here reads yet.
+    Raises DataError for a column that the batch lacks, and for images that are not whole.
     """
     chosen = [batch.experiences[row] for row in rows]
     wanted = sorted(set(columns))
@@ -129,7 +138,6 @@ def collate(
             f"the batch holds {', '.join(sorted(batch.columns)) or 'none'}",
             "list the score in the algorithm's `needs`, or compute the column in its `advantages`",
         )
-    _refuse_media(chosen)
     shape = (len(chosen), max(len(e) for e in chosen))
 
     def grid(arrays: Sequence[AnyArray], dtype: torch.dtype) -> torch.Tensor:
@@ -138,8 +146,9 @@ def collate(
             row[: len(array)] = array
         return padded.to(device)
 
+    packed = pack([e.tokens for e in chosen], device)
     return MicroBatch(
-        pack=pack([e.tokens for e in chosen], device),
+        pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),
         rows=torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device),
         response_mask=grid([e.response_mask for e in chosen], torch.bool),
         policy_version=grid([e.policy_version for e in chosen], torch.int32),
@@ -150,6 +159,38 @@ def collate(
     )
 
 
-def _refuse_media(experiences: Iterable[Experience]) -> None:
-    if any(e.media for e in experiences):
-        raise DataError("train on images or sound", "this engine reads tokens only", "use a text-only workflow")
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How the images of experiences reach a model."""
+
+    vision: Vision
+    read: PixelReader
+
+    def check(self, batch: Batch) -> None:
+        """Raises DataError for an image that is not whole in its sequence, and for media that are no images."""
+        for experience in batch.experiences:
+            self.vision.places(experience.tokens, experience.media)
+
+    def shown(self, packed: Pack, experiences: Sequence[Experience], *, blank: bool = False) -> Pack:
+        """The pack of these experiences with their images; without any as it is, or with a `blank` one."""
+        if not any(experience.media for experience in experiences):
+            return replace(packed, images=self.vision.blank()) if blank else packed
+        pixels: list[Pixels] = []
+        places: list[AnyArray] = []
+        positions: list[torch.Tensor] = []
+        start = 0
+        for experience in experiences:
+            own = self.vision.places(experience.tokens, experience.media)
+            read = [self.read(item) for item in experience.media]
+            if self.vision.family.mrope:
+                positions.append(self.vision.positions(experience.tokens, own, read))
+            pixels += read
+            places += [start + place.astype(np.int64) for place in own]
+            start += len(experience)
+        device = packed.tokens.device
+        images = PlacedImages(
+            tuple(pixels), torch.from_numpy(np.concatenate(places)).to(device), tuple(map(len, places))
+        )
+        if not positions:
+            return replace(packed, images=images)
+        return replace(packed, images=images, positions=torch.cat(positions, 1).to(device))

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import RunConfig, TrainConfig, free
+from trivium.config.memory_estimate import vision_problems
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
@@ -35,6 +36,7 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators
+from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
@@ -112,6 +114,9 @@ class TorchTrainEngine(TrainEngine):
         """The critic's; nothing means the same as the policy's."""
         peak_flops: float | None = free(None, gt=0)
         """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
+        vision_tower: Literal["trained", "projector", "frozen"] | None = None
+        """What is trained of the image side of a model that sees: all of it, what maps the tower's outputs to the
+        language part's width alone, or nothing; unset: all of it, and with `lora` nothing."""
         lora: LoraConfig | None = None
         """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
@@ -123,6 +128,7 @@ class TorchTrainEngine(TrainEngine):
                     f"the algorithm {run.algorithm.kind!r} trains none",
                     "leave the key out, or use algorithm.kind ppo",
                 )
+            yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
             if self.lora is not None:
                 yield from self.lora.own_problems(f"{where}.lora")
                 adopts = capabilities_of(resolve("engines", run.engine.kind)).adopts_adapters
@@ -246,7 +252,9 @@ class TorchTrainEngine(TrainEngine):
         peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
         adapted = self.config.lora is not None
-        return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, adapter=adapted)
+        which = self.config.vision_tower
+        peak *= self.ranks.size
+        return utilisation(phases, self._shapes, role_of, peak, adapter=adapted, vision_tower=which)
 
     def _read_shapes(self) -> dict[str, ModelShape]:
         """By role; empty where a config.json does not have the sizes."""
@@ -445,7 +453,9 @@ class TorchTrainEngine(TrainEngine):
         optimizer = None
         if not trained:
             model.requires_grad_(False)
-        elif self.config.gradient_checkpointing:
+        elif self.config.lora is None or role != "policy":
+            freeze_vision(model.module, self.config.vision_tower)
+        if trained and self.config.gradient_checkpointing:
             checkpoint_gradients(model.module)
         shard(
             model,
@@ -477,6 +487,7 @@ class TorchTrainEngine(TrainEngine):
             top_k=top_k,
             ranks=self.ranks,
             score_context=score_context,
+            model_dir=self._model_dir,
         )
 
 

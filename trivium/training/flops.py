@@ -65,11 +65,12 @@ def utilisation(
     peak: float,
     *,
     adapter: bool = False,
+    vision_tower: str | None = None,
 ) -> Metrics:
     """`perf/` metrics of a step: arithmetic of its scoring passes and updates over the time they took.
 
     `models` are the shapes by role and `role_of` says whose a score is; phases of other models do not count. `peak` is
-    what all ranks together could do in a second.
+    what all ranks together could do in a second. `vision_tower` says which of the image side is trained.
     """
     flops = {"score": 0.0, "update": 0.0}
     seconds = dict.fromkeys(flops, 0.0)
@@ -87,6 +88,10 @@ def utilisation(
             backward=kind == "update",
             adapter=adapter and role == "policy",
         )
+        vision = models[role].vision
+        if vision is not None:
+            learns = kind == "update" and vision_tower in (None, "trained") and not (adapter and role == "policy")
+            flops[kind] += vision.flops(each.image_tokens, each.image_squares) * (3 if learns else 1)
         seconds[kind] += each.seconds
     if not sum(seconds.values()):
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,9 @@ from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
+from trivium.models.vision import pixel_reader, refuse_images
 from trivium.protocols import Objective
-from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
+from trivium.training.batching import MicroBatch, Sight, check_lengths, collate, count, cut, units
 from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import ALONE, Ranks
@@ -53,10 +55,16 @@ class Learner:
         top_k: int = 0,
         ranks: Ranks = ALONE,
         score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        model_dir: Path | None = None,
     ) -> None:
         """`top_k` is how many tokens the score `top` names. Scores are computed in a `score_context`, which may change
-        the model (`adapter_off`)."""
+        the model (`adapter_off`). `model_dir` holds the processor of the images that the
+        sequences may have; nothing means that they are text."""
         self._score_context = score_context
+        vision = model.backbone.vision
+        self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
+        self._blank = False
+        """Whether some rank has images in what is computed: then every pass of every rank runs the tower."""
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_response_length = max_tokens, max_response_length
 
@@ -67,7 +75,7 @@ class Learner:
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the top-k token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
         """
-        self._check_lengths(batch)
+        self._check(batch)
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self._score_context():
@@ -107,7 +115,7 @@ class Learner:
         when the gradient is not finite. Raises DataError for a sequence that is longer than the model's context.
         """
         assert self.optimizer is not None, f"{self.name} is frozen"
-        self._check_lengths(batch)
+        self._check(batch)
         totals = totals or count(batch, self.max_response_length)
         tokens = {"train/tokens": float(totals.tokens)} if self.name != "value" else {}
         if totals.tokens == 0:
@@ -134,7 +142,7 @@ class Learner:
         self, batch: Batch, objective: TrainableObjective, *, step: int, totals: LossDenominators | None = None
     ) -> Metrics:
         """The loss and the metrics of an update without its gradient; nothing for a batch without a trained token."""
-        self._check_lengths(batch)
+        self._check(batch)
         totals = totals or count(batch, self.max_response_length)
         if totals.tokens == 0:
             return {}
@@ -153,13 +161,30 @@ class Learner:
         inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
         return objective.loss(inputs, totals), inputs.entropy
 
-    def _check_lengths(self, batch: Batch) -> None:
-        """Raises on every rank where one has a sequence that is too long: none waits in a pass that another skips."""
+    def _check(self, batch: Batch) -> None:
+        """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
+        a pass that another skips."""
+        self._check_images(batch)
         limit = max_positions(self.model.module)
         longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
         check_lengths(batch, limit)
         if limit is not None and longest > limit:
             raise DataError("sequences that fit the model", f"one of {longest} tokens on another rank", "see its error")
+
+    def _check_images(self, batch: Batch) -> None:
+        seen = any(experience.media for experience in batch.experiences)
+        trouble: DataError | None = None
+        try:
+            if self._sight is not None:
+                self._sight.check(batch)
+            elif seen:
+                raise refuse_images(self.model.module)
+        except DataError as error:
+            trouble = error
+        worst = self.ranks.all_reduce_max(2 if trouble else int(seen))
+        if worst == 2:
+            raise trouble or DataError("images that are whole", "one on another rank is not", "see its error")
+        self._blank = worst == 1 and self.ranks.size > 1
 
     def _passes(self, batch: Batch, unit: str) -> Iterator[list[int]]:
         """The rows of each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with
@@ -178,12 +203,15 @@ class Learner:
     def _empty_pass(self) -> None:
         """Takes part in a collective pass, with two tokens that have no weight."""
         two = pack([np.zeros(2, np.int32)], self.model.device)
+        if self._blank and self._sight is not None:
+            two = self._sight.shown(two, (), blank=True)
         numbers = self.model(two, torch.ones(1, dtype=torch.int64, device=self.model.device))
         if torch.is_grad_enabled():
             (numbers if isinstance(numbers, torch.Tensor) else numbers[0]).sum().mul(0.0).backward()
 
     def _collate(self, batch: Batch, rows: Sequence[int], columns: Iterable[str]) -> MicroBatch:
-        return collate(batch, rows, columns, device=self.model.device, dtype=self.model.dtype)
+        how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype}
+        return collate(batch, rows, columns, sight=self._sight, blank=self._blank, **how)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
         """The model's outputs for the trained tokens, on the loss's grid."""

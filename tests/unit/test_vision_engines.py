@@ -1,0 +1,274 @@
+"""Images in the torch engine and in training: both compute what transformers does, however they are cut and ordered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_parts_of_vision import NUM_STEPS, on_ranks
+from training_parts import Parts, Reinforce, SquaredError, make_engine
+from transformers import AutoModelForImageTextToText
+from vision_parts import (
+    CONVERSATIONS,
+    FAMILIES,
+    by_transformers,
+    engine_of,
+    picture,
+    request_of,
+    rolled_out,
+    sizes,
+    tiny,
+    user,
+    with_plain_text,
+)
+
+from tests.rank_processes import run_ranks
+from trivium.config.model_shape import read_shape
+from trivium.errors import DataError, RolloutError
+from trivium.models.vision import vision_of
+from trivium.phases import collecting, phase
+from trivium.text.renderer import renderer_of
+from trivium.text.tiny_vision import TinyVisionModel
+from trivium.training.flops import utilisation
+from trivium.types import Batch, Media
+
+PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: tiny(tmp_path_factory.mktemp(name) / "model", name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def batches(directories: dict[str, Path]) -> dict[str, Batch]:
+    """By family, what an engine said in conversations of two turns, several images in some, none in one."""
+    return {name: asyncio.run(rolled_out(path)) for name, path in directories.items()}
+
+
+@pytest.fixture(scope="module")
+def batch(batches: dict[str, Batch]) -> Batch:
+    return with_noise(batches["qwen2_vl"])
+
+
+def with_noise(batch: Batch) -> Batch:
+    rng = np.random.default_rng(0)
+    lengths = [len(e) for e in batch.experiences]
+    return batch.with_columns(
+        advantages=[0.3 + rng.normal(size=n) for n in lengths], returns=[1 + rng.normal(size=n) for n in lengths]
+    )
+
+
+def gap(found: Any, expected: Any) -> float:
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_training_agree_and_so_does_transformers(
+    directories: dict[str, Path], batches: dict[str, Batch], family: str
+) -> None:
+    path, said = directories[family], batches[family]
+    assert [len(each.media) for each in said.experiences] == [3, 0, 1, 2]
+    train = make_engine(path, temperature=1.0)
+    assert train._learners["policy"].model.backbone.packs
+    assert gap(train.score(said, "old"), [each.rollout_log_prob for each in said.experiences]) < 1e-4
+    plain = with_plain_text(path, said)
+    expected = [by_transformers(path, each) for each in plain.experiences]
+    assert gap(train.score(plain, "old"), expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_what_an_engine_says_does_not_depend_on_what_is_beside_it(
+    directories: dict[str, Path], family: str
+) -> None:
+    renderer, engine = renderer_of(directories[family]), engine_of(directories[family])
+    prompts = [renderer.render([first]) for first, _ in CONVERSATIONS]
+    try:
+        alone = [await engine.generate(request_of(prompt, 1)) for prompt in prompts]
+        read = engine.counters["prompts_read"]
+        together = await asyncio.gather(*[engine.generate(request_of(p, i)) for p in prompts for i in (1, 2)])
+        assert engine.counters["prompts_read"] < read + 2 * len(prompts)  # mostly once for both of its requests
+    finally:
+        await engine.close()
+    for one, other in zip(alone, together[::2], strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes()
+        assert one.log_prob.tobytes() == other.log_prob.tobytes()
+
+
+async def test_equal_tokens_with_different_pictures_are_different_prompts(directories: dict[str, Path]) -> None:
+    renderer, engine = renderer_of(directories["qwen2_vl"]), engine_of(directories["qwen2_vl"])
+    one, other = (renderer.render([user("a <image>", picture(seed))]) for seed in (4, 5))
+    assert np.array_equal(one.tokens, other.tokens)
+    try:
+        said = await asyncio.gather(*[engine.generate(request_of(prompt)) for prompt in (one, other, one)])
+    finally:
+        await engine.close()
+    assert said[0].log_prob[0] == said[2].log_prob[0] != said[1].log_prob[0]
+
+
+async def test_a_prompt_is_read_in_chunks_that_may_end_inside_an_image(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "qwen3_vl", image_size=196, max_position=2048)
+    pictures = [picture(seed, 196, 196) for seed in range(5)]
+    message = user("<image>a" * len(pictures), *pictures)
+    said = await rolled_out(path, [(message,)])
+    assert any(start < 512 < end for start, end in (item.span for item in said.experiences[0].media if item.span))
+    assert gap(make_engine(path, temperature=1.0).score(said, "old"), [said.experiences[0].rollout_log_prob]) < 1e-4
+
+
+async def test_weights_are_those_of_the_tower_too(directories: dict[str, Path], batch: Batch, tmp_path: Path) -> None:
+    engine = engine_of(directories["qwen2_vl"])
+    train = make_engine(directories["qwen2_vl"], temperature=1.0)
+    prompt = renderer_of(directories["qwen2_vl"]).render([CONVERSATIONS[0][0]])
+    try:
+        before = await engine.generate(request_of(prompt))
+        train.update("policy", batch, Reinforce())
+        await engine.load(1, train.export_weights())
+        after = await engine.generate(request_of(prompt))
+    finally:
+        await engine.close()
+    assert before.log_prob[0] != after.log_prob[0]
+    train.save(tmp_path)
+    again = make_engine(tmp_path / "policy", temperature=1.0)
+    assert gap(again.score(batch, "old"), train.score(batch, "old")) == 0
+    plain = with_plain_text(tmp_path / "policy", batch)
+    assert gap([by_transformers(tmp_path / "policy", plain.experiences[0])], again.score(plain, "old")[:1]) < 1e-4
+
+
+class TestTraining:
+    """One update, whatever the cut; every role; what is frozen stays."""
+
+    @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "smolvlm"])
+    def test_the_cut_and_the_order_never_matter(
+        self, directories: dict[str, Path], batches: dict[str, Batch], family: str
+    ) -> None:
+        whole = with_noise(batches[family])
+        updated = []
+        for tokens, rows in ((10_000, [0, 1, 2, 3]), (1, [0, 1, 2, 3]), (90, [3, 1, 0, 2])):
+            engine = make_engine(directories[family], PPO, dtype="float64", max_tokens_per_micro_batch=tokens)
+            shuffled = whole.select(rows)
+            metrics = engine.update("policy", shuffled, PPO.objectives[0])
+            updated.append((metrics["train/grad_norm/policy"], dict(engine.export_weights())))
+        for norm, weights in updated[1:]:
+            assert norm == pytest.approx(updated[0][0], rel=1e-9)
+            assert all(torch.allclose(weights[name], each, atol=1e-9) for name, each in updated[0][1].items())
+
+    def test_checkpointing_changes_nothing(self, directories: dict[str, Path], batches: dict[str, Batch]) -> None:
+        for family in ("qwen3_vl", "llava"):
+            norms = [
+                make_engine(directories[family], gradient_checkpointing=on).update(
+                    "policy", with_noise(batches[family]), Reinforce()
+                )["train/grad_norm/policy"]
+                for on in (False, True)
+            ]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("which", ["trained", "projector", "frozen"])
+    def test_what_is_frozen_stays(
+        self, directories: dict[str, Path], batches: dict[str, Batch], family: str, which: str
+    ) -> None:
+        engine = make_engine(directories[family], vision_tower=which)
+        before = {name: tensor.clone() for name, tensor in engine.export_weights()}
+        engine.update("policy", with_noise(batches[family]), Reinforce())
+        moved = {name for name, tensor in engine.export_weights() if not torch.equal(tensor, before[name])}
+        vision = vision_of(engine._policy.module)
+        assert vision is not None
+        decoder, projector = f"model.{vision.family.decoder}", tuple(f"model.{p}" for p in vision.family.projector)
+        assert any(name.startswith(decoder) for name in moved)
+        assert any(name.startswith(projector) for name in moved) == (which != "frozen")
+        tower = {name for name in moved if not name.startswith((decoder, "lm_head", *projector))}
+        assert bool(tower) == (which == "trained")
+
+    def test_an_adapter_is_the_language_parts_alone(
+        self, directories: dict[str, Path], batches: dict[str, Batch], tmp_path: Path
+    ) -> None:
+        engine = make_engine(directories["llava"], lora={"rank": 2, "targets": ["q_proj", "v_proj"]})
+        before = engine.score(batches["llava"], "old")
+        engine.update("policy", with_noise(batches["llava"]), Reinforce())
+        adapted = {name for name, p in engine._policy.module.named_parameters() if p.requires_grad}
+        assert adapted
+        assert all(name.startswith("model.language_model.") for name in adapted)
+        engine.save(tmp_path)
+        again = make_engine(tmp_path / "policy", temperature=0.8)
+        assert gap(again.score(batches["llava"], "old"), engine.score(batches["llava"], "old")) < 1e-5
+        assert gap(engine.score(batches["llava"], "old"), before) > 1e-4
+
+    def test_every_role_reads_images(self, directories: dict[str, Path], batch: Batch, tmp_path: Path) -> None:
+        engine = make_engine(directories["qwen2_vl"], PPO)
+        scored = batch.with_columns(
+            old_log_prob=engine.score(batch, "old"), ref_log_prob=engine.score(batch, "ref")
+        ).with_columns(values=engine.score(batch, "values"))
+        for objective in PPO.objectives:
+            assert engine.update(objective.role, scored, objective)[f"train/grad_norm/{_NAME[objective.role]}"] > 0
+        engine.save(tmp_path)
+        again = make_engine(directories["qwen2_vl"], PPO)
+        again.load(tmp_path)
+        assert gap(again.score(batch, "values"), engine.score(batch, "values")) == 0
+
+
+_NAME = {"policy": "policy", "critic": "value"}
+
+
+def test_ranks_of_which_some_have_no_image_train_as_one_process(
+    directories: dict[str, Path], batches: dict[str, Batch], tmp_path: Path
+) -> None:
+    """The first rank's shares are images, the second's are text; then both share every sequence."""
+    expected = on_ranks(0, 1, directories, batches)
+    for said in run_ranks([2], on_ranks, tmp_path / "ranks", directories, batches)[2]:
+        assert said.keys() > expected.keys()
+        for name, numbers in said.items():
+            np.testing.assert_allclose(numbers, expected[name.removesuffix("/sequence")], atol=1e-9)
+            assert len(numbers) == NUM_STEPS
+
+
+class TestRefusals:
+    def test_media_that_cannot_be_read(self, directories: dict[str, Path], batch: Batch, tmp_path: Path) -> None:
+        engine = make_engine(directories["qwen2_vl"])
+        first = batch.experiences[0]
+        cut = replace(first.media[0], span=(5, len(first) + 2))
+        clip = replace(first.media[0], mime="video/mp4")
+        short = replace(first.media[0], span=(first.media[0].span[0], first.media[0].span[1] - 1))  # pyright: ignore[reportOptionalSubscript]
+        for item, found in ((cut, "its tokens are"), (clip, "video/mp4"), (short, "features")):
+            with pytest.raises(DataError, match=found):
+                engine.score(replace(batch, experiences=(replace(first, media=(item,)),), columns={}), "old")
+
+    async def test_an_engine_goes_on_after_a_damaged_image(self, directories: dict[str, Path]) -> None:
+        engine = engine_of(directories["qwen2_vl"])
+        prompt = renderer_of(directories["qwen2_vl"]).render([CONVERSATIONS[2][0]])
+        damaged = Media("image/png", b"not an image", prompt.media[0].span)
+        try:
+            with pytest.raises(RolloutError, match="damaged"):
+                await engine.generate(replace(request_of(prompt), media=(damaged,)))
+            assert len((await engine.generate(request_of(prompt))).tokens)
+        finally:
+            await engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_image_side_is_counted(directories: dict[str, Path], batches: dict[str, Batch], family: str) -> None:
+    path = directories[family]
+    shape = read_shape(path)
+    module = AutoModelForImageTextToText.from_pretrained(path)
+    vision = vision_of(module)
+    assert vision is not None
+    assert shape.vision is not None
+    assert shape == TinyVisionModel.Config.model_validate(sizes(family)).shape()
+    assert shape.parameters == sum(parameter.numel() for parameter in module.parameters())
+    projector = tuple(f"model.{part}" for part in vision.family.projector)
+    assert shape.vision.projector == sum(p.numel() for n, p in module.named_parameters() if n.startswith(projector))
+    with collecting() as phases, phase("update/policy", batches[family]):
+        pass
+    spans = [end - start for e in batches[family].experiences for start, end in (m.span for m in e.media if m.span)]
+    assert phases["update/policy"].image_tokens == sum(spans)
+    phases["update/policy"].seconds = 1.0
+    rates = [
+        utilisation(phases, {"policy": shape}, {}, 1.0, vision_tower=which)["perf/model_flops_per_second"]
+        for which in ("trained", "frozen")
+    ]
+    forward = shape.vision.flops(sum(spans), sum(n * n for n in spans))
+    assert rates[0] - rates[1] == pytest.approx(2 * forward)

@@ -1,0 +1,92 @@
+"""Prompts with images, on their way into a decoder.
+
+A prompt's embeddings are made whole, images included, before it is read in chunks: a chunk may end inside an image.
+
+Legend: B prompts padded to L tokens, N placeholders, W width of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trivium.models.vision import PixelReader, PlacedImages, Vision
+from trivium.types import IntArray, Media
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of one prompt."""
+
+    images: tuple[PlacedImages, ...]
+    """One image each: a tower that reads an image alone computes the same bits whatever else there is."""
+    positions: Tensor | None
+    """(4, tokens of the prompt) int64 for M-RoPE: place; time, row and column. None: places alone."""
+
+    @property
+    def ahead(self) -> int:
+        """What to add to the place of any later token for its position."""
+        return 0 if self.positions is None else int(self.positions[1:].max()) + 1 - self.positions.shape[1]
+
+
+def look(vision: Vision, prompt: IntArray, media: Sequence[Media], read: PixelReader) -> PromptImages:
+    """The images of a prompt, by their bytes. Raises DataError for one that is not whole in it."""
+    places = vision.places(prompt, media)
+    pixels = [read(item) for item in media]
+    return PromptImages(
+        tuple(
+            PlacedImages((each,), torch.from_numpy(place).long(), (len(place),))
+            for each, place in zip(pixels, places, strict=True)
+        ),
+        vision.positions(prompt, places, pixels) if vision.family.mrope else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPrompts:
+    """A batch of prompts as a decoder reads it."""
+
+    inputs: dict[str, Any]
+    """See `Vision.decoder_inputs`."""
+    positions: Tensor
+    """(B, L) int64; (4, B, L) with M-RoPE."""
+    ahead: list[int]
+    """See `PromptImages.ahead`."""
+
+    @classmethod
+    def of(cls, vision: Vision, tokens: Tensor, prompts: Sequence[PromptImages | None]) -> SeenPrompts:
+        """`tokens` (B, L), padded on the right, with the images of each prompt."""
+        rows, length = tokens.shape
+        positions = torch.arange(length).expand(4, rows, length).clone()
+        features: list[tuple[Tensor, ...]] = []
+        places: list[Tensor] = []
+        for row, prompt in enumerate(prompts):
+            for each in prompt.images if prompt is not None else ():
+                features.append(vision.features(each))
+                places.append(each.places + row * length)
+            if prompt is not None and prompt.positions is not None:
+                positions[:, row, : prompt.positions.shape[1]] = prompt.positions
+        joined = tuple(torch.cat(part) for part in zip(*features, strict=True))
+        return cls(
+            vision.decoder_inputs(tokens, joined, torch.cat(places).to(tokens.device)),
+            (positions if vision.family.mrope else positions[0]).to(tokens.device),
+            [0 if prompt is None else prompt.ahead for prompt in prompts],
+        )
+
+    def chunk(self, start: int, end: int) -> dict[str, Any]:
+        """What the decoder is called with for the columns from `start` to `end`."""
+        inputs: dict[str, Any] = {
+            "inputs_embeds": self.inputs["inputs_embeds"][:, start:end],
+            "position_ids": self.positions[..., start:end],
+        }
+        shown: Tensor | None = self.inputs.get("visual_pos_masks")
+        if shown is None:
+            return inputs
+        columns = shown.nonzero()[:, 1]  # of the features, in their order
+        here = (start <= columns) & (columns < end)
+        deep = [each[here] for each in self.inputs["deepstack_visual_embeds"]]
+        return {**inputs, "visual_pos_masks": shown[:, start:end], "deepstack_visual_embeds": deep}

@@ -1,0 +1,245 @@
+"""Models that see: what a decoder is given for sequences with images, in engines and in training alike.
+
+The features of an image take the place of the embeddings of the placeholders in its span, and of no other token: a
+placeholder id anywhere else, sampled or written, is an ordinary token on both sides. Positions in several dimensions
+(M-RoPE) are computed once per sequence, by the model's own `get_rope_index`.
+
+Legend: T tokens, B sequences of L tokens, N placeholders of all images, W width of the decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trivium.errors import DataError
+from trivium.models.images import Images, images_of
+from trivium.types import IntArray, Media
+
+Pixels = Mapping[str, torch.Tensor]
+"""One image, as its family's processor prepares it: `pixel_values`, and what else the tower wants to know of it."""
+PixelReader = Callable[[Media], Pixels]
+"""Derives the pixels of an image from its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Where the parts of a family's models lie, as paths in the base model."""
+
+    tower: str
+    projector: tuple[str, ...]
+    """What maps the tower's outputs to the decoder's width; in some families a part of the tower's module."""
+    decoder: str
+    axis: int = 0
+    """The axis along which pixels of several images lie end to end."""
+    mrope: bool = False
+    """Whether image tokens have a time, a row and a column for a position."""
+
+
+_IDEFICS = Family("vision_model", ("connector",), "text_model", axis=1)
+_QWEN = Family("visual", ("visual.merger",), "language_model", mrope=True)
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": Family("visual", ("visual.merger", "visual.deepstack_merger_list"), "language_model", mrope=True),
+    "llava": Family("vision_tower", ("multi_modal_projector",), "language_model"),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+}
+"""By model type. In all of them attention over image tokens is causal, as over text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImages:
+    """The images of some sequences."""
+
+    pixels: tuple[Pixels, ...]
+    places: torch.Tensor
+    """(N,) int64, ascending: the rows of the T tokens that their features go to."""
+    counts: tuple[int, ...]
+    """How many of the N each image has."""
+
+
+Features = tuple[torch.Tensor, ...]
+"""(N, W) each: what the embeddings are replaced by; then what is added after each of the first layers (deepstack)."""
+
+
+class Vision:
+    """The image side of a model."""
+
+    def __init__(self, base: PreTrainedModel, family: Family) -> None:
+        """`base` is the model without its output layer."""
+        self.base, self.family = base, family
+        self.decoder = cast(PreTrainedModel, base.get_submodule(family.decoder))
+        self.placeholder = int(cast(Any, base.config).image_token_id)
+
+    def places(self, tokens: IntArray, media: Sequence[Media]) -> list[IntArray]:
+        """Of each image, the places in `tokens` that its features go to.
+
+        Raises DataError for media that are no images, and for an image that is not whole in the sequence.
+        """
+        places: list[IntArray] = []
+        for item in media:
+            refuse_other_media(item)
+            start, end = item.span or (-1, -1)
+            if not 0 <= start < end <= len(tokens):
+                where = "it was not rendered" if item.span is None else f"its tokens are {start} to {end}"
+                raise DataError(
+                    "an image that is whole in its sequence",
+                    f"{where}, the sequence has {len(tokens)} ({item.sha256[:12]})",
+                    "leave out rows that a length limit cut inside an image, or raise the limit",
+                )
+            places.append((start + np.flatnonzero(tokens[start:end] == self.placeholder)).astype(np.int32))
+        return places
+
+    def positions(self, tokens: IntArray, places: Sequence[IntArray], pixels: Sequence[Pixels]) -> torch.Tensor:
+        """(4, L) int64, of one sequence: the place in it; time, row and column. Families with M-RoPE only."""
+        if not places:
+            return torch.arange(len(tokens)).expand(4, -1)
+        ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+        kinds = torch.zeros_like(ids, dtype=torch.int32)
+        grids = torch.cat([each["image_grid_thw"].cpu() for each in pixels])
+        merged = int(cast(Any, self.base.config).vision_config.spatial_merge_size) ** 2
+        _check_counts([len(place) for place in places], [int(each) // merged for each in grids.prod(1)])
+        if any(a[-1] + 1 == b[0] for a, b in pairwise(places)):
+            raise DataError(
+                "positions of images that follow one another",
+                "there is no token between two of them",
+                "render images with the tokens that the model's template puts around each",
+            )
+        for place in places:
+            kinds[0, place.astype(np.int64)] = 1
+        rope, _ = cast(Any, self.base).get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+        return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
+
+    def features(self, images: PlacedImages) -> Features:
+        """What the tower makes of the images, in one pass. Raises DataError where an image has another number of
+        features than of placeholders."""
+        dtype, device = self.decoder.dtype, self.decoder.device
+        joined = {
+            name: torch.cat([each[name] for each in images.pixels], self.family.axis) for name in images.pixels[0]
+        }
+        moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
+        output = cast(Any, self.base).get_image_features(**moved, return_dict=True)
+        made = [len(each) for each in output.pooler_output]
+        if len(made) != len(images.pixels):  # one entry for all of them: each tile has as many features
+            tiles = [each["pixel_values"].shape[self.family.axis] for each in images.pixels]
+            made = [sum(made) * each // sum(tiles) for each in tiles]
+        if images.counts:
+            _check_counts(list(images.counts), made)
+        deep = getattr(output, "deepstack_features", None) or ()
+        return torch.cat(list(output.pooler_output)), *(torch.cat(list(each)) for each in deep)
+
+    def decoder_inputs(self, tokens: torch.Tensor, features: Features, places: torch.Tensor) -> dict[str, Any]:
+        """What the decoder is called with instead of `tokens` (B, L), of which row-major the N `places` are images'.
+
+        Without any place the features are still part of the result's graph, with no weight: ranks that train together
+        must all run the backward pass of the tower where one of them does.
+        """
+        embeds = cast(nn.Module, self.decoder.get_input_embeddings())(tokens)
+        if not len(places):
+            anchor = sum((0.0 * each.sum() for each in features), torch.zeros((), device=embeds.device))
+            return {"inputs_embeds": embeds + anchor.to(embeds.dtype)}
+        whole = embeds.flatten(0, 1).index_copy(0, places, features[0].to(embeds.dtype)).view_as(embeds)
+        if len(features) == 1:
+            return {"inputs_embeds": whole}
+        shown = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
+        shown[places] = True
+        return {
+            "inputs_embeds": whole,
+            "visual_pos_masks": shown.view(tokens.shape),
+            "deepstack_visual_embeds": list(features[1:]),
+        }
+
+    def blank(self) -> PlacedImages:
+        """An image of one tile that stands for no token: for a pass that runs the tower because other ranks do."""
+        config: Any = self.base.config.vision_config
+        if self.family.mrope:
+            side = config.spatial_merge_size
+            width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+            pixels = {"pixel_values": torch.zeros(side**2, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+        else:
+            shape = (1,) * (1 + self.family.axis) + (3, config.image_size, config.image_size)
+            pixels = {"pixel_values": torch.zeros(shape)}
+        return PlacedImages((pixels,), torch.empty(0, dtype=torch.int64, device=self.decoder.device), ())
+
+
+def freeze_vision(module: PreTrainedModel, trained: str | None) -> None:
+    """Leaves of a model's image side only this to be trained: all of it (None, `trained`), its `projector` alone, or
+    nothing (`frozen`)."""
+    vision = vision_of(module)
+    if vision is None or trained in (None, "trained"):
+        return
+    vision.base.requires_grad_(False)
+    for part in (vision.family.decoder, *(vision.family.projector if trained == "projector" else ())):
+        vision.base.get_submodule(part).requires_grad_(True)
+
+
+def _check_counts(placeholders: Sequence[int], features: Sequence[int]) -> None:
+    if placeholders != features:
+        raise DataError(
+            "one feature for each placeholder of an image",
+            f"images with {placeholders} placeholders have {features} features",
+            "render with the processor of this model",
+        )
+
+
+def family_in(directory: str | Path) -> Family | None:
+    """The family of the model in a directory; None for one that reads text only, here."""
+    file = Path(directory) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return FAMILIES.get(str(config.get("model_type")))
+
+
+def vision_of(module: PreTrainedModel) -> Vision | None:
+    """The image side of a model, with or without its output layer; None where it reads text only, here."""
+    family = FAMILIES.get(str(module.config.model_type))
+    return None if family is None else Vision(cast(PreTrainedModel, module.base_model), family)
+
+
+def decoder_of(module: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that reads tokens: of one that sees the decoder, else the model itself."""
+    vision = vision_of(module)
+    return module if vision is None else vision.decoder
+
+
+def pixel_reader(model_dir: Path) -> PixelReader:
+    """Reads images as the processor of the model in a directory does; loaded with the first of them."""
+    return lambda media: _images_in(model_dir).read(media).pixels
+
+
+@lru_cache(maxsize=4)
+def _images_in(model_dir: Path) -> Images:
+    images = images_of(model_dir)
+    if images is None:
+        raise DataError(
+            f"images for the model in {model_dir}",
+            "no processor is there",
+            "save the files of the model's processor in the directory",
+        )
+    return images
+
+
+def refuse_other_media(item: Media) -> None:
+    """Raises DataError for what is no image."""
+    if not item.mime.startswith("image/"):
+        raise DataError(f"read {item.mime}", "models read text and images here", "leave video and sound out of tasks")
+
+
+def refuse_images(module: PreTrainedModel) -> DataError:
+    """The error for images that a model is given, and cannot read here."""
+    return DataError(
+        f"images for a {type(module).__name__}",
+        f"models of type {module.config.model_type!r} read text only, here",
+        f"use a model of type {', '.join(FAMILIES)}",
+    )
