@@ -76,7 +76,7 @@ SAME_BASENAME = {
     "ranks": "the processes that train together: in one of them, and from the driver",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
-    "trainer": "trainers: of the core, and verl's over it",
+    "trainer": "trainers: of the core, verl's and Trinity's over it",
 }
 """Modules of one basename mean the same kind of thing: which."""
 

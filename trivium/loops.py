@@ -39,9 +39,16 @@ def train_step(
 
     `keep` gets the experiences with everything that was computed for them, before the first update.
     """
+    kept, metrics = algorithm.filter(groups)
+    return {**metrics, **train_on(engine, algorithm.batch(kept), algorithm, keep)}
+
+
+def train_on(
+    engine: TrainEngine, batch: Batch, algorithm: Algorithm, keep: Callable[[Batch], None] | None = None
+) -> Metrics:
+    """The part of `train_step` that follows the filter."""
     with collecting() as phases:
-        kept, metrics = algorithm.filter(groups)
-        batch = add_scores(engine, algorithm.batch(kept), algorithm.needs)
+        batch = add_scores(engine, batch, algorithm.needs)
         with phase("advantage"):
             batch, advantage_metrics = algorithm.advantages(batch)
         if keep is not None:
@@ -60,7 +67,7 @@ def train_step(
     mismatch: Metrics = {}
     for row in reversed(updates):
         mismatch |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
-    metrics = {**metrics, **aggregate(updates), **mismatch, **advantage_metrics}
+    metrics = {**aggregate(updates), **mismatch, **advantage_metrics}
     return {**metrics, **measured(phases), **engine.utilisation(phases), "train/version": engine.version}
 
 
@@ -256,7 +263,7 @@ async def run(parts: Parts) -> None:
     """Trainer and explorer in one task group: the first failure cancels the rest and is raised. Closes the rollout
     engine in the end."""
     try:
-        if parts.trainer is not None:
+        if parts.trainer is not None and not parts.synchronizer.joined:
             parts.synchronizer.open(parts.stage, last=parts.is_last)
         async with asyncio.TaskGroup() as roles:
             if parts.explorer is not None:

@@ -288,6 +288,11 @@ class Synchronizer:
         self._refuse_broken(values)
         return values
 
+    @property
+    def joined(self) -> bool:
+        """Whether this role takes part in a stage."""
+        return self._incarnation != ""
+
     def attach(self, other: Synchronizer) -> Synchronizer:
         """Takes part in the stage that `other` takes part in; returns itself."""
         self._incarnation = other._incarnation

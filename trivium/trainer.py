@@ -24,6 +24,8 @@ from trivium.synchronizer import live_explorers, weights_requested
 from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trivium.board import Values
     from trivium.checkpoint.store import Checkpoint, CheckpointStore
     from trivium.evaluate import HeldOut, RemoteEvaluator
@@ -173,7 +175,7 @@ class Trainer:
         self.synchronizer.report_step(self.train_step_num)
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
-            self._preview(_examples(fresh))
+            self._preview(examples_of(fresh))
         self.train_continue = self.train_step_num < self.last_step
         self._ask_for_sync()
         return self.train_continue
@@ -313,6 +315,10 @@ class Trainer:
             await self._save(await self._moving_state())
 
     async def _save(self, moving: Mapping[str, Any]) -> None:
+        await self.saver.save(self.train_step_num, *self._contents(moving))
+
+    def _contents(self, moving: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Path], None]]:
+        """What a checkpoint of this step holds beside the engine: its state, and what writes its files."""
         version = self.train_step_num
         oldest = self.schedule.resume_version(version) if capabilities_of(self.buffer).explored else version
         needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots still to come
@@ -325,7 +331,7 @@ class Trainer:
             **moving,
             "monitor": self.monitor.state(),
         }
-        await self.saver.save(version, state, lambda directory: self.channel.save(directory / "versions", needed))
+        return state, lambda directory: self.channel.save(directory / "versions", needed)
 
     async def _moving_state(self) -> dict[str, Any]:
         """What a train step changes from its beginning on."""
@@ -479,7 +485,7 @@ def _origin(groups: Sequence[Group]) -> Metrics:
     return {"sample/task_count": len({(g.task.taskset, g.task.task_id) for g in groups}), **of_versions}
 
 
-def _examples(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The best and the worst rollout of a step, as rows of a table."""
     rollouts = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
     if not rollouts:

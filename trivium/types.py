@@ -413,10 +413,6 @@ class Group:
         return [member.rewards[component] if component else member.reward for member in self.alive]
 
 
-Experiences = Sequence[Group]
-"""The groups of one train step; the algorithm makes `Experience`s of the members that did not fail."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What a sample strategy gives the trainer for one step."""

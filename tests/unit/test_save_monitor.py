@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trivium.checkpoint.atomic import MANIFEST, manifest_files
-from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step, save_step_now, saving
+from trivium.checkpoint.save_monitor import CheckpointMonitor, run_now, save_step, saving
 from trivium.concurrency import ProcessLife
 from trivium.errors import RunDirError, SyncError
 from trivium.frontdoors.trinity import CheckpointMonitor as TrinityMonitor
@@ -157,7 +157,7 @@ async def test_threads_with_event_loops_of_their_own_save_through_one_monitor(tm
         inside.pop()
 
     with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(save_step_now, target, step, write) for step in range(1, 7)]:
+        for done in [pool.submit(run_now, save_step(target, step, write)) for step in range(1, 7)]:
             done.result(timeout=20)
     assert max(most) == 1
     assert target.latest_checkpoint_step == 6

@@ -24,7 +24,6 @@ from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RunDirError, StorageError, TriviumError
 from trivium.evaluate import Evaluator, RemoteEvaluator
 from trivium.explorer import Explorer
-from trivium.frontdoors.trinity import TrainEngineWrapper, get_trainer_wrapper
 from trivium.loops import Parts, run
 from trivium.protocols import Objective
 from trivium.registry import CATALOGUE, resolve
@@ -34,7 +33,7 @@ from trivium.schedule import Cadence, Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.synchronizer import Synchronizer
 from trivium.trainer import Trainer
-from trivium.types import TRAINER, Batch, Experiences, Group, Metrics, RunningStatus, Sample, Sampling
+from trivium.types import TRAINER, Batch, Metrics, RunningStatus, Sample, Sampling
 
 
 class Kept:
@@ -617,7 +616,7 @@ async def test_a_run_that_fails_still_completes_the_save_that_is_being_written(t
     assert broken.store.open(2).state["version"] == 2
 
 
-# --------------------------------------------------------------------------- the seeds' names
+# --------------------------------------------------------------------------- whole runs
 
 SUPERVISED = {
     "model": {
@@ -643,48 +642,6 @@ SUPERVISED = {
 def supervised(run_dir: Path, **changes: Any) -> RunConfig:
     return config_from_mapping({**SUPERVISED, "run": {"dir": str(run_dir)}, **changes})
 
-
-def groups_of(config: RunConfig, engine: TrainEngineWrapper) -> Experiences:
-    from trivium.runtime.build import Stage, build_buffer, build_schedule
-
-    stage = Stage(config, 0, 0, True, Path(config.run.dir), Path(config.run.dir) / "model")
-    taken: list[Group] = asyncio.run(build_buffer(stage, build_schedule(stage)).take(4, engine.train_step_num))
-    return taken
-
-
-def test_a_train_engine_by_itself_trains_publishes_and_saves(tmp_path: Path) -> None:
-    config = supervised(tmp_path)
-    engine = get_trainer_wrapper(config)
-    assert isinstance(engine, TrainEngineWrapper)
-    engine.prepare()
-    going_on, metrics = engine.train_step(groups_of(config, engine))
-    assert (going_on, metrics["train/version"], engine.train_step_num) == (True, 1, 1)
-    before = {name: tensor.clone() for name, tensor in engine.engine.export_weights()}
-    engine.upload_state_dict()
-    assert engine.engine.channel.versions == (1,)
-    engine.save_state_dict()
-    assert (engine.saves.latest_state_dict_step, engine.saves.latest_checkpoint_step) == (1, 0)
-    engine.save_checkpoint(block_until_saved=True)
-    assert (engine.saves.latest_state_dict_step, engine.saves.latest_checkpoint_step) == (1, 1)
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"weights-000001", "step-000001"}
-    assert (tmp_path / "weights" / "weights-000001" / "config.json").is_file()  # a plain Hugging Face directory
-
-    other = get_trainer_wrapper(config)
-    other.prepare()
-    other.engine.load(tmp_path / "weights" / "step-000001")
-    assert other.train_step_num == 1
-    assert all(bool((tensor == before[name]).all()) for name, tensor in other.engine.export_weights())
-
-
-async def test_an_engine_saves_where_an_event_loop_runs_already(tmp_path: Path) -> None:
-    """As Trinity's users call it, in the middle of a coroutine."""
-    engine = await asyncio.to_thread(get_trainer_wrapper, supervised(tmp_path))
-    engine.prepare()
-    engine.save_checkpoint()
-    assert (tmp_path / "weights" / "step-000000" / "manifest.json").is_file()
-
-
-# --------------------------------------------------------------------------- whole runs
 
 SHORT = """
 from pydantic import Field

@@ -7,12 +7,12 @@ import logging
 import operator
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, SupportsIndex, TypeVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 from trivium.board import Board, MemoryBoard, Values, locked
 from trivium.checkpoint.atomic import atomic_write, commit, complete_steps, folder_name, staging_directory
@@ -444,9 +444,7 @@ async def save_step(
     await monitor.completed(step, is_state_dict)
 
 
-def save_step_now(
-    monitor: CheckpointMonitor, step: int, write: Callable[[Path], None], *, is_state_dict: bool = False
-) -> None:
-    """`save_step` for a caller that cannot await, in any thread: it has an event loop of its own."""
+def run_now(saving: Coroutine[Any, Any, object]) -> None:
+    """Runs a save for a caller that cannot await, in any thread: on an event loop of its own."""
     with ThreadPoolExecutor(1, "trivium-save") as pool:
-        pool.submit(asyncio.run, save_step(monitor, step, write, is_state_dict=is_state_dict)).result()
+        pool.submit(asyncio.run, saving).result()

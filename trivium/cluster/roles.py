@@ -84,20 +84,26 @@ def explore(name: str, spec: StageSpec, shared: SharedActors) -> None:
     run_in_loop(_explore(name, stage, spec, shared), stage.config.workflow.deadline_s)
 
 
-async def _explore(name: str, stage: Stage, spec: StageSpec, shared: SharedActors) -> None:
+async def start_engines(name: str, stage: Stage, spec: StageSpec, namespace: str) -> ReplicatedEngine:
+    """The engines of an explorer."""
     cluster, number = stage.config.cluster, name.removeprefix("explorer-")
     engine_spec = EngineSpec(
         make_engine,
         (spec,),
         stage.run_dir,
         stage.threads,
-        shared.namespace,
+        namespace,
         max_restarts=cluster.max_restarts,
         deadline_s=stage.config.sync.deadline_s,
         num_gpus=float(getattr(stage.config.engine, "device", "cpu") == "cuda"),
     )
-    names = [f"engine-{number}-{replica}" for replica in range(cluster.engines)]
-    engine = await ReplicatedEngine.start(engine_spec, names)
+    return await ReplicatedEngine.start(
+        engine_spec, [f"engine-{number}-{replica}" for replica in range(cluster.engines)]
+    )
+
+
+async def _explore(name: str, stage: Stage, spec: StageSpec, shared: SharedActors) -> None:
+    engine = await start_engines(name, stage, spec, shared.namespace)
     try:
         endpoints = shared.endpoints(stage, name)
         explorer = await asyncio.to_thread(build_explorer, stage, name, engine)

@@ -483,16 +483,6 @@ def train_device(config: RunConfig) -> str:
     return device_of(getattr(config.train, "device", "cpu")).type
 
 
-def build_single_train_engine(config: RunConfig) -> TrainEngine:
-    """The train engine of the config's first stage, by itself: the caller drives it."""
-    run_dir = Path(config.run.dir)
-    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    first = config.stage_configs()[0]
-    stage = Stage(first, 0, 0, len(config.stages) < 2, run_dir, model_dir)
-    channel = build_channel(stage, build_synchronizer(first, open_board(first)), TRAINER)
-    return build_train_engine(stage, algorithm_of(first), channel)
-
-
 def check_vocabulary(teacher: Path, policy: Path) -> None:
     """Raises ConfigError where a token id means one thing to the teacher and another to the policy."""
     if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():

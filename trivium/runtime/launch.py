@@ -190,6 +190,11 @@ def _ray_session(
         yield train_stage
 
 
+def carried(resume: Checkpoint | None) -> dict[str, Any]:
+    """What a run that continues from a checkpoint knows of its past."""
+    return {} if resume is None else {name: resume.state[name] for name in _CARRIED if name in resume.state}
+
+
 def _remaining_stages(
     config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None, record: dict[str, Any]
 ) -> Iterator[tuple[Stage, Checkpoint | None]]:
@@ -205,7 +210,7 @@ def _remaining_stages(
         if number >= len(ends):
             resume = latest if latest is not None and latest.step > first_version else None
             if resume is not None:
-                record.update({name: resume.state[name] for name in _CARRIED if name in resume.state})
+                record.update(carried(resume))
             if resume is None or resume.step < last_version:
                 record |= {"stage": number, "pinned": list(ends)}
                 _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)

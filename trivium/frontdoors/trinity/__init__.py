@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
-from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper, get_trainer_wrapper
+from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
+from trivium.frontdoors.trinity.state_dicts import set_model_state_dict
+from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.trainer import Trainer
+from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
 from trivium.synchronizer import Synchronizer
-from trivium.trainer import Trainer
-from trivium.types import Experiences, RunningStatus, SaveStrategy, SyncMethod, SyncStyle
+from trivium.types import RunningStatus, SaveStrategy, SyncMethod, SyncStyle
 
 __all__ = [
+    "EID",
     "CheckpointMonitor",
+    "Experience",
     "Experiences",
     "RunningStatus",
     "SaveStrategy",
@@ -18,5 +23,7 @@ __all__ = [
     "Synchronizer",
     "TrainEngineWrapper",
     "Trainer",
+    "VerlPPOTrainerWrapper",
     "get_trainer_wrapper",
+    "set_model_state_dict",
 ]

@@ -1,66 +1,117 @@
-"""TrainEngineWrapper: a train engine under the names that Trinity-RFT gives its verbs."""
+"""TrainEngineWrapper: what Trinity-RFT's Trainer asks of an engine. Users write their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import asyncio
+import inspect
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from trivium.checkpoint.save_monitor import CheckpointMonitor, save_step_now
-from trivium.config import RunConfig
-from trivium.loops import train_step
-from trivium.protocols import TrainEngine
-from trivium.runtime.build import build_single_train_engine
-from trivium.types import Experiences, Metrics
+from trivium.errors import TriviumError
+from trivium.frontdoors.trinity.experiences import Experiences
+from trivium.metrics import declare_missing
+from trivium.types import Metrics
 
 
-def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
-    """The train engine that a config describes (in its first stage), to be driven without a Trainer.
+class TrainEngineWrapper(ABC):
+    """An engine that trains by itself: the Trainer calls these members, and no others. Its constructor is given the
+    config that the Trainer was given.
 
-    Nothing is loaded before its `prepare()`. It saves under `weights` in the run directory.
+    `prepare` and `train_step` may be `async`; all coroutines of an engine run on one event loop, which is its own.
     """
-    engine = build_single_train_engine(config)
-    saves = CheckpointMonitor(
-        config.checkpoint.save_strategy, str(Path(config.run.dir) / "weights"), deadline_s=config.sync.deadline_s
-    )
-    return TrainEngineWrapper(engine, saves)
 
-
-@dataclass
-class TrainEngineWrapper:
-    """Trains, saves and publishes one engine."""
-
-    engine: TrainEngine
-    saves: CheckpointMonitor
-    """Where `save_checkpoint` and `save_state_dict` save. A run's own checkpoints, which hold more than the engine
-    knows, are those of `trivium.checkpoint.store`."""
-
-    def prepare(self) -> None:
-        """Loads models and optimizers. Called once, before anything else."""
-        self.engine.prepare()
+    @abstractmethod
+    def prepare(self) -> Any:
+        """Loads what training needs, from the engine's last checkpoint where it has one. Called once, first."""
 
     @property
+    @abstractmethod
     def train_step_num(self) -> int:
-        """How many train steps have been taken."""
-        return self.engine.version
+        """How many train steps the weights have behind them. As long as it stands, they are those of that step: a
+        `train_step` that fails half-way must not leave it behind changed weights."""
 
-    def train_step(self, experiences: Experiences) -> tuple[bool, Metrics]:
-        """One step on these groups; (whether to go on, metrics)."""
-        return True, train_step(self.engine, experiences, self.engine.algorithm)
+    @abstractmethod
+    def train_step(self, batch: Experiences) -> Any:
+        """One train step, after which `train_step_num` is one more: (whether to go on, metrics), or metrics alone.
 
+        A parameter annotated as a list (`List[Experience]`) gets a list of Experience, any other Experiences.
+        """
+
+    @abstractmethod
     def save_checkpoint(self, block_until_saved: bool = False) -> None:
-        """Saves everything this engine needs to go on, through the CheckpointMonitor `saves`. On return it is complete,
-        whatever `block_until_saved` says."""
-        save_step_now(self.saves, self.engine.version, self.engine.save)
+        """Saves everything that `prepare` needs to go on from this step. Called every `checkpoint.save_every` steps, at
+        the end, and after a failure; twice for one step is one save."""
 
-    def sync_weight(self) -> bool:
-        """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
-        Blocks."""
-        return self.engine.sync_weight()
+    @abstractmethod
+    def sync_weight(self) -> None:
+        """Method `nccl`: sends the weights to the explorers, through `Synchronizer.set_model_state_dict`."""
 
+    @abstractmethod
     def upload_state_dict(self) -> None:
-        """`sync_weight` with method `memory`."""
-        self.sync_weight()
+        """Method `memory`: hands the weights to `Synchronizer.set_model_state_dict`."""
 
+    @abstractmethod
     def save_state_dict(self) -> None:
-        """Saves the policy's weights alone, through the same monitor."""
-        save_step_now(self.saves, self.engine.version, self.engine.save_weights, is_state_dict=True)
+        """Method `checkpoint`: the same, with the weights or with the directory that they were saved in."""
+
+
+class EngineCalls:
+    """Calls of an engine's methods from threads, plain ones and coroutines."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where coroutines run; None before the first."""
+
+    def __call__(self, method: Callable[..., Any], *args: object, **options: object) -> Any:
+        """What the method returns. Blocks."""
+        answer = method(*args, **options)
+        if not inspect.iscoroutine(answer):
+            return answer
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="train-engine", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+    def close(self) -> None:
+        """Ends the event loop."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._loop = None
+
+
+def takes_list(method: Callable[..., Any]) -> bool:
+    """Whether the first parameter of an engine's `train_step` is annotated as a list."""
+    first = next(iter(inspect.signature(method).parameters.values()), None)
+    annotation = "" if first is None or first.annotation is first.empty else first.annotation
+    text = annotation if isinstance(annotation, str) else repr(annotation)
+    return annotation is list or re.match(r"(\w+\.)*(list|List|Sequence)\b", text) is not None
+
+
+def step_result(engine: object, answer: object) -> tuple[bool, Metrics]:
+    """(whether to go on, metrics) of what a `train_step` returned. Metrics that nothing declares are declared; names
+    without an area are of `train/`. Raises TriviumError for anything else."""
+    going_on, metrics = answer if isinstance(answer, tuple) and len(cast(Any, answer)) == 2 else (True, answer)
+    if not isinstance(metrics, Mapping):
+        raise TriviumError(
+            f"metrics of {type(engine).__name__}.train_step",
+            f"it returned a {type(answer).__name__}",
+            "return a dict of numbers, or (whether to go on, that dict)",
+        )
+    named: Metrics = {}
+    for name, value in cast("Mapping[str, Any]", metrics).items():
+        try:
+            named[name if "/" in name else f"train/{name}"] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TriviumError(
+                f"metrics of {type(engine).__name__}.train_step",
+                f"{name!r} is {value!r:.80}",
+                "return numbers; log texts and tables yourself",
+            ) from error
+    declare_missing(named, "a number that the train engine reported")
+    return bool(going_on), named

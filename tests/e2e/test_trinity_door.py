@@ -1,0 +1,460 @@
+"""Trinity-RFT's Trainer and engines as its users call them, over runs of the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trivium.config import RunConfig, config_from_mapping
+from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.frontdoors.trinity import (
+    Experiences,
+    RunningStatus,
+    TrainEngineWrapper,
+    Trainer,
+    VerlPPOTrainerWrapper,
+    get_trainer_wrapper,
+)
+from trivium.runtime.launch import run
+from trivium.sync.files import FileChannel
+from trivium.types import Experience, Group
+
+ENGINE = f"{Path(__file__).with_name('seven_members.py')}:Seven"
+MODEL = {
+    "kind": "tiny",
+    "alphabet": "0123456789+=",
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 1,
+    "mlp": 64,
+    "max_position": 24,
+}
+TASK = {"kind": "arithmetic", "max_operand": 9}
+COMMON: dict[str, Any] = {
+    "model": MODEL,
+    "tasks": {"train": TASK, "test": TASK},
+    "rewards": [{"kind": "exact"}],
+    "engine": {"sampling": {"max_new_tokens": 4}},
+    "checkpoint": {"save_every": 0},
+    "monitors": [{"kind": "jsonl"}],
+    "cluster": {"threads": 1},
+}
+SUPERVISED = {
+    **COMMON,
+    "algorithm": {"kind": "sft"},
+    "buffer": {"kind": "files"},
+    "schedule": {"steps": 3, "groups_per_step": 16, "group_size": 1},
+}
+EXPLORED = {
+    **COMMON,
+    "algorithm": {"kind": "grpo"},
+    "schedule": {"steps": 3, "groups_per_step": 2, "group_size": 2},
+}
+
+
+def config(run_dir: Path, base: dict[str, Any], **changes: Any) -> RunConfig:
+    return config_from_mapping({**base, "run": {"dir": str(run_dir)}, **changes})
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+# --------------------------------------------------------------------------- the trainer
+
+
+async def trained(trainer: Trainer) -> str:
+    async with asyncio.timeout(120):
+        return await trainer.train()
+
+
+async def test_a_trainer_is_prepared_and_trains_with_an_explorer_that_ends(tmp_path: Path) -> None:
+    said = config(tmp_path, EXPLORED, checkpoint={"save_every": 2})
+    trainer = Trainer(said)
+    assert trainer.config is said
+    assert isinstance(trainer.engine, VerlPPOTrainerWrapper)
+    assert trainer.train_step_num == 0
+    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
+    await trainer.prepare()
+    assert trainer.synchronizer.trainer_status is RunningStatus.RUNNING
+    assert (trainer.last_sync_step, trainer.last_trainer_sync_step, trainer.train_continue) == (None, 0, True)
+    assert trainer.need_sync()
+    assert await trained(trainer) == "trainer"
+    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
+    assert (trainer.train_step_num, trainer.last_sync_step, trainer.train_continue) == (3, 3, False)
+    assert trainer.is_alive()
+    assert steps(tmp_path) == [2, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    await trainer.shutdown()
+
+
+async def test_the_run_of_a_trainer_is_that_of_trivium_run(tmp_path: Path) -> None:
+    door, plain = tmp_path / "door", tmp_path / "plain"
+    trainer = Trainer(config(door, SUPERVISED))
+    trainer.prepare()
+    await trained(trainer)
+    await trainer.shutdown()
+    await asyncio.to_thread(run, config(plain, SUPERVISED))
+    assert weights_at(door, 3).keys() == weights_at(plain, 3).keys()
+    for name, tensor in weights_at(door, 3).items():
+        assert torch.equal(tensor, weights_at(plain, 3)[name])
+    longer = {"schedule": {**SUPERVISED["schedule"], "steps": 4}}
+    assert (await asyncio.to_thread(run, config(door, SUPERVISED, **longer)))["steps"] == 4  # either continues it
+
+
+async def test_steps_are_taken_one_by_one(tmp_path: Path) -> None:
+    trainer = Trainer(config(tmp_path, SUPERVISED))
+    trainer.prepare()
+    assert [await trainer.train_step() for _ in range(3)] == [True, True, False]
+    assert not trainer.need_sync()  # nobody explores
+    trainer.save_checkpoint(block_until_saved=True)
+    assert steps(tmp_path) == [3]
+    await trainer.shutdown()
+    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
+    again = Trainer(config(tmp_path, SUPERVISED, schedule={**SUPERVISED["schedule"], "steps": 5}))
+    again.prepare()
+    assert again.last_trainer_sync_step == again.train_step_num == 3
+    await trained(again)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    await again.shutdown()
+
+
+async def test_a_step_of_ones_own_is_made_of_the_trainers_parts(tmp_path: Path) -> None:
+    """As in Trinity-RFT's own Trainer."""
+    batches: list[Experiences] = []
+
+    class Mine(Trainer):
+        async def train_step(self) -> bool:
+            batch, metrics, samples = await self.sample_strategy.sample(self.train_step_num + 1)
+            batches.append(batch)
+            going_on, trained = self.engine.train_step(batch)
+            self.monitor.log(data={**trained, **metrics, "mine/samples": len(samples)}, step=self.train_step_num)
+            self.logger.info("step %d", self.train_step_num)
+            return going_on
+
+    trainer = Mine(config(tmp_path, EXPLORED))
+    trainer.prepare()
+    await trained(trainer)
+    await trainer.shutdown()
+    assert [batch.batch_size for batch in batches] == [4, 4, 4]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert {"mine/samples", "train/loss/policy", "sample/task_count"} <= rows(tmp_path)[0].keys()
+    assert steps(tmp_path) == [3]
+
+
+async def test_overrides_of_a_subclass_take_effect(tmp_path: Path) -> None:
+    called: Counter[str] = Counter()
+
+    class Mine(Trainer):
+        def need_sync(self) -> bool:
+            called["need_sync"] += 1
+            return super().need_sync()
+
+        def sync_weight(self) -> None:
+            called["sync_weight"] += 1
+            super().sync_weight()
+
+        async def train_step(self) -> bool:
+            called["train_step"] += 1
+            return await super().train_step()
+
+        def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
+            called["samples"] += len(samples)
+            super()._log_experiences(samples)
+
+        def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Any:
+            called["save_checkpoint"] += 1
+            return super().save_checkpoint(block_until_saved, save_as_hf)
+
+    run_section = {"dir": str(tmp_path), "enable_preview": True}
+    trainer = Mine(config_from_mapping({**EXPLORED, "run": run_section, "checkpoint": {"save_every": 2}}))
+    trainer.prepare()
+    await trained(trainer)
+    await trainer.shutdown()
+    assert called["need_sync"] >= 3
+    assert called["samples"] >= 3
+    assert (called["sync_weight"], called["train_step"], called["save_checkpoint"]) == (4, 3, 2)
+
+
+class Failing(Trainer):
+    """Fails when its third step is taken."""
+
+    async def train_step(self) -> bool:
+        if self.train_step_num == 2:
+            raise LookupError("no such row")
+        return await super().train_step()
+
+
+async def test_a_failure_is_raised_with_the_status_stopped_and_the_last_step_saved(tmp_path: Path) -> None:
+    trainer = Failing(config(tmp_path, EXPLORED))
+    trainer.prepare()
+    with pytest.raises(LookupError, match="no such row"):
+        await trained(trainer)
+    assert trainer.synchronizer.trainer_status is RunningStatus.STOPPED
+    assert steps(tmp_path) == [2]
+    await trainer.shutdown()
+    again = Trainer(config(tmp_path, EXPLORED))
+    await trained(again)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    await again.shutdown()
+
+
+def test_what_a_trainer_does_not_do_is_refused(tmp_path: Path) -> None:
+    stages = {"stages": [{"schedule": SUPERVISED["schedule"]}] * 2}
+    with pytest.raises(ConfigError, match="2 stages"):
+        Trainer(config(tmp_path, SUPERVISED, **stages))
+    with pytest.raises(ConfigError, match="bench"):
+        Trainer(config_from_mapping({**SUPERVISED, "run": {"dir": str(tmp_path), "mode": "bench"}}))
+    with pytest.raises(ConfigError, match=r"\d explorers|explorers 2"):
+        Trainer(config(tmp_path, EXPLORED, cluster={"kind": "ray", "explorers": 2, "threads": 1}))
+
+
+# --------------------------------------------------------------------------- a user's engine
+
+
+def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step-{step:06d}" / "policy"
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+async def test_an_engine_of_seven_members_trains_the_demo_task(tmp_path: Path) -> None:
+    """Supervised, as the demo begins. An explorer measures it, so its weights are what the explorer has."""
+    changes = {
+        "train": {"kind": ENGINE},
+        "schedule": {"steps": 60, "groups_per_step": 64, "group_size": 1},
+        "evaluation": {"taskset": "test", "sampling": {"max_new_tokens": 4, "temperature": 0.0}},
+    }
+    trainer = Trainer(config(tmp_path, SUPERVISED, **changes))
+    await trainer.prepare()
+    await trained(trainer)
+    await trainer.shutdown()
+    measured = [row["eval/test/accuracy"] for row in rows(tmp_path) if "eval/test/accuracy" in row]
+    assert len(measured) == 2
+    assert measured[0] < 0.1 < 0.3 < measured[1]
+    losses = [row["train/loss"] for row in rows(tmp_path) if "train/loss" in row]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "verb"), [("Seven", "memory", "upload"), ("Modern", "checkpoint", "save weights")]
+)
+async def test_an_explorer_samples_with_the_weights_of_a_users_engine(
+    name: str, method: str, verb: str, tmp_path: Path
+) -> None:
+    """The log-probabilities that it sampled with are those of the engine's own model, at every step."""
+    kind = ENGINE.replace(":Seven", f":{name}")
+    changes = {"train": {"kind": kind}, "sync": {"method": method}, "checkpoint": {"save_every": 2}}
+    trainer = Trainer(config(tmp_path, EXPLORED, **changes))
+    engine: Any = trainer.engine
+    assert type(engine).__name__ == name
+    await trainer.prepare()
+    await trained(trainer)
+    await trainer.shutdown()
+    assert len(engine.differences) == 3
+    assert max(engine.differences) < 1e-4
+    assert engine.calls == ["prepare", *(f"{verb} {step}" for step in (0, 1, 2)), "save 2", f"{verb} 3", "save 3"]
+    again = Trainer(config(tmp_path, EXPLORED, **changes, schedule={**EXPLORED["schedule"], "steps": 4}))
+    await trained(again)
+    await again.shutdown()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+async def test_an_engine_that_forgets_what_it_owes_is_told(tmp_path: Path) -> None:
+    class Forgetful(Trainer):
+        def __init__(self, said: RunConfig, **forgets: Any) -> None:
+            super().__init__(said)
+            vars(self.engine).update(forgets)
+
+    said = {"train": {"kind": ENGINE}}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (EXPLORED, {"upload_state_dict": lambda: None}, r"weights of step 0 from Seven.*\n.*\n.*set_model_state_dict"),
+        (SUPERVISED, {"train_step": lambda batch: {}}, r"train_step_num was 0 before it and is 0 now"),
+        (SUPERVISED, {"train_step": lambda batch: None}, r"it returned a NoneType"),
+        (SUPERVISED, {"train_step": lambda batch: {"note": "x"}}, r"'note' is 'x'"),
+    ]
+    for number, (base, forgets, message) in enumerate(cases):
+        trainer = Forgetful(config(tmp_path / str(number), base, **said), **forgets)
+        with pytest.raises(TriviumError, match=message):
+            await trained(trainer)
+        await trainer.shutdown()
+    trainer = Trainer(config(tmp_path / "saved", SUPERVISED, **said))
+    vars(trainer.engine)["save_checkpoint"] = lambda block_until_saved=False: None
+    await trained(trainer)
+    await trainer.shutdown()
+    again = Trainer(config(tmp_path / "saved", SUPERVISED, **said))
+    with pytest.raises(RunDirError, match=r"Seven is at step 0 after prepare\(\)"):
+        again.prepare()
+    await again.shutdown()
+
+
+def test_an_engine_lacks_no_member_but_those_of_the_seed() -> None:
+    members = {"prepare", "train_step_num", "train_step", "save_checkpoint"}
+    members |= {"sync_weight", "upload_state_dict", "save_state_dict"}
+    assert TrainEngineWrapper.__abstractmethods__ == members
+
+
+# --------------------------------------------------------------------------- the built-in engine
+
+
+def experiences(rows: int = 4) -> list[Experience]:
+    made = []
+    for row in range(rows):
+        prompt, response = [3, 4, 12 - row % 2][: 2 + row % 2], [5, 6, 7][: 1 + row % 3]
+        length = len(prompt) + len(response)
+        mask = [False] * len(prompt) + [True] * len(response)
+        made.append(
+            Experience(
+                tokens=torch.tensor(prompt + response).numpy(),
+                response_mask=torch.tensor(mask).numpy(),
+                rollout_log_prob=torch.where(torch.tensor(mask), -1.0, 0.0).numpy(),
+                policy_version=torch.zeros(length, dtype=torch.int32).numpy(),
+                group_id=f"train/{row // 2}/0",
+                index=row % 2,
+                rewards={"exact": float(row % 2)},
+            )
+        )
+    return made
+
+
+def test_experiences_are_padded_as_the_seeds_are() -> None:
+    batch = Experiences.gather_experiences(experiences(), pad_token_id=9)
+    assert (batch.batch_size, batch.prompt_length, len(batch)) == (4, 3, 4)
+    assert batch.tokens.tolist() == [
+        [9, 3, 4, 5, 9, 9],
+        [3, 4, 11, 5, 6, 9],
+        [9, 3, 4, 5, 6, 7],
+        [3, 4, 11, 5, 9, 9],
+    ]
+    assert batch.attention_masks.int().tolist()[0] == [0, 1, 1, 1, 0, 0]
+    assert batch.action_masks.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert batch.logprobs.tolist()[1] == [-1.0, -1.0, 0.0]
+    assert batch.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert batch.advantages is None
+    assert batch.group_ids == ["train/0/0", "train/0/0", "train/1/0", "train/1/0"]
+    assert [eid.rid for eid in batch.eids][:2] == ["train/0/0/0", "train/0/0/1"]
+    assert batch[1:3].rewards.tolist() == [1.0, 0.0]
+
+
+async def test_the_built_in_engine_takes_experiences_or_a_list_of_them(tmp_path: Path) -> None:
+    engine = get_trainer_wrapper(config(tmp_path, EXPLORED))
+    assert isinstance(engine, VerlPPOTrainerWrapper)
+    assert engine.train_step_num == 0
+    engine.prepare()
+    going_on, metrics = engine.train_step(Experiences.gather_experiences(experiences()))
+    assert (going_on, metrics["train/version"], engine.train_step_num) == (True, 1, 1)
+    assert (await engine.train_step(experiences()))["train/version"] == 2
+    for wrong in ([1, 2], "text", {"tokens": []}, [Group.__new__(Group)]):
+        with pytest.raises(DataError, match=r"(?s)Experiences, or a list of Experience.*gather_experiences"):
+            engine.train_step(wrong)
+    assert engine.processor is None
+    assert engine.post_process_batch(batch := object()) is batch
+    engine.shutdown()
+
+
+async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path) -> None:
+    engine = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED, checkpoint={"keep": 2}))
+    await engine.prepare()
+    inner, allowed = engine.engine, threading.Event()
+    assert inner is not None
+    begin_saving = inner.begin_saving
+
+    def slow(directory: Path) -> Any:
+        end = begin_saving(directory)
+        return lambda: (allowed.wait(60), end())
+
+    inner.begin_saving = slow
+    for step in (1, 2, 3):
+        engine.train_step(experiences())
+        engine.save_checkpoint()
+        assert step not in steps(tmp_path)  # training may go on, and the files are yet to be written
+        allowed.set()
+        engine.wait_for_save()
+        allowed.clear()
+    assert steps(tmp_path) == [2, 3]  # `keep`
+    written = (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat()
+    engine.save_checkpoint()  # nothing waits for `allowed`
+    engine.save_checkpoint(block_until_saved=True, save_as_hf=True)
+    assert (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat() == written
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface" / "step-000003").num_parameters() > 0
+    engine.shutdown()
+    again = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED))
+    again.prepare()
+    assert again.train_step_num == 3
+    again.shutdown()
+    trainer = Trainer(config(tmp_path, EXPLORED, schedule={**EXPLORED["schedule"], "steps": 4}))
+    await trained(trainer)  # it goes on where the engine was left
+    assert trainer.train_step_num == 4
+    await trainer.shutdown()
+
+
+def test_weights_are_offered_and_the_board_is_told(tmp_path: Path) -> None:
+    engine = VerlPPOTrainerWrapper(config(tmp_path / "memory", EXPLORED))
+    engine.prepare()
+    engine.upload_state_dict()
+    assert engine.run is not None
+    assert engine.run.synchronizer.published == engine.run.channel.versions == (0,)
+    assert engine.run.synchronizer.trainer_status is RunningStatus.RUNNING
+    engine.save_state_dict()  # no explorer looks for it, and it is there
+    assert [path.name for path in (tmp_path / "memory" / "sync").iterdir()] == ["version-000000"]
+    engine.shutdown()
+
+    engine = VerlPPOTrainerWrapper(config(tmp_path / "files", EXPLORED, sync={"method": "checkpoint"}))
+    engine.prepare()
+    engine.train_step(experiences())
+    engine.save_state_dict()
+    assert engine.run is not None
+    assert engine.run.synchronizer.published == (1,)
+    reader = FileChannel(
+        keep=1, directory=tmp_path / "files" / "sync", synchronizer=engine.run.synchronizer, role="explorer-0"
+    )
+    assert engine.engine is not None
+    held = dict(engine.engine.export_weights())
+    assert all(torch.equal(tensor, held[name]) for name, tensor in reader.collect(1))
+    engine.shutdown()
+
+
+async def test_overrides_of_the_built_in_engine_take_effect(tmp_path: Path) -> None:
+    module = tmp_path / "mine.py"
+    module.write_text(
+        """
+from trivium.frontdoors.trinity import VerlPPOTrainerWrapper
+
+class Mine(VerlPPOTrainerWrapper):
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls = []
+
+    def upload_state_dict(self):
+        self.calls.append("upload")
+        super().upload_state_dict()
+
+    async def train_step(self, batch_exps: list):
+        assert isinstance(batch_exps, list)
+        return {**await super().train_step(batch_exps), "mine": 1}
+
+    def save_checkpoint(self, block_until_saved=False, save_as_hf=False):
+        self.calls.append("save")
+        super().save_checkpoint(block_until_saved, save_as_hf=True)
+"""
+    )
+    train = {"kind": f"{module}:Mine", "optimizer": {"lr": 1e-3}}
+    trainer = Trainer(config(tmp_path / "run", EXPLORED, train=train))
+    await trained(trainer)
+    await trainer.shutdown()
+    engine: Any = trainer.engine
+    assert engine.calls == ["upload"] * 4 + ["save"]
+    assert [row["train/mine"] for row in rows(tmp_path / "run")] == [1, 1, 1]
+    assert (tmp_path / "run" / "huggingface" / "step-000003" / "config.json").is_file()

@@ -1,0 +1,245 @@
+"""The core's trainer with Trinity-RFT's objects in it: its methods are called on the user's Trainer, its engine through
+Trinity's verbs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trivium import trainer as core
+from trivium.checkpoint.background import BackgroundSaver
+from trivium.errors import ConfigError, RunDirError, TriviumError
+from trivium.frontdoors.trinity.experiences import Experiences
+from trivium.frontdoors.trinity.run_parts import RunParts
+from trivium.frontdoors.trinity.train_engine import EngineCalls, TrainEngineWrapper, step_result, takes_list
+from trivium.frontdoors.trinity.verl_wrapper import RunState, VerlPPOTrainerWrapper
+from trivium.protocols import Objective, TrainEngine
+from trivium.types import Batch, FloatArray, Group, Metrics
+
+if TYPE_CHECKING:
+    Keep = Callable[[Batch], None] | None
+
+
+class WrappedEngine(TrainEngine):
+    """A TrainEngineWrapper as the core's trainer sees it. Of a user's engine it calls the seven members alone."""
+
+    def __init__(self, wrapper: TrainEngineWrapper, run: RunParts) -> None:
+        self.wrapper, self._run = wrapper, run
+        self.algorithm, self.channel = run.algorithm, run.channel
+        self.calls = EngineCalls()
+        self.goes_on = True
+        """What the last train step said."""
+
+    @property
+    def built_in(self) -> VerlPPOTrainerWrapper | None:
+        return self.wrapper if isinstance(self.wrapper, VerlPPOTrainerWrapper) else None
+
+    def prepare(self) -> None:
+        self.calls(self.wrapper.prepare)
+        step, name = self.wrapper.train_step_num, type(self.wrapper).__name__
+        expected = 0 if self._run.latest is None else self._run.latest.step
+        if step != expected:
+            raise RunDirError(
+                f"continue {self._run.stage.run_dir} at its step {expected}",
+                f"{name} is at step {step} after prepare()",
+                f"load in {name}.prepare() what save_checkpoint() saved at that step, or choose another run directory",
+            )
+
+    def load(self, directory: Path) -> None:
+        """Nothing: `prepare` has done so."""
+
+    def train_on(self, groups: Sequence[Group], keep: Keep) -> Metrics:
+        """One train step of the wrapper. Blocks."""
+        before, (batch, metrics) = self.wrapper.train_step_num, self.experiences(groups)
+        if (built_in := self.built_in) is not None:
+            built_in.keep = keep
+        elif keep is not None:
+            keep(batch.batch)
+        verb = self.wrapper.train_step
+        answer = self.calls(verb, list(batch) if takes_list(verb) else batch)
+        self.goes_on, reported = step_result(self.wrapper, answer)
+        if self.wrapper.train_step_num != before + 1:
+            raise TriviumError(
+                f"a train step of {type(self.wrapper).__name__}",
+                f"train_step_num was {before} before it and is {self.wrapper.train_step_num} now",
+                "count one train step for each train_step()",
+            )
+        return {**metrics, **reported}
+
+    def experiences(self, groups: Sequence[Group]) -> tuple[Experiences, Metrics]:
+        """What the wrapper's `train_step` gets for these groups. A user's engine gets them with advantages, where these
+        need no scores of a model; the built-in one computes its own."""
+        kept, metrics = self.algorithm.filter(groups)
+        batch = self.algorithm.batch(kept)
+        if self.built_in is None and not self.algorithm.needs:
+            batch, of_advantages = self.algorithm.advantages(batch)
+            metrics = {**metrics, **of_advantages}
+        return Experiences(batch, self._run.pad_token_id), metrics
+
+    def sync_weight(self) -> bool:
+        wrapper, method = self.wrapper, self._run.stage.config.sync.method
+        verbs = {"memory": wrapper.upload_state_dict, "checkpoint": wrapper.save_state_dict}
+        verb = verbs.get(str(method), wrapper.sync_weight)
+        self.calls(verb)
+        version = wrapper.train_step_num
+        if version in self._run.synchronizer.published:
+            return True
+        if self._run.synchronizer.collective:
+            return False
+        raise TriviumError(
+            f"the weights of step {version} from {type(wrapper).__name__}.{verb.__name__}()",
+            f"the board has versions {list(self._run.synchronizer.published)}",
+            "hand them over there: Synchronizer.get_actor(config).set_model_state_dict(state_dict, step)",
+        )
+
+    def holds_version(self) -> bool:
+        """A user's engine says so by its `train_step_num`, which the trainer compares."""
+        return self.built_in is None or self._inner.holds_version()
+
+    def close(self) -> None:
+        if self.built_in is not None:
+            self.built_in.shutdown()
+        self.calls.close()
+
+    # ------------------------------------------------------------------ what only the built-in engine can do
+
+    @property
+    def _inner(self) -> TrainEngine:
+        if self.built_in is None or self.built_in.engine is None:
+            raise ConfigError(
+                f"the models of {type(self.wrapper).__name__}",
+                "an engine of Trinity's interface shows none",
+                "leave evaluation.held_out out, or use trainer_type verl",
+            )
+        return self.built_in.engine
+
+    def score(self, batch: Batch, what: str) -> Sequence[FloatArray]:
+        return self._inner.score(batch, what)
+
+    def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        return self._inner.update(role, batch, objective)
+
+    def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
+        return self._inner.measure(role, batch, objective)
+
+    def export_weights(self) -> Iterator[tuple[str, Any]]:
+        return self._inner.export_weights()
+
+    def save(self, directory: Path) -> None:
+        self._inner.save(directory)
+
+    def save_weights(self, directory: Path) -> None:
+        self._inner.save_weights(directory)
+
+
+class Owner(Protocol):
+    """The user's Trainer."""
+
+    @property
+    def train_step_num(self) -> int: ...
+    def need_sync(self) -> bool: ...
+    def sync_weight(self) -> None: ...
+    async def train_step(self) -> bool: ...
+    def save_checkpoint(self, block_until_saved: bool = False) -> object: ...
+    def _log_experiences(self, samples: list[dict[str, Any]]) -> None: ...
+
+
+class _OwnersSaver(BackgroundSaver):
+    """Saves by the owner's method."""
+
+    def __init__(self, trainer: CoreTrainer) -> None:
+        super().__init__(trainer.checkpoints, trainer.engine, asynchronous=trainer.saves_asynchronously)
+        self._trainer = trainer
+
+    async def save(self, step: int, state: Mapping[str, Any], write_more: Callable[[Path], None]) -> None:
+        self.step, self._trainer.given = step, RunState(state, write_more)
+        try:
+            await asyncio.to_thread(self._trainer.owner.save_checkpoint, not self.asynchronous)
+        except Exception:
+            self.failed = True
+            raise
+        finally:
+            self._trainer.given = None
+
+    async def wait(self) -> None:
+        built_in = self._trainer.wrapped.built_in
+        if built_in is not None:
+            await asyncio.to_thread(built_in.wait_for_save)
+
+
+@dataclass
+class CoreTrainer(core.Trainer):
+    """A trainer whose methods are its owner's."""
+
+    owner: Any = None
+    """The user's Trainer (`Owner`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.engine, WrappedEngine)
+        self.wrapped = self.engine
+        self.saver = _OwnersSaver(self)
+        self.given: RunState | None = None
+        """What the save being made belongs to."""
+        self._is_started = False
+        self._moving: Mapping[str, Any] = {}
+        """What the last step changed, as it is since."""
+        if self.wrapped.built_in is not None:
+            self.wrapped.built_in.state_of_run = self.run_state
+
+    @property
+    def train_step_num(self) -> int:
+        return self.owner.train_step_num
+
+    def need_sync(self) -> bool:
+        return self.owner.need_sync()
+
+    def sync_weight(self) -> None:
+        self.owner.sync_weight()
+
+    def _preview(self, examples: Sequence[dict[str, Any]]) -> None:
+        self.owner._log_experiences(list(examples))
+
+    async def start(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            await super().start()
+            self._moving = await self._moving_state()
+
+    async def train_step(self) -> bool:
+        await self.start()
+        going_on = await self.owner.train_step() and self.wrapped.goes_on
+        self.train_continue = going_on and self.train_step_num < self.last_step
+        self._moving = await self._moving_state()
+        return self.train_continue
+
+    def _learn(self, groups: Sequence[Group], keep: Keep) -> Metrics:
+        return self.wrapped.train_on(groups, keep)
+
+    def run_state(self) -> RunState:
+        """What belongs into a checkpoint of this step beside the engine."""
+        return self.given or RunState(*self._contents(self._moving))
+
+    # ------------------------------------------------------------------ what the owner's methods do by default
+
+    async def default_train_step(self) -> bool:
+        await self.start()
+        return await super().train_step() and self.wrapped.goes_on
+
+    def default_need_sync(self) -> bool:
+        return super().need_sync()
+
+    def default_sync_weight(self) -> None:
+        super().sync_weight()
+
+    def default_preview(self, examples: Sequence[dict[str, Any]]) -> None:
+        super()._preview(examples)
+
+    async def sample(self, version: int) -> tuple[Experiences, Metrics, list[dict[str, Any]]]:
+        """(the experiences of the next step, metrics, rollouts to show)."""
+        await self.start()
+        groups, fresh, metrics = await self._groups(version)
+        return self.wrapped.experiences(groups)[0], metrics, core.examples_of(fresh)

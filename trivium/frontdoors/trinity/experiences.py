@@ -1,0 +1,240 @@
+"""Experiences: the batch of a train step as Trinity-RFT's engines read it, over the core's ragged arrays.
+
+Legend: B sequences; P tokens of the longest prompt; R of the longest response; S = P + R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trivium import types
+from trivium.errors import DataError
+from trivium.types import AnyArray, Batch
+
+_OF_ALGORITHM = ("advantages", "returns")
+"""Columns that an experience carries in `extra` where it is by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EID:
+    """Which rollout of which task an experience is of."""
+
+    task: str
+    """The group: taskset, task and epoch."""
+    run: int
+    """The rollout's place in its group."""
+
+    @property
+    def tid(self) -> str:
+        return self.task
+
+    @property
+    def rid(self) -> str:
+        return f"{self.task}/{self.run}"
+
+    uid = rid
+
+
+class Experience(types.Experience):
+    """One experience, with the attributes that Trinity-RFT gives it beside its own. Of a sequence of L tokens, R from
+    the first trained one on are its response; what precedes is its prompt."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, experience: types.Experience, **columns: AnyArray) -> Experience:
+        """The experience with these columns, one number per token each."""
+        own = {field.name: getattr(experience, field.name) for field in fields(experience)}
+        return cls(**{**own, "extra": {**experience.extra, **columns}})
+
+    @property
+    def eid(self) -> EID:
+        return EID(self.group_id, self.index)
+
+    @property
+    def prompt_length(self) -> int:
+        return prompt_length(self)
+
+    @property
+    def action_mask(self) -> Tensor:
+        """(R,) bool: true on the tokens to train on."""
+        return self._response(self.response_mask)
+
+    @property
+    def logprobs(self) -> Tensor:
+        """(R,) float32: log-probabilities under the distribution that was sampled from."""
+        return self._response(self.rollout_log_prob)
+
+    @property
+    def advantages(self) -> Tensor | None:
+        """(R,) float32; None where they need scores of a model, which the engine holds."""
+        return self._response(self.extra["advantages"]) if "advantages" in self.extra else None
+
+    @property
+    def returns(self) -> Tensor | None:
+        """(R,) float32; None where there are no advantages."""
+        return self._response(self.extra["returns"]) if "returns" in self.extra else None
+
+    def _response(self, array: AnyArray) -> Tensor:
+        return torch.from_numpy(array[self.prompt_length :].copy())
+
+
+def prompt_length(experience: types.Experience) -> int:
+    """The tokens before the first trained one; of a sequence without one, all."""
+    mask = experience.response_mask
+    return int(mask.argmax()) if mask.any() else len(mask)
+
+
+@dataclass(frozen=True)
+class Experiences(Sequence[Experience]):
+    """A batch of experiences. Prompts are padded on the left to the longest one, responses on the right.
+
+    It is also the sequence of its `Experience`s, whose arrays are not padded.
+    """
+
+    batch: Batch
+    """The experiences, and the columns that were computed for them."""
+    pad_token_id: int = 0
+
+    @classmethod
+    def gather_experiences(cls, experiences: Sequence[types.Experience], pad_token_id: int = 0) -> Experiences:
+        """Several experiences as one batch. Raises DataError for anything else."""
+        return cls(batch_of(experiences), pad_token_id)
+
+    # ------------------------------------------------------------------ tensors
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.batch)
+
+    @property
+    def prompt_length(self) -> int:
+        """P."""
+        return max(self._prompts, default=0)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """(B, S) int64."""
+        return self._both([e.tokens for e in self], self.pad_token_id, torch.int64)
+
+    @cached_property
+    def attention_masks(self) -> Tensor:
+        """(B, S) bool: true on the tokens that are not padding."""
+        return self._both([np.ones(len(e), np.bool_) for e in self], False, torch.bool)
+
+    @cached_property
+    def action_masks(self) -> Tensor:
+        """(B, R) bool: true on the tokens to train on."""
+        return self._responses([e.response_mask for e in self], torch.bool)
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """(B, R) float32: log-probabilities under the distribution that was sampled from."""
+        return self._responses([e.rollout_log_prob for e in self], torch.float32)
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """(B,) float32: the total reward of each rollout."""
+        return torch.tensor([e.reward for e in self], dtype=torch.float32)
+
+    @cached_property
+    def advantages(self) -> Tensor | None:
+        """(B, R) float32; None where they need scores of a model (a critic, a reference), which the engine holds."""
+        return self._column("advantages")
+
+    @cached_property
+    def returns(self) -> Tensor | None:
+        """(B, R) float32; None where there are no advantages."""
+        return self._column("returns")
+
+    # ------------------------------------------------------------------ where they come from
+
+    @property
+    def group_ids(self) -> list[str]:
+        """The task that each is a rollout of."""
+        return [e.group_id for e in self]
+
+    @property
+    def eids(self) -> list[EID]:
+        """Task and rollout of each."""
+        return [EID(e.group_id, e.index) for e in self]
+
+    # ------------------------------------------------------------------ the sequence
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @overload
+    def __getitem__(self, place: int) -> Experience: ...
+    @overload
+    def __getitem__(self, place: slice) -> Experiences: ...
+    def __getitem__(self, place: int | slice) -> Experience | Experiences:
+        if isinstance(place, slice):
+            return Experiences(self.batch.select(range(len(self))[place]), self.pad_token_id)
+        return self._members[place]
+
+    def __iter__(self) -> Iterator[Experience]:
+        return iter(self._members)
+
+    @cached_property
+    def _members(self) -> list[Experience]:
+        columns = self.batch.columns
+        return [
+            Experience.of(e, **{name: columns[name][row] for name in _OF_ALGORITHM if name in columns})
+            for row, e in enumerate(self.batch.experiences)
+        ]
+
+    # ------------------------------------------------------------------ padding
+
+    @cached_property
+    def _prompts(self) -> list[int]:
+        return [prompt_length(e) for e in self.batch.experiences]
+
+    def _both(self, arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype) -> Tensor:
+        prompts = [array[:prompt] for array, prompt in zip(arrays, self._prompts, strict=True)]
+        left = _padded(prompts, filler, dtype, lambda width, length: width - length)
+        return torch.cat([left, self._responses(arrays, dtype, filler)], dim=1)
+
+    def _responses(self, arrays: Sequence[AnyArray], dtype: torch.dtype, filler: int = 0) -> Tensor:
+        responses = [array[prompt:] for array, prompt in zip(arrays, self._prompts, strict=True)]
+        return _padded(responses, filler, dtype, lambda width, length: 0)
+
+    def _column(self, name: str) -> Tensor | None:
+        arrays = self.batch.columns.get(name)
+        return None if arrays is None else self._responses(arrays, torch.float32)
+
+
+def _padded(arrays: Sequence[AnyArray], filler: int, dtype: torch.dtype, at: Callable[[int, int], int]) -> Tensor:
+    """(B, longest): each array from place `at(longest, its length)` on."""
+    width = max(map(len, arrays), default=0)
+    padded = torch.full((len(arrays), width), filler, dtype=dtype)
+    for row, array in zip(padded, arrays, strict=True):
+        start = at(width, len(array))
+        row[start : start + len(array)] = torch.from_numpy(array.copy())
+    return padded
+
+
+def batch_of(experiences: object) -> Batch:
+    """The core's batch of Experiences, or of a list of Experience (those of Trivium's own type too). Raises DataError
+    for anything else."""
+    if isinstance(experiences, Experiences):
+        return experiences.batch
+    given = experiences if isinstance(experiences, list | tuple) else (experiences,)
+    rows = tuple(each for each in given if isinstance(each, types.Experience))
+    if len(rows) < len(given):
+        wrong = next(type(each).__name__ for each in given if not isinstance(each, types.Experience))
+        raise DataError(
+            "Experiences, or a list of Experience",
+            f"a {wrong}" + (" in a list" if given is experiences else ""),
+            "pass what the sample strategy returned, or Experiences.gather_experiences([...])",
+        )
+    columns = {name: tuple(e.extra[name] for e in rows) for name in _OF_ALGORITHM if all(name in e.extra for e in rows)}
+    return Batch(rows, columns if rows else {})

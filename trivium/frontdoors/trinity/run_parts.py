@@ -1,0 +1,182 @@
+"""RunParts: what the objects of one run share: its stage, checkpoints, board and weights, and the ranks on Ray."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from trivium.algorithms import GroupAlgorithm
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.cluster.session import connect
+from trivium.config import RunConfig, build
+from trivium.config.resume import fingerprint
+from trivium.errors import ConfigError
+from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.protocols import TrainEngine, WeightChannel
+from trivium.registry import resolve
+from trivium.runtime.build import (
+    Stage,
+    algorithm_of,
+    build_channel,
+    build_synchronizer,
+    build_train_engine,
+    claim_name,
+    distributed_engine,
+    open_board,
+    open_store,
+    run_name,
+)
+from trivium.runtime.run_dir import open_run_dir
+from trivium.synchronizer import Synchronizer
+from trivium.text import hf_tokenizer
+from trivium.training.engine import TorchTrainEngine
+from trivium.types import TRAINER
+
+if TYPE_CHECKING:
+    from trivium.cluster.ranks import RayRanks
+    from trivium.cluster.stage_spec import SharedActors
+
+
+def run_config_of(config: object) -> RunConfig:
+    """The RunConfig of a config of Trinity's shape, or the RunConfig itself, with one stage.
+
+    Raises ConfigError for what cannot be translated, and for several stages.
+    """
+    if not isinstance(config, RunConfig):
+        raise ConfigError("a config of Trinity's shape", type(config).__name__, "pass a RunConfig")
+    stages = config.stage_configs()
+    if len(stages) > 1:
+        raise ConfigError(
+            f"a Trainer of {len(stages)} stages",
+            "it trains one",
+            "use `trivium.run` for all of them, or give each Trainer the config of its stage",
+        )
+    return config
+
+
+def name_of_trainer(config: object) -> str:
+    """`trainer.name` of a config of Trinity's shape; a RunConfig has none."""
+    return TRAINER
+
+
+@dataclass
+class RunParts:
+    """A run that is open in this process."""
+
+    config: RunConfig
+    stage: Stage
+    store: CheckpointStore
+    latest: Checkpoint | None
+    """The checkpoint that the run continues from."""
+    closing: ExitStack
+
+    @cached_property
+    def algorithm(self) -> GroupAlgorithm:
+        """What engine and trainer both follow."""
+        return algorithm_of(self.stage.config)
+
+    @cached_property
+    def synchronizer(self) -> Synchronizer:
+        """The trainer's view of the board."""
+        if self.shared is not None:
+            return self.shared.synchronizer(self.stage, "driver")
+        return build_synchronizer(self.stage.config, open_board(self.config), fingerprint(self.config))
+
+    @cached_property
+    def channel(self) -> WeightChannel:
+        """The trainer's end."""
+        if self.shared is not None:
+            return self.shared.endpoints(self.stage, TRAINER, "driver").channel
+        return build_channel(self.stage, self.synchronizer, TRAINER)
+
+    @cached_property
+    def shared(self) -> SharedActors | None:
+        """What the processes of the run share on Ray; None without Ray."""
+        if self.config.cluster.kind != "ray":
+            return None
+        address = self.config.cluster.address
+        connect({} if address is None else {"address": address})
+        import ray
+
+        from trivium.cluster.actors import result_of, start_host
+        from trivium.cluster.stage_spec import SYNCHRONIZER, SharedActors
+        from trivium.cluster.weight_store import BoardAndWeights
+
+        namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
+        host = start_host(SYNCHRONIZER, self.stage.run_dir.resolve(), self.stage.threads, namespace=namespace)
+        self.closing.callback(ray.kill, host)
+        result_of(host.build.remote(BoardAndWeights), SYNCHRONIZER, self.config.sync.deadline_s)
+        return SharedActors(host, None, namespace)  # the buffer is the trainer's own
+
+    @cached_property
+    def ranks(self) -> RayRanks | None:
+        """The processes that train together; None where this one trains."""
+        if self.shared is None or self.config.cluster.ranks == 1:
+            return None
+        from trivium.cluster.ranks import RayRanks
+        from trivium.cluster.roles import trains_on_gpus
+        from trivium.cluster.stage_spec import StageSpec
+
+        return RayRanks(self.stage, StageSpec.of(self.stage), self.shared, on_gpus=trains_on_gpus(self.stage.config))
+
+    def train_engine(self) -> TrainEngine:
+        """The engine over all ranks, nothing loaded yet. Raises ConfigError where the cluster is too small."""
+        if self.ranks is not None:
+            return distributed_engine(self.ranks, self.stage, self.algorithm, self.channel)
+        return build_train_engine(self.stage, self.algorithm, self.channel)
+
+    @property
+    def pad_token_id(self) -> int:
+        """What padding is filled with."""
+        tokenizer = hf_tokenizer(str(self.stage.model_dir))
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return cast(int, pad or 0)
+
+    def open_board(self) -> None:
+        """Begins the stage on the board, unless that is done."""
+        if not self.synchronizer.joined:
+            self.synchronizer.open(self.stage.number, last=True)
+
+
+def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
+    """The run of a config in its directory, which is this process's. What it starts on Ray ends with `closing`."""
+    claim_name(config, run_dir)
+    store = open_store(config, run_dir)
+    store.discard_unfinished()
+    model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    first = config.stage_configs()[0]
+    kind = resolve("train", first.train.kind)
+    if issubclass(kind, TrainEngineWrapper) and isinstance(first.train, TorchTrainEngine.Config):
+        # The wrapper is the user's, the engine in it is ours.
+        first = first.model_copy(update={"train": first.train.model_copy(update={"kind": "torch"})})
+    return RunParts(config, Stage(first, 0, 0, True, run_dir, model_dir), store, store.latest(), closing)
+
+
+_OPEN: dict[Path, RunParts] = {}
+"""The runs that Trainers of this process have open, by run directory."""
+
+
+@contextmanager
+def opened(config: RunConfig, directory: ExitStack) -> Generator[RunParts]:
+    """The run of a config, whose directory is this process's alone until the stack `directory` is closed. Raises
+    RunDirError where another process runs there, ConfigError where the directory is another run's."""
+    with ExitStack() as closing:
+        run_dir = directory.enter_context(open_run_dir(config))
+        parts = _OPEN[run_dir.resolve()] = parts_in(run_dir, config, closing)
+        closing.callback(_OPEN.pop, run_dir.resolve(), None)
+        yield parts
+
+
+def open_run_of(config: object) -> RunParts:
+    """The run of a config that a Trainer of this process has open. Raises ConfigError where there is none."""
+    run_dir = Path(run_config_of(config).run.dir).resolve()
+    if run_dir not in _OPEN:
+        raise ConfigError(
+            f"the run in {run_dir}", "no Trainer of this process has it open", "make the Trainer first, and keep it"
+        )
+    return _OPEN[run_dir]

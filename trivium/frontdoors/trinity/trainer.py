@@ -1,0 +1,208 @@
+"""Trainer: Trinity-RFT's trainer object over Trivium's. It has no loop of its own: `loops.run` trains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from trivium.checkpoint.save_monitor import run_now
+from trivium.config import RunConfig
+from trivium.errors import ConfigError, first_cause
+from trivium.explorer import Explorer
+from trivium.frontdoors.trinity.core_trainer import CoreTrainer, WrappedEngine
+from trivium.frontdoors.trinity.run_parts import name_of_trainer, opened, run_config_of
+from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.verl_wrapper import Prepared, VerlPPOTrainerWrapper, get_trainer_wrapper
+from trivium.frontdoors.trinity.views import MonitorView, SampleStrategyView
+from trivium.loops import run as run_loops
+from trivium.runtime.build import (
+    Endpoints,
+    build_buffer,
+    build_explorer,
+    build_monitor,
+    build_parts,
+    build_schedule,
+    build_trainer,
+)
+from trivium.runtime.launch import carried
+from trivium.synchronizer import Synchronizer
+from trivium.types import TRAINER, RunningStatus
+
+
+class _OfCore:
+    """An attribute of the core's trainer, read and written on this one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Trainer | None, owner: type) -> Any:
+        return self if trainer is None else getattr(trainer.core, self._name)
+
+    def __set__(self, trainer: Trainer, value: object) -> None:
+        setattr(trainer.core, self._name, value)
+
+
+class Trainer:
+    """Consumes experiences and trains the model.
+
+    A subclass may override `train_step`, `need_sync`, `sync_weight`, `save_checkpoint` and `_log_experiences`: training
+    calls them.
+    """
+
+    train_continue = _OfCore()
+    """Whether there is another step to take."""
+    last_sync_step = _OfCore()
+    """The step whose weights were offered last; None before the first."""
+    last_trainer_sync_step = _OfCore()
+    """The step that `sync.interval` is counted from."""
+
+    def __init__(self, config: object) -> None:
+        """`config` has Trinity's shape, or is a RunConfig of one stage. The run directory is this process's alone until
+        training has ended."""
+        self.config: Any = config
+        self.logger = logging.getLogger("trivium")
+        self.name = name_of_trainer(config)
+        run_config = run_config_of(config)
+        _check(run_config)
+        self._is_prepared = self._has_ended = False
+        with ExitStack() as closing:
+            self._directory = closing.enter_context(ExitStack())
+            self._run = closing.enter_context(opened(run_config, self._directory))
+            self.engine: TrainEngineWrapper = get_trainer_wrapper(config)
+            self.core = self._core_trainer()
+            self._closing = closing.pop_all()
+        self.monitor = MonitorView(self.core.monitor)
+        self.sample_strategy = SampleStrategyView(self.core)
+
+    def _core_trainer(self) -> CoreTrainer:
+        run = self._run
+        if isinstance(self.engine, VerlPPOTrainerWrapper):
+            self.engine.run = run
+        buffer = build_buffer(run.stage, build_schedule(run.stage))
+        self._endpoints = Endpoints(buffer, run.synchronizer, run.channel)
+        made = build_trainer(
+            run.stage,
+            self._endpoints,
+            run.store,
+            run.latest,
+            build_monitor(run.config, run.stage.run_dir, run.latest),
+            {**carried(run.latest), "stage": 0, "pinned": []},
+            lambda stage, algorithm, channel: WrappedEngine(self.engine, run),
+            partial(CoreTrainer, owner=self),
+        )
+        return cast(CoreTrainer, made)
+
+    # ------------------------------------------------------------------ training
+
+    def prepare(self) -> Prepared:
+        """Prepares the engine, opens the run to explorers and sets the trainer's status RUNNING. Plain or awaited."""
+        if not self._is_prepared:
+            self.core.prepare()
+            self._run.open_board()
+            self._closing.enter_context(self.synchronizer.heartbeat(TRAINER))
+            self._is_prepared = True
+        return Prepared()
+
+    async def train(self) -> str:
+        """Trains to the end, with an explorer beside it unless the mode is `train`; returns the trainer's name. The
+        status is STOPPED then, however it ends.
+
+        Raises the first cause of whatever stopped it, once the last whole step is saved.
+        """
+        try:
+            await asyncio.to_thread(self.prepare)
+            with self.synchronizer.report_failure(TRAINER):
+                parts = build_parts(self._run.stage, self._endpoints, self.core, await self._explorer())
+                ranks = self._run.ranks
+                await run_loops(parts if ranks is None else replace(parts, watch=ranks.actors.watch))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        finally:
+            self._has_ended = True
+            self.synchronizer.set_trainer_status(RunningStatus.STOPPED)
+            self._directory.close()
+        return self.name
+
+    async def _explorer(self) -> Explorer | None:
+        """The explorer of this process: with an engine of its own, or over engines on Ray."""
+        run = self._run
+        if run.config.run.mode == "train" or run.stage.num_explorers == 0:
+            return None
+        name = run.config.run.explorer or "explorer-0"
+        if run.shared is None:
+            return await asyncio.to_thread(build_explorer, run.stage, name)
+        from trivium.cluster.roles import start_engines
+        from trivium.cluster.stage_spec import StageSpec
+
+        engine = await start_engines("explorer-0", run.stage, StageSpec.of(run.stage), run.shared.namespace)
+        return await asyncio.to_thread(build_explorer, run.stage, name, engine)
+
+    async def train_step(self) -> bool:
+        """Trains one step, and waits for its experiences; returns whether to go on."""
+        return await self.core.default_train_step()
+
+    def need_sync(self) -> bool:
+        """Whether explorers are to be offered the current weights now."""
+        return self.core.default_need_sync()
+
+    def sync_weight(self) -> None:
+        """Offers the current weights to the explorers, by the verb of the engine that `sync.method` stands for."""
+        self.core.default_sync_weight()
+
+    def _log_experiences(self, samples: list[dict[str, Any]]) -> None:
+        """Keeps the best and the worst rollout of each step for the table `rollout_examples`, which is shown whenever
+        weights are offered. Called with `trainer.enable_preview`."""
+        self.core.default_preview(samples)
+
+    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> Prepared:
+        """Saves this step: the engine by its own verb, and what else the run needs to go on from it. A step that is
+        saved is not saved again. Plain or awaited."""
+        if isinstance(self.engine, VerlPPOTrainerWrapper):
+            self.engine.save_checkpoint(block_until_saved, save_as_hf)
+        elif self.train_step_num not in self._run.store.steps():
+            options = {"save_as_hf": True} if save_as_hf else {}
+            self.core.wrapped.calls(self.engine.save_checkpoint, block_until_saved=block_until_saved, **options)
+            added = self.core.run_state()
+            run_now(self._run.store.save(self.train_step_num, added.write, added.state))
+        return Prepared()
+
+    # ------------------------------------------------------------------ the end
+
+    async def shutdown(self) -> None:
+        """Closes the monitor, frees the engine and lets explorers go."""
+        if self._is_prepared and not self._has_ended:
+            self._has_ended = True
+            await self.core.buffer.close()
+            self.synchronizer.finish()
+        await self.core.shutdown()
+        self._closing.close()
+
+    def is_alive(self) -> bool:
+        """True: a trainer that can answer is alive."""
+        return True
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """The trainer's view of the board."""
+        return self._run.synchronizer
+
+    @property
+    def train_step_num(self) -> int:
+        """How many train steps the engine has taken."""
+        return self.engine.train_step_num
+
+
+def _check(config: RunConfig) -> None:
+    """Raises ConfigError for what a Trainer does not do."""
+    if config.run.mode not in ("both", "train", "serve"):
+        raise ConfigError(f"a Trainer with run.mode {config.run.mode!r}", "it trains", "use both, train or serve")
+    if config.run.mode != "train" and config.cluster.explorers > 1:
+        raise ConfigError(
+            f"a Trainer beside cluster.explorers {config.cluster.explorers}",
+            "it has one explorer beside it",
+            "use cluster.engines for more engines, mode train beside explorers of their own, or trivium.run",
+        )

@@ -1,0 +1,270 @@
+"""VerlPPOTrainerWrapper: the built-in engine of Trinity-RFT's Trainer, over Trivium's train engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trivium.buffers.slots import SlotsState
+from trivium.checkpoint.background import save_failed
+from trivium.checkpoint.store import export
+from trivium.errors import ConfigError, TriviumError
+from trivium.frontdoors.trinity.experiences import batch_of
+from trivium.frontdoors.trinity.run_parts import RunParts, parts_in, run_config_of
+from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.loops import train_on
+from trivium.protocols import TrainEngine, WeightChannel
+from trivium.registry import resolve
+from trivium.runtime.build import build_schedule, kept_versions
+from trivium.runtime.run_dir import open_run_dir
+from trivium.training.engine import TorchTrainEngine
+from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of
+
+
+class Prepared:
+    """The result of `prepare`, which may be awaited and need not be."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
+
+
+class Stepped(tuple[bool, Metrics]):
+    """The result of `train_step`: (whether to go on, metrics), as in Trinity-RFT 0.2; awaited, the metrics, as
+    in 0.4."""
+
+    def __await__(self) -> Generator[None, None, Metrics]:
+        yield from ()
+        return self[1]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a Trainer adds to a checkpoint of its engine."""
+
+    state: Mapping[str, Any]
+    write: Callable[[Path], None]
+
+
+class VerlPPOTrainerWrapper(TrainEngineWrapper):
+    """Policy, and where the algorithm asks for them critic, reward model, reference and teacher: in this process, or
+    over the ranks on Ray that `cluster.ranks` asks for."""
+
+    Config = TorchTrainEngine.Config
+
+    def __init__(self, global_config: object) -> None:
+        """`global_config` has Trinity's shape, or is a RunConfig. Nothing is started or loaded before `prepare`."""
+        self.config = global_config
+        self.run: RunParts | None = None
+        """The run that it belongs to: a Trainer's, or from `init_workers` on one of its own."""
+        self.engine: TrainEngine | None = None
+        self.state_of_run: Callable[[], RunState] | None = None
+        """What a Trainer adds to every checkpoint."""
+        self.keep: Callable[[Batch], None] | None = None
+        """Gets the experiences of a step with everything that was computed for them, before the first update."""
+        self._writer = ThreadPoolExecutor(1, "trivium-save")
+        self._writing: Future[None] | None = None
+        self._saving_step = -1
+        """The step whose save was the last to begin."""
+
+    # ------------------------------------------------------------------ the start
+
+    def init_workers(self) -> None:
+        """Starts the ranks, where the config asks for several. Raises ConfigError where the cluster is too small."""
+        if self.engine is not None:
+            raise TriviumError("init_workers()", "the workers are there already", "call it once; prepare() calls it")
+        if self.run is None:
+            config = run_config_of(self.config)
+            with open_run_dir(config) as run_dir:
+                self.run = parts_in(run_dir, config, ExitStack())
+        self.engine = self.run.train_engine()
+
+    def prepare(self) -> Prepared:
+        """Loads the models, and the latest checkpoint of the run directory where there is one. Plain or awaited."""
+        if self.engine is None:
+            self.init_workers()
+        run, engine = self._prepared()
+        engine.prepare()
+        if run.latest is not None:
+            engine.load(run.latest.path)
+        if self.state_of_run is None:  # else the Trainer does so
+            if run.latest is not None:
+                run.channel.restore(run.latest.path / "versions")
+                run.algorithm.restore(run.latest.state["algorithm"])
+            run.open_board()
+        return Prepared()
+
+    @property
+    def train_step_num(self) -> int:
+        """How many train steps have been taken."""
+        return self.engine.version if self.engine is not None else 0
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of the model's images; None for a model of text alone."""
+        if self.run is None:
+            self.init_workers()
+        model_dir = self._prepared()[0].stage.model_dir
+        if not any((model_dir / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+            return None
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(model_dir)
+
+    # ------------------------------------------------------------------ training
+
+    def train_step(self, batch: object) -> Stepped:
+        """One step on Experiences, or on a list of Experience; the result is `(True, metrics)`, or the metrics where it
+        is awaited. Raises DataError for anything else."""
+        run, engine = self._prepared()
+        return Stepped((True, train_on(engine, batch_of(batch), run.algorithm, self.keep)))
+
+    def post_process_batch(self, batch: Any) -> Any:
+        """The batch as it is: the model computes the positions of text and images itself."""
+        return batch
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, block_until_saved: bool = False, save_as_hf: bool = False) -> None:
+        """Saves this step among the run's checkpoints, which are kept as `checkpoint.keep` says. A step that is there
+        already is not saved again.
+
+        Returns once training may go on, or with `block_until_saved` once it is complete. `save_as_hf` leaves the policy
+        in `huggingface/step-N` of the run directory too, a Hugging Face directory that stays. Waits for the save
+        before, and raises what went wrong with it.
+        """
+        run, engine = self._prepared()
+        step, held = engine.version, threading.Event()
+        self.wait_for_save()
+        saved = step in run.store.steps()
+        added = self._run_state() if self.state_of_run is None else self.state_of_run()
+
+        def write(directory: Path) -> None:
+            added.write(directory)
+            end = None if block_until_saved else engine.begin_saving(directory)
+            if end is None:
+                engine.save(directory)
+            else:
+                held.set()
+                end()
+
+        def save() -> None:
+            try:
+                if not saved:
+                    asyncio.run(run.store.save(step, write, added.state))
+                out = run.stage.run_dir / "huggingface" / f"step-{step:06d}"
+                if save_as_hf and not out.is_dir():
+                    export(run.store.open(step), out)
+            finally:
+                held.set()
+
+        if not saved or save_as_hf:
+            self._saving_step, self._writing = step, self._writer.submit(save)
+            held.wait()
+            if block_until_saved:
+                self.wait_for_save()
+
+    def wait_for_save(self) -> None:
+        """Waits until the save that is being written is complete. Raises RunDirError where it failed."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except TriviumError:
+            raise
+        except Exception as error:
+            raise save_failed(self._saving_step, error) from error
+
+    def _run_state(self) -> RunState:
+        """What a checkpoint says of a run without a Trainer: so many steps were taken, on groups in order."""
+        run, engine = self._prepared()
+        schedule = build_schedule(run.stage)
+        consumed = engine.version * schedule.fresh_per_step
+        explored = capabilities_of(resolve("buffers", run.stage.config.buffer.kind)).explored
+        state: dict[str, Any] = {
+            "version": engine.version,
+            "stage": 0,
+            "pinned": [],
+            "score": None,
+            "evaluated": None,
+            "measured": None,
+            "counts": {},
+            "buffer": replace(SlotsState.of(None), consumed_below=consumed).to_json() if explored else {},
+            "strategy": {},
+            "algorithm": run.algorithm.state(),
+            "monitor": {},
+        }
+        return RunState(state, lambda directory: None)
+
+    # ------------------------------------------------------------------ weights
+
+    def sync_weight(self) -> None:
+        """Offers the weights to the explorers by `sync.method`, and publishes their version where they were delivered,
+        or can be fetched. Blocks."""
+        run, engine = self._prepared()
+        if engine.sync_weight():
+            run.synchronizer.publish(engine.version, run.channel.versions)
+
+    def upload_state_dict(self) -> None:
+        """`sync_weight`; with method `memory`, explorers fetch the version."""
+        self.sync_weight()
+
+    def save_state_dict(self) -> None:
+        """Leaves a version that explorers by method `checkpoint` fetch; by another method, only the files."""
+        run, engine = self._prepared()
+        if run.stage.config.sync.method == SyncMethod.CHECKPOINT:
+            self.sync_weight()
+        else:
+            self._files.offer(engine.version, engine.export_weights())
+
+    @cached_property
+    def _files(self) -> WeightChannel:
+        run = self._prepared()[0]
+        return resolve("channels", SyncMethod.CHECKPOINT)(
+            keep=kept_versions(run.stage.config),
+            directory=run.stage.run_dir / "sync",
+            synchronizer=run.synchronizer,
+            role=TRAINER,
+        )
+
+    # ------------------------------------------------------------------ the end
+
+    def shutdown(self) -> None:
+        """Completes the save that is being written, frees the models and ends the ranks."""
+        try:
+            self.wait_for_save()
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+            if self.run is not None and self.state_of_run is None:
+                self.run.closing.close()
+
+    def _prepared(self) -> tuple[RunParts, TrainEngine]:
+        if self.run is None or self.engine is None:
+            raise TriviumError(f"{type(self).__name__}", "its workers are not there", "call prepare() first")
+        return self.run, self.engine
+
+
+def get_trainer_wrapper(config: object) -> TrainEngineWrapper:
+    """The engine that a config asks for: the user's (`trainer.trainer_type`, `train.kind`), or the built-in one.
+
+    Raises ConfigError for a class that is neither.
+    """
+    kind = run_config_of(config).stage_configs()[0].train.kind
+    target = resolve("train", kind)
+    if isinstance(target, type) and issubclass(target, TrainEngineWrapper):
+        return target(config)  # pyright: ignore[reportCallIssue]  (a user's class takes the config)
+    if isinstance(target, type) and issubclass(target, TrainEngine):
+        return VerlPPOTrainerWrapper(config)
+    raise ConfigError(
+        f"the train engine {kind!r}",
+        f"{getattr(target, '__name__', target)} is no TrainEngineWrapper",
+        "derive it from trivium.frontdoors.trinity.TrainEngineWrapper",
+    )
