@@ -65,6 +65,7 @@ LAZY_IMPORTS = {
 """Imports inside functions that the layering would forbid, and why."""
 
 SAME_BASENAME = {
+    "__main__": "what `python -m` runs of a package",
     "actors": "what other processes call: on Ray, and by the names of Trinity's users",
     "algorithm_section": "how a front door translates the section that names the algorithm",
     "base": "what the functions of one folder share",

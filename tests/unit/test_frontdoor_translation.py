@@ -365,7 +365,7 @@ def test_the_documentation_shows_the_table() -> None:
 
 def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str) -> None:
     rows = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1"}]}]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, 5 * rows)), encoding="utf-8")
     file = tmp_path / "verl.yaml"
     file.write_text(yaml.safe_dump({"trainer": {"logger": "console"}, "data": {"train_batch_size": 2}}))
     overrides = [f"data.train_files={tmp_path}/train.jsonl", f"actor_rollout_ref.model.path={model}", "data.seed=3"]
@@ -373,7 +373,7 @@ def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str
     assert ran.exit_code == 0, ran.output
     assert "critic.profiler: no effect" in ran.stderr
     config = config_from_mapping(yaml.safe_load(ran.stdout))
-    assert (config.run.seed, config.schedule.groups_per_step) == (3, 2)
+    assert (config.run.seed, config.schedule.groups_per_step, config.schedule.steps) == (3, 2, 60)
 
 
 def test_the_command_names_every_problem(tmp_path: Path) -> None:

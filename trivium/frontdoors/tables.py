@@ -100,7 +100,7 @@ class Table:
     entries: Mapping[str, Entry]
     """Dotted key -> its entry. `Ignored` and `Restricted` for `a` hold for every `a.b` that has no entry of its own."""
     not_built: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Part of a value, in lower case -> the name of the backend that it asks for, for errors."""
+    """A value -> the name of the backend that it asks for, for errors."""
     marks: frozenset[str] = frozenset()
     """Names of keys that have no effect in any section, and are passed over."""
 
@@ -197,7 +197,7 @@ class Table:
         elif not isinstance(entry, Ignored) and (reference := unresolved(value)):
             yield Problem(key, shown, f"{reference} leads to no value", "set the key that it names, or write the value")
         elif isinstance(entry, Restricted) and not _is_built(value, entry):
-            name = next((name for mark, name in self.not_built.items() if mark in str(value).lower()), None)
+            name = self.not_built.get(str(value).lower().removesuffix("_async"))
             found = f"{name} is not built here" if name else "this value is not built here"
             yield Problem(key, shown, found, entry.instead)
         elif isinstance(entry, Mapped) and (wanted := _typed(value, entry)[1]):

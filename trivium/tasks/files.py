@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,37 @@ from trivium.tasks.rows import RowTasks, missing_package
 
 
 class FileTasks(RowTasks):
-    """Rows of one file."""
+    """Rows of one file, or of several."""
 
     class Config(RowTasks.Config):
         """Which file, and how a row becomes a task."""
 
-        path: ConfigPath
-        """The file, relative to the config."""
+        path: ConfigPath | tuple[ConfigPath, ...]
+        """The file, or a list of files that are read one after another; relative to the config."""
+
+        @property
+        def paths(self) -> tuple[str, ...]:
+            """The files."""
+            return (self.path,) if isinstance(self.path, str) else self.path
 
         @property
         def image_folder(self) -> Path:
-            return super().image_folder or Path(self.path).parent
+            return super().image_folder or Path(self.paths[0]).parent
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            if not Path(self.path).is_file():
-                yield _no_file(self.path, where)
+            yield from (_no_file(path, where) for path in self.paths if not Path(path).is_file())
 
     config: Config
 
     def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        if not Path(config.path).is_file():
-            raise DataError(*_no_file(config.path, f"tasks.{name}")[1:])
+        for path in config.paths:
+            if not Path(path).is_file():
+                raise DataError(*_no_file(path, f"tasks.{name}")[1:])
         super().__init__(config, name=name, seed=seed)
 
     @property
     def origin(self) -> str:
-        return self.config.path
+        return ", ".join(self.config.paths)
 
 
 def _no_file(path: str, where: str) -> Problem:
@@ -49,7 +55,7 @@ class JsonlTasks(FileTasks):
     """One JSON object per line (UTF-8); empty lines are passed over. Lines are counted from 1."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return jsonl_rows(self.config.path)
+        return chain.from_iterable(jsonl_rows(path) for path in self.config.paths)
 
 
 def jsonl_rows(path: str) -> Iterator[tuple[str, Any]]:
@@ -77,7 +83,7 @@ class ParquetTasks(FileTasks):
             yield from missing_package(where, "pyarrow", _no_pyarrow(where))
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return parquet_rows(self.config.path, f"tasks.{self.name}")
+        return chain.from_iterable(parquet_rows(path, f"tasks.{self.name}") for path in self.config.paths)
 
 
 def parquet_rows(path: str, where: str) -> Iterator[tuple[str, Any]]:

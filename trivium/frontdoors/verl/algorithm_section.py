@@ -14,6 +14,8 @@ _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators that verl has twice."""
 _LOSSES = {"vanilla": "ppo", "gpg": "reinforce", "geo_mean": "gmpo"}
 """Policy losses that have another name here."""
+_PLAIN = "trivium.frontdoors.verl.plain_loss:plain"
+"""The loss without a ratio, where a step has several updates."""
 _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences whatever loss_agg_mode is."""
 
@@ -21,13 +23,14 @@ _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     estimator = str(verl["algorithm.adv_estimator"])
     kind, loss = _ESTIMATORS.get(estimator, estimator), _policy_loss(verl)
+    epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
         "advantage": {"kind": kind, **_estimator_options(verl, kind, problems)},
         "policy_loss": loss,
         "aggregate": "seq-mean-token-mean" if loss["kind"] in _PER_SEQUENCE else verl[f"{ACTOR}.loss_agg_mode"],
-        "epochs": verl[f"{ACTOR}.ppo_epochs"],
-        "mini_batches": max(1, verl["data.train_batch_size"] // verl[f"{ACTOR}.ppo_mini_batch_size"]),
+        "epochs": epochs,
+        "mini_batches": mini_batches,
     }
     if verl[f"{ACTOR}.entropy_coeff"]:
         algorithm["entropy"] = {"coef": verl[f"{ACTOR}.entropy_coeff"]}
@@ -49,7 +52,20 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
                 "leave it out, or use gae",
             )
         )
-    return algorithm | _correction(verl, loss, problems)
+    algorithm |= _correction(verl, loss, problems)
+    if epochs * mini_batches > 1 and algorithm["policy_loss"]["kind"] == "reinforce" and not _weighed(algorithm):
+        algorithm["policy_loss"] = {"kind": _PLAIN}
+    return algorithm
+
+
+def _mini_batches(verl: Settings) -> int:
+    return max(1, verl["data.train_batch_size"] // verl[f"{ACTOR}.ppo_mini_batch_size"])
+
+
+def _weighed(algorithm: Mapping[str, Any]) -> bool:
+    """Whether weights against the current policy correct later mini-batches."""
+    correction = algorithm["correction"]
+    return isinstance(correction, Mapping) and "weights" in correction and correction["against"] == "current"
 
 
 def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> dict[str, Any]:

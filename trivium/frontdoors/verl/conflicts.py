@@ -21,6 +21,8 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
             f"a step has {batch} (data.train_batch_size)",
             "make it a divisor of data.train_batch_size",
         )
+    if "megatron" in str(verl.values.get("defaults")):
+        yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not built here", "use the FSDP configs")
     yield from _critic_follows(verl)
     yield from _model_conflicts(verl)
     yield from _trainer_conflicts(verl, has_validation)

@@ -230,7 +230,9 @@ ROLLOUT: dict[str, Entry] = {
     "do_sample": Restricted((None, True), "training samples"),
     "prompt_length": Ignored("data.max_prompt_length sets it"),
     "response_length": Ignored("data.max_response_length sets it"),
-    "max_model_len": Mapped("engine.max_context", type=int),
+    "max_model_len": Mapped(
+        "engine.max_context: at most data.max_prompt_length and max_response_length together", type=int
+    ),
     "max_num_seqs": Mapped("engine.max_rows", type=int),
     "dtype": Mapped("engine.dtype"),
     "seed": Ignored("run.seed is the seed of everything"),

@@ -6,13 +6,23 @@ Everything that cannot be translated is reported at once, by name, before anythi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.verl.algorithm_section import algorithm_of
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts, max_grad_norm, sequence_parallel
+from trivium.frontdoors.verl.sourced_sections import (
+    listed,
+    notes_of,
+    rewards_of,
+    rows_of_files,
+    shaping_of,
+    tasks_of,
+)
 
 _KEEP_ALL = 1_000_000
 _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -29,7 +39,7 @@ _DTYPES = {
 def settings_of(config: object) -> Settings:
     """The values of a config of verl's shape. Raises ConfigError with everything in it that cannot be translated."""
     verl = TABLE.read(config)
-    unknown = [name for name in _listed(verl["trainer.logger"]) if name not in _MONITORS]
+    unknown = [name for name in listed(verl["trainer.logger"]) if name not in _MONITORS]
     monitors = ", ".join(_MONITORS)
     refuse(
         [
@@ -43,34 +53,44 @@ def settings_of(config: object) -> Settings:
     return verl
 
 
-def _listed(value: object) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def translate(config: object) -> Translation:
     """The whole of a config of verl's shape, data files and rewards included.
 
     Raises ConfigError with everything in it that cannot be translated.
     """
-    verl = settings_of(config)
-    tasks = {"train": _tasks(verl, "train")} | ({"val": _tasks(verl, "val")} if verl["data.val_files"] else {})
-    rows = verl["data.train_batch_size"]
-    notes = [*verl.notes()]
-    if not verl["trainer.total_training_steps"]:
-        epochs = verl["trainer.total_epochs"]
-        notes.append(f"schedule.steps: one step per epoch ({epochs}); multiply it by the batches of the training set")
-    mapping = translated(verl, rows=rows, has_validation="val" in tasks, device=verl["trainer.device"] or "cuda")
-    return Translation({**mapping, "tasks": tasks, "rewards": ["by_source"]}, tuple(notes))
+    verl, problems = settings_of(config), list[Problem]()
+    splits = ("train", "val") if verl["data.val_files"] else ("train",)
+    tasks = {split: tasks_of(verl, split, problems) for split in splits}
+    rewards, shaping = rewards_of(verl, problems), shaping_of(verl)
+    device = _device(verl, problems)
+    refuse(problems)
+    rows = rows_of_files(verl)
+    known = rows or verl["data.train_batch_size"]
+    mapping = translated(verl, rows=known, has_validation="val" in tasks, device=device)
+    mapping["engine"].setdefault("max_context", _longest(verl))
+    mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
+    mapping |= {"tasks": tasks, "rewards": rewards}
+    refuse(problem for problem in _run_problems(mapping) if not problem.where.endswith("path"))
+    return Translation(mapping, (*notes_of(verl, rows), *verl.notes()))
 
 
-def _tasks(verl: Settings, split: str) -> dict[str, Any]:
-    """The task source of a split's files."""
-    files, limit = _listed(verl[f"data.{split}_files"]), verl[f"data.{split}_max_samples"]
-    if len(files) != 1 or files == [None]:
-        refuse([Problem(f"data.{split}_files", repr(files), "a taskset is one file", "name one file")])
-    kind = "parquet" if str(files[0]).endswith(".parquet") else "jsonl"
-    source = {"kind": kind, "path": files[0], "prompt": verl["data.prompt_key"]}
-    return source | ({"limit": limit} if limit > 0 else {})
+def _device(verl: Settings, problems: list[Problem]) -> str:
+    """The device that the config names; cuda, the original's default, is what this machine has."""
+    import torch
+
+    name = verl["trainer.device"].partition(":")[0]
+    if name not in ("cpu", "cuda"):
+        problems.append(Problem("trainer.device", repr(name), "this device is not built here", "use cuda or cpu"))
+    return name if name == "cpu" or torch.cuda.is_available() else "cpu"
+
+
+def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
+    """What is wrong with a RunConfig."""
+    try:
+        config_from_mapping(mapping)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 # --------------------------------------------------------------------------- sections
@@ -132,12 +152,18 @@ def total_steps(verl: Settings, rows: int) -> int:
 
 def _engine(verl: Settings, device: str) -> dict[str, Any]:
     engine: dict[str, Any] = {"kind": "torch", "device": device, "sampling": _sampling(verl, ROLLOUT)}
-    for key, name in (("max_model_len", "max_context"), ("max_num_seqs", "max_rows")):
-        if verl.has(f"{ROLLOUT}.{key}"):
-            engine[name] = verl[f"{ROLLOUT}.{key}"]
+    if verl.has(f"{ROLLOUT}.max_model_len"):
+        engine["max_context"] = min(verl[f"{ROLLOUT}.max_model_len"], _longest(verl))
+    if verl.has(f"{ROLLOUT}.max_num_seqs"):
+        engine["max_rows"] = verl[f"{ROLLOUT}.max_num_seqs"]
     dtype = verl[f"{ROLLOUT}.dtype"]
     engine["dtype"] = _DTYPES.get(str(dtype), dtype) if dtype else "float32" if device == "cpu" else "bfloat16"
     return engine
+
+
+def _longest(verl: Settings) -> int:
+    """The most tokens of a sequence."""
+    return verl["data.max_prompt_length"] + verl["data.max_response_length"]
 
 
 def _sampling(verl: Settings, where: str) -> dict[str, Any]:
@@ -178,7 +204,7 @@ def _monitors(verl: Settings) -> list[dict[str, Any]]:
         "wandb": {"project": project, "name": experiment},
         "mlflow": {"experiment": project, "name": experiment},
     }
-    names = [_MONITORS[name] for name in _listed(verl["trainer.logger"])]
+    names = [_MONITORS[name] for name in listed(verl["trainer.logger"])]
     return [{"kind": name, **about.get(name, {})} for name in dict.fromkeys([*names, "jsonl"])]
 
 

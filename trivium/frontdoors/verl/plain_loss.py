@@ -1,0 +1,18 @@
+"""The policy loss of verl's `gpg`, which updates several times per step without a ratio."""
+
+from __future__ import annotations
+
+from trivium.algorithms.metadata import policy_loss
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
+
+
+@policy_loss(
+    formula="-A log_prob",
+    source="GPG, Chu et al. 2025, arXiv 2504.02546",
+    needs={"advantages"},
+    on_policy="plain",
+    off_policy=True,
+)
+def plain(x: PolicyInputs) -> PerToken:
+    """`reinforce`, also over samples of the weights that the step began with: later updates are biased, as there."""
+    return PerToken(-x.advantages * x.log_prob)

@@ -1,0 +1,49 @@
+"""`compute_score(data_source, solution_str, ground_truth, extra_info)` as a reward of a RunConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from trivium.config import PluginPath, RewardConfig
+from trivium.errors import DataError
+from trivium.registry import resolve
+
+
+class ScoredReward:
+    """What a scorer of verl gives a completion; of a dict, its `score`."""
+
+    class Config(RewardConfig):
+        kind: str = "trivium.frontdoors.verl.scored_reward:ScoredReward"
+        function: PluginPath
+        """`file.py:name` or `package.module:name`."""
+        options: dict[str, Any] = Field(default_factory=dict)
+        """Further arguments."""
+
+    def __init__(self, config: Config) -> None:
+        self._function, self._options = resolve("rewards", config.function), config.options
+
+    def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        data_source: str = "",
+        reward_model: object = None,
+        answer: object = None,
+        extra_info: object = None,
+    ) -> float:
+        truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
+        score = self._function(
+            data_source=data_source,
+            solution_str=completion,
+            ground_truth=truth,
+            extra_info=extra_info,
+            **self._options,
+        )
+        if not isinstance(score, Mapping):
+            return score
+        if "score" not in score:
+            raise DataError("a `score` in what the scorer returned", f"{sorted(score)}", "return {'score': number}")
+        return score["score"]
