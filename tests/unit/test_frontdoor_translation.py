@@ -18,7 +18,9 @@ from trivium.config import RunConfig, config_from_mapping, merged
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.prompts import template_of
 from trivium.frontdoors.verl.translation import settings_of, translated
+from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
 
@@ -149,6 +151,7 @@ def test_validation_is_evaluation(model: str) -> None:
             model,
             actor_rollout_ref__rollout__val_kwargs={"n": 6, "temperature": 0.5, "do_sample": True},
             trainer__test_freq=3,
+            actor_rollout_ref__rollout__top_k=-1,
         ),
         has_validation=True,
     )
@@ -215,6 +218,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
         "summed in float32",
     ),
+    ({ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "val_kwargs may"),
+    ({ROLLOUT + "top_k": 20}, "actor_rollout_ref.rollout.top_k", "val_kwargs may"),
+    ({ROLLOUT + "top_p": 0}, "actor_rollout_ref.rollout.top_p", "val_kwargs may"),
+    ({"data__gen_batch_size": 16}, "data.gen_batch_size", "a step has 8 prompts"),
     ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
     (
         {"sandbox_fusion__memory_limit_mb": 9, "reward_model__sandbox_fusion__memory_limit_mb": 8},
@@ -336,6 +343,27 @@ def test_the_home_in_paths(key: str) -> None:
     for part in reversed(key.split(".")):
         config = {part: config}
     assert settings_of(config)[key] in (str(Path.home() / "there"), [str(Path.home() / "there")])
+
+
+def test_a_chat_template_with_variables(model: str) -> None:
+    template = "{{ messages[0].content }}{% if thinking is defined and thinking is false %}!{% endif %}"
+    variables = said(model, data__apply_chat_template_kwargs={"thinking": False, "level": "a'b"})
+    tokenizer = hf_tokenizer(model)
+    assert template_of(settings_of(said(model)), tokenizer) is None
+    tokenizer.chat_template = template
+    written = template_of(settings_of(variables), tokenizer)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1"}], chat_template=written, tokenize=False
+    )
+    assert rendered == "1+1!"
+    custom = said(model, actor_rollout_ref__model__custom_chat_template="{{ messages[0].content }}?")
+    assert template_of(settings_of(custom), tokenizer) == "{{ messages[0].content }}?"
+
+
+def test_another_backend_is_one_problem(model: str) -> None:
+    optim = {"lr_decay_style": "constant", "min_lr": 0.0}
+    problems = problems_of(said(model, actor_rollout_ref__actor={"strategy": "megatron", "optim": optim}))
+    assert set(problems) == {"actor_rollout_ref.actor.strategy"}
 
 
 def test_what_a_typo_is_told() -> None:

@@ -30,10 +30,7 @@ DATA: dict[str, Entry] = {
     "prompt_key": Mapped("the column with the prompt", "prompt"),
     "reward_fn_key": Mapped("the column that validation is told apart by", "data_source"),
     "train_batch_size": Mapped("schedule.groups_per_step", 1024),
-    "gen_batch_size": Restricted(
-        (None,),
-        "leave it out: a step has data.train_batch_size prompts; refill is algorithm.kind dapo in a RunConfig",
-    ),
+    "gen_batch_size": Mapped("must be data.train_batch_size", type=int),
     "val_batch_size": Ignored("the whole validation set is one batch"),
     "max_prompt_length": Mapped("the longest prompt, by data.truncation", 512),
     "max_response_length": Mapped("engine.sampling.max_new_tokens", 512),
@@ -64,7 +61,7 @@ DATA: dict[str, Entry] = {
     "sampler.class_name": Restricted((None,), "pass the sampler as train_sampler"),
     "datagen.path": Restricted((None,), "pass a dataset as train_dataset"),
     "datagen.name": Restricted((None,), "pass a dataset as train_dataset"),
-    "apply_chat_template_kwargs": Restricted(({},), "set the template in the tokenizer that is passed"),
+    "apply_chat_template_kwargs": Mapped("variables of model.chat_template", {}),
     **ignored(
         "messages are kept throughout",
         "return_raw_chat return_full_prompt",
@@ -100,6 +97,10 @@ ALGORITHM: dict[str, Entry] = {
     ),
     "rollout_correction.rollout_token_veto_threshold": Restricted((None,), "bound the ratios by rollout_rs"),
     "rollout_correction.use_policy_gradient": Restricted(OFF, "set loss_type: reinforce, and bypass_mode: true"),
+    **dict.fromkeys(
+        ("gdpo_reward_keys", "gdpo_reward_weights"),
+        Restricted((None,), "use a RunConfig with several rewards"),
+    ),
     "rollout_is": Restricted(OFF, "set algorithm.rollout_correction.rollout_is: token or sequence"),
     **ignored(
         "off",
@@ -189,7 +190,7 @@ _KEYS: dict[str, Entry] = {
     "ray_kwargs": Mapped("ray.init, where Ray does not run yet (its ray_init)", type=dict),
     "ray_init": Mapped("ray.init, where Ray does not run yet", type=dict),
     "global_profiler": Ignored("phases are timed in every step"),
-    "transfer_queue": Restricted((None,), "leave it out: tensors do not pass through the driver twice"),
+    "transfer_queue": Ignored("tensors do not pass through the driver twice"),
     "distillation": Restricted((None,), "use algorithm.kind distill in a RunConfig, with trivium run"),
     "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
 }

@@ -14,6 +14,9 @@ _PADDING = "sequences are always packed"
 _QAT = Restricted((None,), "quantisation-aware training is not built here: leave it out")
 _TOOLS = Restricted((None,), "tools are an environment: use a RunConfig with workflow.kind multi_turn")
 _REMOTE_CODE = Ignored("models and tokenizers have the classes that transformers ships")
+_ATTENTION = Ignored("attention is torch's own, whose result does not depend on it")
+_BACKENDS = "veomni torchtitan automodel mindspeed"
+_CUT_OFF = "training replays no cut of the distribution: leave it out; val_kwargs may have one"
 _SHM = Ignored("it only copies files")
 
 OPTIM: dict[str, Entry] = {
@@ -31,6 +34,7 @@ OPTIM: dict[str, Entry] = {
     "total_training_steps": Ignored("schedule.steps is the length of the learning rate's schedule"),
     "optimizer": Restricted((None, "AdamW"), "AdamW is the optimizer"),
     "optimizer_impl": Restricted((None, "torch.optim"), "AdamW of torch is the optimizer"),
+    "grad_clip": Restricted((None,), "set grad_clip of the actor and of the critic"),
     "override_optimizer_config": Restricted(({},), "set the optimizer's own keys"),
 }
 
@@ -57,8 +61,11 @@ FSDP: dict[str, Entry] = {
     "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
     "qat": _QAT,
     "turbo_config": Ignored("settings of another backend's sharding"),
+    "grad_offload": Ignored("gradients follow their weights"),
+    "use_fused_kernels": Ignored("log-probabilities never need the whole of the logits"),
+    "router_replay": Ignored("there is no routing to replay in dense models"),
     **ignored(_CHUNKS, "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"),
-    **ignored(_PADDING, "pad_to_length pad_to_length_bucket"),
+    **ignored(_PADDING, "pad_to_length pad_to_length_bucket use_remove_padding"),
     **ignored(
         "layers are sharded one by one",
         "wrap_policy wrap_policy.min_num_params",
@@ -95,9 +102,11 @@ UPDATE: dict[str, Entry] = {
     "pad_to_length": Ignored(_PADDING),
     "use_fused_kernels": Ignored("log-probabilities never need the whole of the logits"),
     "load_weight": Restricted((None, True), "leave it out"),
+    **ignored("settings of backends that are not built here; strategy must be fsdp or fsdp2", _BACKENDS),
     **ignored(
         CUT,
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_infer_max_token_len_per_gpu",
+        "ppo_infer_micro_batch_size_per_gpu",
         "forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu",
         "use_dynamic_bsz",
     ),
@@ -152,8 +161,11 @@ CRITIC: dict[str, Entry] = {
 REFERENCE: dict[str, Entry] = {
     "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
     "model": Restricted((None,), "the reference is the actor as it began"),
+    "model.override_config.attn_implementation": _ATTENTION,
+    "override_config.attn_implementation": _ATTENTION,
     "megatron": Ignored("Megatron is not built here; ref.strategy must be fsdp or fsdp2"),
     "load_weight": Restricted((None, True), "leave it out"),
+    **ignored("settings of backends that are not built here; strategy must be fsdp or fsdp2", _BACKENDS),
     **ignored(
         "the reference is scored as the actor is, in parts that change no result",
         "rollout_n use_torch_compile log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
@@ -170,7 +182,7 @@ MODEL: dict[str, Entry] = {
     "tokenizer_path": Ignored("RayPPOTrainer is given the tokenizer"),
     "use_shm": _SHM,
     "trust_remote_code": _REMOTE_CODE,
-    "custom_chat_template": Restricted((None,), "set the template in the tokenizer that is passed"),
+    "custom_chat_template": Mapped("model.chat_template", type=str),
     "external_lib": Restricted((None,), "import it in your script"),
     "override_config": Restricted(({},), "change config.json of the model"),
     **{
@@ -178,6 +190,7 @@ MODEL: dict[str, Entry] = {
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
     },
     "override_config.use_cache": Ignored("the rollout engine alone has a cache"),
+    "override_config.attn_implementation": _ATTENTION,
     "enable_gradient_checkpointing": Mapped("train.gradient_checkpointing", True),
     "gradient_checkpointing_kwargs": Ignored("layers are computed again, without reentrant autograd"),
     "enable_activation_offload": Restricted(OFF, "use gradient checkpointing"),
@@ -186,6 +199,7 @@ MODEL: dict[str, Entry] = {
     "lora_alpha": Mapped("train.lora.alpha", 16),
     "target_modules": Mapped("train.lora.targets", "all-linear", type=object),
     "exclude_modules": Restricted((None,), "name what is adapted in target_modules"),
+    "target_parameters": Restricted((None,), "name what is adapted in target_modules"),
     "lora_adapter_path": Restricted((None,), "merge the adapter into the model directory first"),
     "lora": Restricted(
         (None,), "that is for Megatron, which is not built here: set lora_rank and lora_alpha", switch="rank"
@@ -201,6 +215,7 @@ MODEL: dict[str, Entry] = {
 
 CRITIC_MODEL: dict[str, Entry] = {
     **MODEL,
+    "custom_chat_template": Ignored("the actor's template renders the prompts"),
     "path": Mapped(
         "the critic starts from the actor's backbone: must be the actor's path", "~/models/deepseek-llm-7b-chat", Path
     ),
@@ -225,8 +240,8 @@ ROLLOUT: dict[str, Entry] = {
     "mode": Ignored("generation is always asynchronous, weights always pushed between steps"),
     "n": Mapped("schedule.group_size", 1),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
-    "top_p": Mapped("engine.sampling.top_p", 1.0),
-    "top_k": Mapped("engine.sampling.top_k", -1),
+    "top_p": Restricted((1.0,), _CUT_OFF, 1.0),
+    "top_k": Restricted((-1, 0), _CUT_OFF, -1),
     "do_sample": Restricted((None, True), "training samples"),
     "prompt_length": Ignored("data.max_prompt_length sets it"),
     "response_length": Ignored("data.max_response_length sets it"),
@@ -264,6 +279,9 @@ ROLLOUT: dict[str, Entry] = {
     "checkpoint_engine": Ignored("sync.method carries the weights"),
     "trace": Ignored("rollouts are journaled whole in the run directory"),
     "prometheus": Ignored("use the monitors"),
+    "repetition_penalty": Restricted((None, 1, 0), "completions are sampled without penalties"),
+    "custom": Restricted((None,), "use a RunConfig with workflow.kind"),
+    "checkpoint_manager_class": Restricted((None,), "use sync.method in a RunConfig"),
     "quantization": Restricted(
         (None,), "leave it out: quantised engines need vLLM or SGLang, which are not built here"
     ),
@@ -276,6 +294,7 @@ ROLLOUT: dict[str, Entry] = {
         "scheduling_policy logprobs_mode engine_kwargs enable_rollout_routing_replay enable_sleep_mode",
         "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
         "multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
+        "sglang_engine_mode standalone_gpu_memory_utilization moe_tensor_parallel_size",
         "nnodes n_gpus_per_node layer_name_map mtp limit_images",
     ),
     **ignored(

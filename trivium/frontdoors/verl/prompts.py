@@ -1,16 +1,21 @@
-"""A renderer whose prompts have a longest length."""
+"""How prompts become text and tokens: the chat template that the config asks for, and a longest length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from trivium.errors import ConfigError
+from trivium.frontdoors.tables import Settings
 from trivium.policy import PromptTooLong
 from trivium.protocols import Renderer
 from trivium.types import IntArray, Message, Prompt, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Truncation = Literal["left", "right", "middle"]
 
@@ -61,3 +66,19 @@ class CutRenderer:
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
         return self.renderer.expert(messages, completion)
+
+
+def template_of(verl: Settings, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The chat template that the config asks for, as Jinja text; None where the tokenizer's own renders as it is.
+
+    Variables (`data.apply_chat_template_kwargs`) are set at its start.
+    """
+    template, variables = verl["actor_rollout_ref.model.custom_chat_template"], verl["data.apply_chat_template_kwargs"]
+    if not variables:
+        return template
+    base = template or tokenizer.chat_template
+    if not isinstance(base, str):
+        raise ConfigError(
+            "data.apply_chat_template_kwargs", "the tokenizer has no chat template", "leave it out, or give it one"
+        )
+    return "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items()) + base

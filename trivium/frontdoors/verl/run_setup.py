@@ -15,7 +15,7 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.tables import refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, RewardedOnTake, as_manager
-from trivium.frontdoors.verl.prompts import CutRenderer
+from trivium.frontdoors.verl.prompts import CutRenderer, template_of
 from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
@@ -50,7 +50,8 @@ class RunSetup:
         self.verl = settings_of({} if self.from_run_config else self.config)
         """The config; verl's defaults where a RunConfig was passed."""
         self.device = self._device()
-        self._chat = ChatRenderer(self.tokenizer)
+        self._template = template_of(self.verl, self.tokenizer)
+        self._chat = ChatRenderer(self.tokenizer, chat_template=self._template)
         truncation = self.verl["data.truncation"]
         self.renderer: Renderer = (
             self._chat
@@ -103,6 +104,8 @@ class RunSetup:
         tasks = {"train": DatasetTasks.Config.of(train)}
         validation = self._rows(self.val_dataset, "val")
         mapping = translated(verl, rows=train.epoch_length, has_validation=bool(validation), device=self.device)
+        if self._template is not None:
+            mapping["model"]["chat_template"] = self._template
         if validation:
             tasks[_VALIDATION] = self._validation(validation)
         self.rewards = self._group_rewards(self.reward_fn)

@@ -39,17 +39,15 @@ _DTYPES = {
 def settings_of(config: object) -> Settings:
     """The values of a config of verl's shape. Raises ConfigError with everything in it that cannot be translated."""
     verl = TABLE.read(config)
-    unknown = [name for name in listed(verl["trainer.logger"]) if name not in _MONITORS]
-    monitors = ", ".join(_MONITORS)
-    refuse(
-        [
-            *verl.problems,
-            *(
-                Problem("trainer.logger", repr(n), "no monitor of that name", f"use some of {monitors}")
-                for n in unknown
-            ),
-        ]
-    )
+    problems = list(verl.problems)
+    for strategy in [problem.where for problem in problems if problem.where.endswith(".strategy")]:
+        section = strategy.removesuffix("strategy")  # its other keys are those of that backend
+        problems = [p for p in problems if p.where == strategy or not p.where.startswith(section)]
+    for name in listed(verl["trainer.logger"]):
+        if name not in _MONITORS:
+            do = f"use some of {', '.join(_MONITORS)}"
+            problems.append(Problem("trainer.logger", repr(name), "no monitor of that name", do))
+    refuse(problems)
     return verl
 
 
@@ -68,10 +66,22 @@ def translate(config: object) -> Translation:
     known = rows or verl["data.train_batch_size"]
     mapping = translated(verl, rows=known, has_validation="val" in tasks, device=device)
     mapping["engine"].setdefault("max_context", _longest(verl))
+    if template := _template(verl):
+        mapping["model"]["chat_template"] = template
     mapping["algorithm"] |= {"shaping": shaping} if shaping else {}
     mapping |= {"tasks": tasks, "rewards": rewards}
     refuse(problem for problem in _run_problems(mapping) if not problem.where.endswith("path"))
     return Translation(mapping, (*notes_of(verl, rows), *verl.notes()))
+
+
+def _template(verl: Settings) -> str | None:
+    """The chat template that the config asks for, over that of the model's own tokenizer."""
+    if not verl["data.apply_chat_template_kwargs"]:
+        return verl["actor_rollout_ref.model.custom_chat_template"]
+    from trivium.frontdoors.verl.prompts import template_of
+    from trivium.text import hf_tokenizer
+
+    return template_of(verl, hf_tokenizer(verl["actor_rollout_ref.model.path"]))
 
 
 def _device(verl: Settings, problems: list[Problem]) -> str:
