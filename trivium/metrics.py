@@ -1,8 +1,8 @@
 """Every metric, declared once: unit, how several values become one, and which direction is good.
 
 Keys are `area/name`. A key that is not declared is refused by `checked`, so a monitor never shows a number that nothing
-defined. Whatever depends on the clock or the machine lives in the areas `time/` and `perf/`: two runs of the same
-config agree on everything else.
+defined. Whatever depends on the clock or the machine lives in the areas `time/` and `perf/`, and in those that a front
+door declares so: two runs of the same config agree on everything else.
 """
 
 from __future__ import annotations
@@ -39,20 +39,28 @@ class Declared:
 
 
 METRICS: dict[str, Declared] = {}
+_OF_USERS: dict[str, Declared] = {}
+"""What user code measures, in this process alone."""
+_MACHINE_AREAS = {"time", "perf"}
 
 
-def declare(key: str, help: str, *, unit: str = "", aggregation: str = "mean", better: str = "") -> None:
-    """Adds a metric to the catalogue; twice is an error, so a key has one home."""
+def declare(
+    key: str, help: str, *, unit: str = "", aggregation: str = "mean", better: str = "", machine: bool = False
+) -> None:
+    """Adds a metric to the catalogue; twice is an error, so a key has one home. `machine` says that its whole area
+    depends on the clock or the machine."""
     if key in METRICS:
         raise DataError(f"declare metric {key!r}", "it is declared already", "choose another name")
     METRICS[key] = Declared(key, help, unit, aggregation, better)
+    if machine:
+        _MACHINE_AREAS.add(key.partition("/")[0])
 
 
 def declare_missing(keys: Iterable[str], help: str) -> None:
     """Declares the keys of user code that nothing declares: as means, without a unit."""
     for key in keys:
         if _declaration(key) is None:
-            declare(key, help)
+            _OF_USERS[key] = Declared(key, help)
 
 
 def declared(key: str) -> Declared:
@@ -68,9 +76,8 @@ def declared(key: str) -> Declared:
 
 
 def _declaration(key: str) -> Declared | None:
-    return METRICS.get(key) or next(
-        (d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None
-    )
+    named = METRICS.get(key) or _OF_USERS.get(key)
+    return named or next((d for pattern, d in METRICS.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
 
 
 def aggregate(rows: Iterable[Mapping[str, float]]) -> Metrics:
@@ -89,7 +96,7 @@ def checked(metrics: Mapping[str, float]) -> Metrics:
 
 def depends_on_machine(key: str) -> bool:
     """Whether two runs of one config may differ in it."""
-    return key.startswith(("time/", "perf/"))
+    return key.partition("/")[0] in _MACHINE_AREAS
 
 
 def same(a: float, b: float) -> bool:
@@ -177,6 +184,10 @@ declare("sample/fresh_reward", "mean total reward of the rollouts of this step, 
 # What the update did. `*` is the objective: policy, value or reward.
 declare("train/changed_fields", "config fields that were changed before this step, with `--change`")
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
+declare(
+    "train/loss_term/*",
+    "one term of the policy's loss, its coefficient left out, where there are several: policy_gradient, entropy, kl",
+)
 declare("train/grad_norm/*", "gradient norm before clipping")
 declare("train/lr/*", "learning rate", aggregation="last")
 declare("train/entropy", "mean entropy per trained token", unit="nats")
@@ -216,6 +227,7 @@ declare("train/preference_accuracy", "fraction of pairs whose preferred completi
 declare("train/preference_margin", "mean score of preferred minus rejected completions", better="up")
 declare("train/preference_chosen", "mean score of preferred completions: a reward model's, or what the policy implies")
 declare("train/preference_rejected", "mean score of rejected completions")
+declare("train/value_predicted", "mean value over trained tokens, by the critic as it is updated")
 declare("train/value_clip_fraction", "fraction of values that were clipped")
 declare("train/value_explained", "explained variance of the returns by the values", better="up")
 declare("train/tokens", "tokens trained on", unit="tokens", aggregation="sum")
@@ -334,15 +346,6 @@ declare("eval/*/maj@*", "probability that the most frequent answer of k samples 
 declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
-declare(
-    "val-core/*",
-    "validation by RayPPOTrainer: `<data source>/<variable>/<statistic>` of the samples of a task, at "
-    "the most samples: mean@N, and best@N and maj@N over all choices of N",
-    better="up",
-)
-declare(
-    "val-aux/*", "the other statistics and variables of a validation by RayPPOTrainer, and the turns of its samples"
-)
 
 # Clock and machine: never part of what two runs must agree on.
 declare("time/step", "a train step, from asking for groups to its row", unit="s", aggregation="sum")

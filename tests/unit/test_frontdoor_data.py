@@ -12,10 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from trivium.errors import DataError
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
+from trivium.frontdoors.verl.orders import AbstractCurriculumSampler
 from trivium.frontdoors.verl.prompts import CutRenderer, cut
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
@@ -80,10 +89,10 @@ def test_the_schedule_follows_the_rows_own_order() -> None:
 
 def test_a_sampler_decides_the_order_and_a_resumed_run_goes_on_in_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    before = data(sampler=RandomSampler(ROWS), orders=tmp_path)  # no generator of its own: it will never repeat
+    before = data(sampler=RandomSampler(ROWS), folder=tmp_path)  # no generator of its own: it will never repeat
     first, second = visited(before, 0), visited(before, 1)
     assert first != second != sorted(second)
-    again = data(sampler=RandomSampler(ROWS), orders=tmp_path)
+    again = data(sampler=RandomSampler(ROWS), folder=tmp_path)
     assert visited(again, 1) == second
     assert visited(again, 0) == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-000000.json", "epoch-000001.json"]
@@ -93,10 +102,10 @@ def test_a_seeded_sampler_goes_on_where_it_would_have_been(tmp_path: Path) -> No
     def sampler() -> RandomSampler:
         return RandomSampler(ROWS, generator=torch.Generator().manual_seed(5))
 
-    whole, begun = data(sampler=sampler()), data(sampler=sampler(), orders=tmp_path)
+    whole, begun = data(sampler=sampler()), data(sampler=sampler(), folder=tmp_path)
     epochs = [visited(whole, epoch) for epoch in range(3)]
     assert visited(begun, 0) == epochs[0]
-    assert visited(data(sampler=sampler(), orders=tmp_path), 2) == epochs[2]
+    assert visited(data(sampler=sampler(), folder=tmp_path), 2) == epochs[2]
 
 
 def test_a_sampler_that_wants_to_know_the_epoch_is_told() -> None:
@@ -119,15 +128,12 @@ class Endless:
         return iter(range(10))
 
 
-class Learning(list[int]):
-    def update(self, batch: Any) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("sampler", "says"),
     [
         (Endless(), "without a length"),
-        (Learning(range(8)), "learns from every batch"),
+        (BatchSampler(SequentialSampler(ROWS), 2, drop_last=True), "pass the sampler inside it"),
+        (torch.rand(8), "0."),
         ([0, 1, 2, 99], "99"),
         ([[0, 1], [2, 3], [4, 5], [6, 7]], r"\[0, 1\]"),
         ([0, 1, 2], "an epoch has 3"),
@@ -135,7 +141,86 @@ class Learning(list[int]):
 )
 def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        visited(data(sampler=sampler), 0)
+        data(sampler=sampler)  # not when the first batch is drawn
+
+
+def test_tensors_are_positions_too() -> None:
+    assert visited(data(sampler=torch.randperm(8, generator=torch.Generator().manual_seed(1))), 0) == [
+        int(place) for place in torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    ]
+
+
+class Curriculum(AbstractCurriculumSampler):
+    """Visits what was rewarded least, from where it stands; its state is all that it knows."""
+
+    def __init__(self, data_source: Any, data_config: Any = None) -> None:
+        self.rewards, self.left = [0.0] * len(data_source), list[int]()
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.left:
+            self.left = list(range(len(self.rewards)))
+        while self.left:
+            place = min(self.left, key=lambda place: (self.rewards[place], place))
+            self.left.remove(place)
+            yield place
+
+    def update(self, batch: Any) -> None:
+        for rank, place in enumerate(batch):
+            self.rewards[place] += (place * place + 3 * rank + round(self.rewards[place])) % 7
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewards": torch.tensor(self.rewards), "left": np.array(self.left, np.int64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["rewards"], torch.Tensor)
+        assert isinstance(state["left"], np.ndarray)
+        self.rewards, self.left = state["rewards"].tolist(), state["left"].tolist()
+
+
+def test_a_sampler_that_learns_is_drawn_from_batch_by_batch_and_resumes(tmp_path: Path) -> None:
+    def steps(source: Data, numbers: range) -> list[list[int]]:
+        batches: list[list[int]] = []
+        for number in numbers:
+            epoch, first = divmod(4 * number, source.epoch_length)
+            batches.append([int(source.visit(epoch, first + place).task_id) for place in range(4)])
+            source.orders.update(batches[-1])
+        return batches
+
+    rows = [row(number) for number in range(8)]
+    whole = steps(data(rows, sampler=Curriculum(rows)), range(7))
+    assert whole[:2] != whole[2:4] != whole[4:6]  # what it learned counts
+    for saved in range(1, 6):
+        for ahead in (0, 1):  # a killed run may have drawn a batch that it did not learn from
+            folder = tmp_path / f"{saved}-{ahead}"
+            before = data(rows, sampler=Curriculum(rows), folder=folder)
+            steps(before, range(saved))
+            state = json.loads(json.dumps(before.orders.state()))
+            if ahead:
+                before.visit(*divmod(4 * saved, before.epoch_length))
+            after = data(rows, sampler=Curriculum(rows), folder=folder)
+            after.orders.restore(state)
+            assert steps(after, range(saved, 7)) == whole[saved:], (saved, ahead)
+
+
+def test_a_sampler_that_learned_and_forgets_does_not_resume() -> None:
+    class Forgetful(list[int]):
+        def update(self, batch: Any) -> None: ...
+
+    source = data(sampler=Forgetful(range(8)))
+    source.visit(0, 0)
+    source.orders.update(None)
+    with pytest.raises(DataError, match="no state_dict and load_state_dict"):
+        data(sampler=Forgetful(range(8))).orders.restore(source.orders.state())
+
+
+def test_the_collate_of_torch_is_refused_before_anything_starts() -> None:
+    with pytest.raises(DataError, match=r"collate_fn|the rows"):
+        data(collate_fn=default_collate)
+    flat = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    assert data(flat, collate_fn=default_collate).visit(0, 5).prompt == (Message("user", "5+1="),)
 
 
 def test_collate_makes_the_rows_of_a_batch() -> None:
@@ -154,7 +239,7 @@ def test_collate_makes_the_rows_of_a_batch() -> None:
     assert [task.columns["weight"] for task in tasks] == [0.0, 0.25, 0.5, 0.75] * 2
     assert tasks[5].prompt[0].content == "5+1="
     assert tasks[5].columns["data_source"] == "collated"
-    assert seen == [4, 4]
+    assert seen == [4, 4, 4]  # once to see that it can, in the constructor
 
 
 @pytest.mark.parametrize(

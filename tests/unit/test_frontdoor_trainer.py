@@ -16,6 +16,7 @@ pytest.importorskip("ray")
 
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, Role
 from trivium.frontdoors.verl.run_setup import RunSetup
+from trivium.frontdoors.verl.user_data import Sources
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,5 @@ def test_long_validation_prompts_are_left_out_of_their_one_batch(model: str, tmp
         },
         "trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run"), "total_training_steps": 1},
     }
-    setup = RunSetup(
-        config, hf_tokenizer(model), lambda prompt, completion: 1.0, train_dataset=rows[:1] * 2, val_dataset=rows
-    )
-    assert [setup.run_config.tasks[name].rows for name in ("train", "val")] == [2, 2]
+    setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows[:1] * 2, rows))
+    assert [vars(setup.run_config.tasks[name])["rows"] for name in ("train", "val")] == [2, 2]

@@ -129,19 +129,22 @@ class PolicyObjective:
             loss = aggregated(losses, mask, self.aggregate, denominators.counted)
 
         # Entropy bonus and KL penalty.
+        terms = {"policy_gradient": loss}
         if (entropy := self.entropy) is not None:
             mask, counts = (x.sampled, denominators.sampled) if entropy.metadata.sampled else (x.response_mask, None)
-            mean = aggregated(entropy.function(x), mask, self.aggregate, counts or denominators)
-            loss = loss - entropy.coef * mean
+            terms["entropy"] = aggregated(entropy.function(x), mask, self.aggregate, counts or denominators)
+            loss = loss - entropy.coef * terms["entropy"]
         reference_kl: dict[str, Tensor] = {}
         if self.kl is not None:
             reference_kl["train/ref_kl"] = self.kl.function(x)
-            mean = aggregated(reference_kl["train/ref_kl"], x.response_mask, self.aggregate, denominators)
-            loss = loss + self.kl.coef * mean
+            terms["kl"] = aggregated(reference_kl["train/ref_kl"], x.response_mask, self.aggregate, denominators)
+            loss = loss + self.kl.coef * terms["kl"]
 
         sums = metric_sums(
             correction_metrics | closed | dict(loss_metrics) | reference_kl | self._logged(x), x.response_mask
         )
+        if len(terms) > 1:  # sums are divided by the tokens, and these are means already
+            sums |= {f"train/loss_term/{name}": term.detach() * denominators.tokens for name, term in terms.items()}
         mismatch_sums, maxima = _mismatch(x, denominators)
         return LossOutputs(loss, sums | mismatch_sums, maxima)
 

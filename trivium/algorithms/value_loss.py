@@ -54,7 +54,8 @@ class ValueObjective(CutAnywhere):
         old, returns = zero_outside(inputs.columns["values"], mask), zero_outside(inputs.columns["returns"], mask)
         losses, clipped = clipped_value_loss(values, old, returns, self.clip)
         loss = aggregated(losses, mask, self.aggregate, denominators)
-        return LossOutputs(loss, metric_sums({"train/value_clip_fraction": clipped.to(values.dtype)}, mask))
+        metrics = {"train/value_clip_fraction": clipped.to(values.dtype), "train/value_predicted": values}
+        return LossOutputs(loss, metric_sums(metrics, mask))
 
 
 def compute_value_loss(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trivium.algorithms import agg_loss, compute_policy_loss, kl_penalty
     from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
     from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+    from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
     from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
     from trivium.frontdoors.verl.reward_loading import (
         compute_reward,
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from trivium.text import hf_processor, hf_tokenizer
 
 __all__ = [
+    "AbstractCurriculumSampler",
     "AbstractRewardManager",
+    "AbstractSampler",
     "ActorRolloutRefWorker",
     "BatchRewardManager",
     "BatchView",
@@ -76,6 +79,7 @@ _MODULES = {
         "DAPORewardManager",
         "NaiveRewardManager",
     ),
+    "trivium.frontdoors.verl.orders": ("AbstractCurriculumSampler", "AbstractSampler"),
     "trivium.frontdoors.verl.trainer": ("RayPPOTrainer",),
     "trivium.frontdoors.verl.worker_group": ("RayWorkerGroup",),
     "trivium.frontdoors.verl.model_workers": ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"),

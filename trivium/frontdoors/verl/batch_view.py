@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trivium.errors import DataError
 from trivium.policy import finite_number
-from trivium.types import Experience, Group, Trajectory, experiences_of
+from trivium.types import Batch, Experience, Group, Trajectory, experiences_of
 
 Rows = slice | Sequence[int] | npt.NDArray[Any] | Tensor
 
@@ -118,6 +118,11 @@ class BatchView:
     def __iter__(self) -> Iterator[Item]:
         return (self[row] for row in range(len(self)))
 
+    def reorder(self, indices: Rows) -> None:
+        """Puts the rows into this order, in place."""
+        ordered = self[indices]
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
     @property
     def response_lengths(self) -> Tensor:
         """(B,): the tokens of each response that are no padding."""
@@ -127,6 +132,47 @@ class BatchView:
 def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
     """Every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
     return [(group, member) for group in groups for member in group.alive]
+
+
+def row_lengths(groups: Sequence[Group]) -> tuple[list[int], list[int]]:
+    """(tokens of the prompt, tokens of the response) of each row of `BatchView.of`."""
+    rows = [_last(group, member) for group, member in living(groups)]
+    prompts = [_start(row) for row in rows]
+    return prompts, [len(row) - start for row, start in zip(rows, prompts, strict=True)]
+
+
+_TRAINED = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "ref_log_prob",
+    "values": "values",
+}
+"""Column of a batch -> its name in verl."""
+
+
+def trained_view(groups: Sequence[Group], batch: Batch, pad_token_id: int, step: int) -> BatchView:
+    """The view of a step's groups that are trained on, with what was computed for them: `token_level_scores`,
+    `advantages`, `returns` and the scores of models (B, R), and the numbers that its rewards came with as columns."""
+    last = {(e.group_id, e.index): row for row, e in enumerate(batch.experiences)}
+    kept = [group for group in groups if any((group.group_id, member.index) in last for member in group.alive)]
+    view = BatchView.of(kept, pad_token_id, meta_info={"global_steps": step})
+    members = living(kept)
+    rows = [last.get((group.group_id, member.index)) for group, member in members]
+    starts, lengths = row_lengths(kept)
+    for name in _TRAINED.keys() & batch.columns.keys():
+        table = view.batch[_TRAINED[name]] = torch.zeros(view.batch["responses"].shape)
+        for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            if row is not None:
+                values = torch.from_numpy(np.array(batch.columns[name][row][start:], np.float32))
+                table[place, : len(values)] = values
+    scores = view.batch["token_level_scores"] = torch.zeros(view.batch["responses"].shape)
+    for place, ((_, member), length) in enumerate(zip(members, lengths, strict=True)):
+        if length:
+            scores[place, length - 1] = member.reward
+    for name in dict.fromkeys(name for _, member in members for name in member.metrics):
+        view.non_tensor_batch.setdefault(name, _objects([member.metrics.get(name) for _, member in members]))
+    return view
 
 
 @dataclass(frozen=True, slots=True)

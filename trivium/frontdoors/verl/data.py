@@ -1,8 +1,7 @@
 """Rows of the RLHF schema as tasks: from files or from the user's dataset, in the user's order, as the user collates.
 
 A row has `prompt` (a list of messages) and, for rewards, `data_source`, `ability`, `reward_model` and `extra_info`; all
-of it rides along in `Task.columns`. The order of every epoch is drawn from the sampler once and kept in the run
-directory, so that a resumed run goes on where it was, whatever the sampler's own state.
+of it rides along in `Task.columns`.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import PrivateAttr
 
-from trivium.checkpoint.atomic import atomic_write
 from trivium.config import Plugin
 from trivium.errors import DataError
+from trivium.frontdoors.verl.orders import Orders
 from trivium.protocols import Renderer
 from trivium.randomness import permutation
 from trivium.tasks.files import jsonl_rows, parquet_rows
@@ -115,8 +113,8 @@ class Data:
     """Yields positions of `rows` and decides the order; without one `shuffle` does, from `seed`."""
     shuffle: bool = False
     seed: int = 0
-    orders: Path | None = None
-    """The folder that drawn orders are kept in."""
+    folder: Path | None = None
+    """Where drawn orders are kept."""
 
     def __post_init__(self) -> None:
         plain = [_as_mapping(json_like(row), self._where(number)) for number, row in enumerate(self.rows)]
@@ -124,62 +122,38 @@ class Data:
             _refuse_media(row, self._where(number))
         self.digest = _digest(plain)
         self._messages = [row.get(self.prompt_key, row.get("raw_prompt")) for row in plain]
-        self._drawn: list[Sequence[int]] = []
-        """The order of each epoch, as far as they have been drawn."""
-        length = len(self.rows) if self.sampler is None else _length_of(self.sampler)
-        self.epoch_length = length // self.batch * self.batch
+        self.orders = Orders(len(self.rows), self.batch, self.sampler, self.shuffle, self.seed, self.folder)
+        self.epoch_length = self.orders.epoch_length
         if not self.epoch_length:
             raise DataError(
                 f"a batch of {self.batch} rows of {self.origin}",
-                f"an epoch has {length}",
+                f"an epoch has {len(self.rows) if self.sampler is None else len(self.sampler)}",
                 "make the batch smaller, or give more",
             )
         self._batch_tasks = lru_cache(maxsize=_CACHED_BATCHES)(self._tasks_of)
+        if self.collate_fn is not None:  # what it cannot do is found here, not when training has begun
+            for row in self._collated(list(self.rows[: self.batch]), 0, 0):
+                self._task(self.origin, row)
 
     def visit(self, epoch: int, place: int) -> Task:
         """The task at a place of an epoch. A row that an epoch visits again is another task each time."""
         number, position = divmod(place, self.batch)
         return self._batch_tasks(epoch, number)[position]
 
-    def order(self, epoch: int) -> Sequence[int]:
-        """The positions that an epoch visits. Epochs are drawn one after the other, each once."""
-        while len(self._drawn) <= epoch:
-            self._drawn.append(self._recorded(len(self._drawn)))
-        return self._drawn[epoch]
-
-    def _recorded(self, epoch: int) -> Sequence[int]:
-        """A fresh draw, unless an earlier session of this run drew that epoch: then that, the sampler moved on past
-        it."""
-        drawn = self._draw(epoch)
-        if self.sampler is None or self.orders is None:
-            return drawn
-        path = self.orders / f"epoch-{epoch:06d}.json"
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(list(drawn)) + "\n")
-        return drawn
-
-    def _draw(self, epoch: int) -> Sequence[int]:
-        if self.sampler is None:
-            if not self.shuffle:
-                return range(self.epoch_length)
-            return [int(i) for i in permutation(len(self.rows), self.seed, "order", epoch)[: self.epoch_length]]
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        places = list(islice(iter(self.sampler), self.epoch_length))
-        wrong = [place for place in places if not _is_position(place, len(self.rows))]
-        if wrong or len(places) < self.epoch_length:
-            raise DataError(
-                f"{self.epoch_length} positions of {len(self.rows)} rows from train_sampler, for epoch {epoch}",
-                f"{wrong[0]!r:.60}" if wrong else f"{len(places)} of them",
-                "let it yield integers below the size of the dataset, as many as its length says",
-            )
-        return [int(place) for place in places]
+    def columns(self, epoch: int, number: int) -> Mapping[str, Any]:
+        """The batch of this number in an epoch: what `collate_fn` returns, or a list of values by column."""
+        start = number * self.batch
+        places = self.orders.until(epoch, start + self.batch)[start : start + self.batch]
+        rows = [self.rows[place] for place in places]
+        if self.collate_fn is not None:
+            return self.collate_fn(rows)
+        rows = [_as_mapping(row, self.origin) for row in rows]
+        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
     def _tasks_of(self, epoch: int, number: int) -> tuple[Task, ...]:
-        order, start = self.order(epoch), number * self.batch
-        places = order[start : start + self.batch]
+        start, stop = number * self.batch, (number + 1) * self.batch
+        order = self.orders.until(epoch, stop)
+        places = order[start:stop]
         before = Counter(order[:start])
         rows = self._collated([self.rows[place] for place in places], epoch, number)
         tasks: list[Task] = []
@@ -193,9 +167,14 @@ class Data:
         """The rows of a batch after `collate_fn`: each column cut into one value per row."""
         if self.collate_fn is None:
             return [_as_mapping(json_like(row), self.origin) for row in rows]
-        columns = self.collate_fn(rows)
         where = f"batch {number} of epoch {epoch} from collate_fn"
-        columns = _as_mapping({name: json_like(column) for name, column in dict(columns).items()}, where)
+        try:
+            columns: dict[str, Any] = dict(self.collate_fn(rows))
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise DataError(
+                where, f"{type(error).__name__}: {error}", "let it take a list of rows, whatever their columns hold"
+            ) from error
+        columns = {name: json_like(column) for name, column in columns.items()}
         wrong = [name for name, column in columns.items() if not isinstance(column, list) or len(column) != len(rows)]
         if wrong:
             raise DataError(
@@ -285,6 +264,12 @@ def rows_of(dataset: object, name: str) -> list[Any]:
             f"a {type(dataset).__name__}, which has no length or no index",
             "pass a sized dataset with `__getitem__`; one that is only iterated cannot be resumed",
         )
+    if hasattr(dataset, "on_batch_end"):
+        raise DataError(
+            f"rows of {name}",
+            f"a {type(dataset).__name__} with `on_batch_end`, which adds rows while training goes on",
+            "leave `on_batch_end` out; a train_sampler with `update` may choose other rows after every batch",
+        )
     return [dataset[index] for index in range(len(dataset))]
 
 
@@ -324,24 +309,6 @@ def _refuse_media(row: Mapping[str, Any], where: str) -> None:
             f"it has {named!r}",
             "models here read text only so far: remove the column, or leave such rows out",
         )
-
-
-def _length_of(sampler: object) -> int:
-    if not (isinstance(sampler, Sized) and isinstance(sampler, Iterable)):
-        raise DataError(
-            "a train_sampler", f"a {type(sampler).__name__} without a length", "give one with __len__ and __iter__"
-        )
-    if hasattr(sampler, "update"):
-        raise DataError(
-            "a train_sampler whose order is drawn epoch by epoch",
-            f"a {type(sampler).__name__} with `update`, which learns from every batch",
-            "leave `update` out; difficulty is schedule.curriculum in a RunConfig",
-        )
-    return len(sampler)
-
-
-def _is_position(place: object, rows: int) -> bool:
-    return isinstance(place, int | np.integer) and not isinstance(place, bool) and 0 <= int(place) < rows
 
 
 def _named(task: Task, task_id: str) -> Task:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import PrivateAttr
 
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
-from trivium.frontdoors.verl.reward_loading import RewardManager, compute_reward
+from trivium.frontdoors.verl.orders import Orders
+from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
 from trivium.frontdoors.verl.scorer import Scorer
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
@@ -29,6 +30,16 @@ Extras = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Hooks:
+    """What a trainer does around the rewards of a step."""
+
+    compute: Callable[[BatchView], object] | None = None
+    """Gives rewards in the place of the manager, which it may call (`GroupRewards.call_manager`)."""
+    balance: Callable[[BatchView], None] | None = None
+    """Gets the rollouts of a step before they are rewarded, and may put them into another order."""
+
+
+@dataclass(frozen=True)
 class GroupRewards:
     """Rewards of groups that were not judged yet, by one call of a reward manager."""
 
@@ -37,6 +48,30 @@ class GroupRewards:
     pad_token_id: int
     model: Callable[[Batch], list[float]] | None = None
     """The reward model's scores, which the manager finds as `rm_scores`; None where there is none."""
+    hooks: Hooks = field(default_factory=Hooks)
+
+    def call_manager(self, view: BatchView) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """The manager's rewards (B, R) and extra information."""
+        return compute_reward(view, self.manager)
+
+    def balanced(self, groups: Sequence[Group], **meta: object) -> list[Group]:
+        """The groups in the order that the hook put their rows into; those without a row come last.
+
+        Raises DataError where the hook dropped a group.
+        """
+        view = BatchView.of(groups, self.pad_token_id, meta_info=meta)
+        if self.hooks.balance is None or not len(view):
+            return list(groups)
+        before = set(view.non_tensor_batch["uid"])
+        self.hooks.balance(view)
+        order = {uid: place for place, uid in enumerate(dict.fromkeys(view.non_tensor_batch["uid"]))}
+        if set(order) != before:
+            raise DataError(
+                f"the rows of {len(before)} prompts from _balance_batch",
+                f"rows of {len(order)}",
+                "put them into another order alone: a step trains on all of them",
+            )
+        return sorted(groups, key=lambda group: order.get(group.group_id, len(order)))
 
     def __call__(self, groups: Sequence[Group], **meta: object) -> tuple[list[Group], list[Extras]]:
         """(the groups with rewards, the extra information of each living member, in order). `meta` becomes `meta_info`.
@@ -49,7 +84,10 @@ class GroupRewards:
             return list(groups), []
         if self.model is not None:
             self._add_model_scores(view, scored)
-        rewards, extra = compute_reward(view, self.manager)
+        if self.hooks.compute is None:
+            rewards, extra = self.call_manager(view)
+        else:
+            rewards, extra = as_rewards(self.hooks.compute(view), "_compute_reward")
         rows = scored_rows(rewards, view, extra)
         by_member = {
             (id(group), member.index): _rewarded(member, row.score, row.extra)
@@ -111,12 +149,13 @@ class RewardedOnTake(DefaultStrategy):
 
         kind: str = _KIND
         _rewards: GroupRewards | None = PrivateAttr(default=None)
+        _orders: Orders | None = PrivateAttr(default=None)
 
         @classmethod
-        def by(cls, rewards: GroupRewards) -> RewardedOnTake.Config:
-            """The section that stands for these rewards."""
+        def by(cls, rewards: GroupRewards, orders: Orders | None = None) -> RewardedOnTake.Config:
+            """The section that stands for these rewards, over rows in these orders."""
             config = cls(kind=_KIND)  # set: a dump of what is set has it
-            config._rewards = rewards
+            config._rewards, config._orders = rewards, orders
             return config
 
     def __init__(self, config: Config, *, buffer: Buffer, **beside: object) -> None:
@@ -127,12 +166,24 @@ class RewardedOnTake(DefaultStrategy):
                 "it exists in the script that made it",
                 "build the RayPPOTrainer again and call fit()",
             )
-        self._rewards = config._rewards
+        self._rewards, self._orders = config._rewards, config._orders
 
     async def sample(self, count: int, version: int) -> Sample:
         sample = await super().sample(count, version)
-        groups, _ = await asyncio.to_thread(self._rewards, sample.groups, global_steps=version + 1, validate=False)
+        meta = {"global_steps": version + 1, "validate": False}
+        groups = await asyncio.to_thread(self._rewards.balanced, sample.groups, **meta)
+        groups, _ = await asyncio.to_thread(self._rewards, groups, **meta)
         return replace(sample, groups=tuple(groups))
+
+    def state(self) -> dict[str, Any]:
+        """With what a sampler that learns has learned."""
+        learned = {} if self._orders is None else self._orders.state()
+        return super().state() | ({"sampler": learned} if learned else {})
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        await super().restore(state)
+        if self._orders is not None:
+            self._orders.restore(state.get("sampler", {}))
 
 
 # --------------------------------------------------------------------------- managers

@@ -34,13 +34,17 @@ def compute_reward(data: Sized, reward_fn: RewardManager) -> tuple[Tensor, dict[
             f"{type(error).__name__}: {error}",
             "fix the reward manager; its own message is above",
         ) from error
+    return as_rewards(given, _name(reward_fn))
+
+
+def as_rewards(given: object, who: str) -> tuple[Tensor, dict[str, Any]]:
+    """(rewards (B, R), extra information) of whatever `who` gave: a mapping of the two, a pair, or rewards alone."""
+    rewards, extra = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     if isinstance(given, Mapping):
         rewards, extra = given.get("reward_tensor"), dict(given.get("reward_extra_info") or {})
-    else:
-        rewards, extra = given, {}
     if not isinstance(rewards, Tensor):
         raise RewardError(
-            f"a reward tensor from {_name(reward_fn)}",
+            f"a reward tensor from {who}",
             f"a {type(rewards).__name__}",
             "return a tensor (B, R), or {'reward_tensor': it, 'reward_extra_info': {name: B values}}",
         )
@@ -124,14 +128,14 @@ def _manager_name(config: object, section: object) -> str:
     path = read(read(named, "module", {}), "path", "")
     if not path:
         raise ConfigError("reward_manager.module.path", "nothing", "say which file or package defines the manager")
-    return _address(path, name)
+    return address(path, name)
 
 
 def _from_file(path: str, name: str) -> Callable[..., Any]:
-    return resolve("rewards", _address(path, name))
+    return resolve("rewards", address(path, name))
 
 
-def _address(path: str, name: str) -> str:
+def address(path: str, name: str) -> str:
     """The registry's kind of a name in a file or a package (`pkg://package.module`)."""
     return f"{path.removeprefix('pkg://').removeprefix('file://')}:{name}"
 

@@ -11,8 +11,8 @@ from trivium.frontdoors.verl.model_workers import WorkerConfig
 from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.worker_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
 
-_ACTORS = (Role.ActorRolloutRef, Role.ActorRollout)
-_ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, *_ACTORS)
+ACTORS = (Role.ActorRolloutRef, Role.ActorRollout)
+_ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, *ACTORS)
 """Models are loaded in this order: the actor last, so that its rollout engine sees what memory is left."""
 
 
@@ -39,7 +39,7 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
                 "actor and rollout share their workers here; a separate one is not built",
                 "map Role.ActorRollout, or Role.ActorRolloutRef",
             )
-    actors = [role for role in _ACTORS if role in mapping]
+    actors = [role for role in ACTORS if role in mapping]
     if len(actors) != 1:
         raise ConfigError(
             "one worker class for the policy",
@@ -67,7 +67,7 @@ def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
 def role_name(role: Role, needs: Needs) -> str:
     """The name of a worker's role. The actor holds a reference where one is needed and it is mapped to that, or
     where its own adapter can be switched off."""
-    if role not in _ACTORS:
+    if role not in ACTORS:
         return str(role)
     holds = needs.reference and (needs.reference_in_actor or role is Role.ActorRolloutRef)
     return str(Role.ActorRolloutRef if holds else Role.ActorRollout)
@@ -110,7 +110,7 @@ def start_groups(
 
 def by_model(views: Mapping[Role, Any], needs: Needs) -> dict[str, Any]:
     """The group that holds each model of the algorithm."""
-    actor = next(views[role] for role in _ACTORS if role in views)
+    actor = next(views[role] for role in ACTORS if role in views)
     models = {"policy": actor}
     if needs.critic:
         models["critic"] = views[Role.Critic]

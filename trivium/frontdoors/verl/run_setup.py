@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
 from trivium.frontdoors.tables import refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
-from trivium.frontdoors.verl.group_rewards import GroupRewards, RewardedOnTake, as_manager
+from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.prompts import CutRenderer, template_of
-from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager
+from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_manager, read
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
+from trivium.frontdoors.verl.user_data import Sources, custom_dataset, custom_sampler
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
 from trivium.text import hf_tokenizer
@@ -37,13 +38,13 @@ class RunSetup:
     tokenizer: Any
     reward_fn: Any = None
     val_reward_fn: Any = None
-    train_dataset: Any = None
-    val_dataset: Any = None
-    collate_fn: Any = None
-    train_sampler: Any = None
+    sources: Sources = field(default_factory=Sources)
     device_name: str | None = None
+    processor: Any = None
     reward_model: Callable[[Batch], list[float]] | None = None
     """The scores of Role.RewardModel, where it is mapped."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """What goes through the trainer's methods, which users override."""
 
     def __post_init__(self) -> None:
         self.from_run_config = isinstance(self.config, RunConfig)
@@ -58,6 +59,11 @@ class RunSetup:
             if self.from_run_config or truncation == "error"
             else CutRenderer(self._chat, self.verl["data.max_prompt_length"], truncation)
         )
+        self.train_dataset, self.val_dataset = self.sources.train, self.sources.val
+        self.collate_fn, self.train_sampler = self.sources.collate_fn, self.sources.sampler
+        self.train: Data | None = None
+        """The rows to train on; None where the RunConfig's own tasks are used."""
+        self.val: Data | None = None
         self.rewards: GroupRewards | None = None
         """None where the RunConfig's own rewards are used."""
         self.run_config = self._over_run_config(self.config) if self.from_run_config else self._translated()
@@ -89,9 +95,22 @@ class RunSetup:
 
     # ------------------------------------------------------------------ the RunConfig
 
+    def _build_sources(self) -> None:
+        """Datasets and sampler of the classes that the config names, where none were passed."""
+        verl, section = self.verl, read(self.config, "data")
+        if self.train_dataset is None:
+            self.train_dataset = custom_dataset(verl, section, "train", self.tokenizer, self.processor)
+        if self.val_dataset is None:
+            self.val_dataset = custom_dataset(verl, section, "val", self.tokenizer, self.processor)
+        if self.train_sampler is None and verl.has("data.sampler.class_path"):
+            if self.train_dataset is None:
+                self.train_dataset = self._rows(None, "train")
+            self.train_sampler = custom_sampler(verl, section, self.train_dataset)
+
     def _translated(self) -> RunConfig:
         verl = self.verl
-        train = self._data(
+        self._build_sources()
+        train = self.train = self._data(
             self._rows(self.train_dataset, "train"),
             taskset="train",
             origin="the training set",
@@ -99,7 +118,7 @@ class RunSetup:
             sampler=self.train_sampler,
             shuffle=bool(verl["data.shuffle"]),
             seed=verl["data.seed"] or 0,
-            orders=Path(run_dir_of(verl)) / "order",
+            folder=Path(run_dir_of(verl)) / "order",
         )
         tasks = {"train": DatasetTasks.Config.of(train)}
         validation = self._rows(self.val_dataset, "val")
@@ -109,7 +128,7 @@ class RunSetup:
         if validation:
             tasks[_VALIDATION] = self._validation(validation)
         self.rewards = self._group_rewards(self.reward_fn)
-        buffer = {"kind": "memory", "strategy": RewardedOnTake.Config.by(self.rewards)}
+        buffer = {"kind": "memory", "strategy": RewardedOnTake.Config.by(self.rewards, train.orders)}
         return config_from_mapping({**mapping, "buffer": buffer, "tasks": tasks})
 
     def _over_run_config(self, config: RunConfig) -> RunConfig:
@@ -117,7 +136,7 @@ class RunSetup:
         schedule, mapping = config.schedule, config.model_dump(exclude_unset=True)
         tasks: dict[str, Any] = dict(config.tasks)
         if self.train_dataset is not None:
-            train = self._data(
+            train = self.train = self._data(
                 rows_of(self.train_dataset, "train_dataset"),
                 taskset="train",
                 origin="the training set",
@@ -125,7 +144,7 @@ class RunSetup:
                 sampler=self.train_sampler,
                 shuffle=schedule.shuffle,
                 seed=config.run.seed,
-                orders=Path(config.run.dir) / "order",
+                folder=Path(config.run.dir) / "order",
             )
             tasks["train"] = DatasetTasks.Config.of(train)
         elif self.train_sampler is not None or self.collate_fn is not None:
@@ -139,7 +158,8 @@ class RunSetup:
             mapping["evaluation"] = {"taskset": _VALIDATION, **mapping.get("evaluation", {})}
         if self.reward_fn is not None or not config.rewards:
             self.rewards = self._group_rewards(self.reward_fn)
-            mapping["buffer"] = {**mapping.get("buffer", {}), "strategy": RewardedOnTake.Config.by(self.rewards)}
+            strategy = RewardedOnTake.Config.by(self.rewards, self.train.orders if self.train is not None else None)
+            mapping["buffer"] = {**mapping.get("buffer", {}), "strategy": strategy}
             mapping["rewards"] = []
         return config_from_mapping({**mapping, "tasks": tasks})
 
@@ -156,6 +176,12 @@ class RunSetup:
                 "schedule.deterministic ahead of the trainer",
                 "the workers' engines keep the newest weights alone",
                 "set schedule.max_staleness or schedule.deterministic back",
+            )
+        if self.train is not None and self.train.orders.learns and (self.rewards is None or config.max_staleness):
+            raise ConfigError(
+                f"a {type(self.train_sampler).__name__}, which learns from every batch",
+                "the RunConfig rewards rollouts as they are generated, or generates ahead of the trainer",
+                "pass a reward_fn, and leave schedule.max_staleness at 0",
             )
         if config.checkpoint.asynchronous:
             # Roles that share processes would meet in one process group from several threads, in no order.
@@ -209,7 +235,8 @@ class RunSetup:
 
     def _validation(self, rows: Sequence[Any]) -> DatasetTasks.Config:
         data = self._data(rows, taskset=_VALIDATION, origin="the validation set", batch=1)
-        return DatasetTasks.Config.of(replace(data, batch=max(1, len(data.rows))))  # what is kept is one batch
+        self.val = replace(data, batch=max(1, len(data.rows)))  # what is kept is one batch
+        return DatasetTasks.Config.of(self.val)
 
     # ------------------------------------------------------------------ rewards
 
@@ -224,7 +251,7 @@ class RunSetup:
             reward_fn = load_reward_manager(self.config, self.tokenizer, num_examine=0, **kwargs)
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
-        return GroupRewards(as_manager(reward_fn, self.tokenizer), pad, self.reward_model)
+        return GroupRewards(as_manager(reward_fn, self.tokenizer), pad, self.reward_model, self.hooks)
 
     def _device(self) -> str:
         """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there, and for other devices."""

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from trivium.algorithms import GroupAlgorithm
+from trivium.algorithms.kl import KlController
 from trivium.board import MemoryBoard
-from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.cluster.session import connect
 from trivium.cluster.stage_spec import StageSpec
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.resume import fingerprint
-from trivium.errors import RunDirError, TriviumError, first_cause
+from trivium.errors import ConfigError, TriviumError, first_cause
 from trivium.evaluate import Evaluator
 from trivium.explorer import Explorer
+from trivium.frontdoors.verl.absent import refuse_unused
+from trivium.frontdoors.verl.adoption import adopt_checkpoint
+from trivium.frontdoors.verl.attributes import Attributes
+from trivium.frontdoors.verl.batch_view import BatchView, trained_view
+from trivium.frontdoors.verl.dashboard import Dashboard, balance_metrics, epoch_steps
 from trivium.frontdoors.verl.data import RowDataset
+from trivium.frontdoors.verl.group_rewards import Hooks
 from trivium.frontdoors.verl.model_workers import (
     RoleTrainEngine,
     WorkerChannel,
@@ -30,14 +37,18 @@ from trivium.frontdoors.verl.model_workers import (
     WorkerRolloutEngine,
     rm_scores,
 )
+from trivium.frontdoors.verl.overridable import OverridableTrainer, OverridableValidator, TrainerStage
 from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+from trivium.frontdoors.verl.reward_loading import compute_reward as call_manager
 from trivium.frontdoors.verl.roles import by_model, chosen_roles, start_groups
 from trivium.frontdoors.verl.run_setup import RunSetup
+from trivium.frontdoors.verl.translation import settings_of
+from trivium.frontdoors.verl.user_data import RowLoader, Sources
 from trivium.frontdoors.verl.validation import Validator
 from trivium.frontdoors.verl.worker_group import RayWorkerGroup
 from trivium.loops import Parts
 from trivium.loops import run as run_parts
-from trivium.protocols import Algorithm, Monitor, Renderer, TrainEngine, WeightChannel
+from trivium.protocols import Algorithm, Monitor, TrainEngine, WeightChannel
 from trivium.randomness import permutation
 from trivium.runtime.build import (
     Endpoints,
@@ -56,64 +67,20 @@ from trivium.runtime.build import (
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.run_dir import ADOPTED
 from trivium.trainer import Trainer
-from trivium.types import Batch, Metrics
+from trivium.types import Batch, Group, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
-"""What a run directory holds that a checkpoint refers to."""
+Keep = Callable[[int, Sequence[Group], Batch], None]
 
 
-@dataclass(frozen=True)
-class _TrainerStage(Stage):
-    """A stage whose messages are rendered as the user's tokenizer does it."""
-
-    user_renderer: Renderer
-
-    @property
-    def renderer(self) -> Renderer:
-        return self.user_renderer
-
-
-@dataclass
-class _OverridableTrainer(Trainer):
-    """A Trainer that saves through a method that users override."""
-
-    owner: Any = None
-
-    async def save_checkpoint(self) -> None:
-        await asyncio.to_thread(self.owner._save_checkpoint)
-
-    async def save_now(self) -> None:
-        """Saves; what an override calls."""
-        await super().save_checkpoint()
-
-
-@dataclass
-class _OverridableValidator(Validator):
-    """A validator that is called through a method that users override."""
-
-    owner: Any = None
-
-    async def run(self, version: int) -> Metrics:
-        self.owner._validating = asyncio.get_running_loop(), self, version
-        metrics = await asyncio.to_thread(self.owner._validate)
-        self.owner._show_generations(version, self.samples_seen)
-        return {**self.results, **metrics}
-
-    async def validate(self, version: int) -> Metrics:
-        """Validates; what an override calls."""
-        return await super().run(version)
-
-
-class RayPPOTrainer:
+class RayPPOTrainer(Attributes):
     """Trains with PPO and its relatives: the driver of worker groups on Ray.
 
-    `init_workers()` starts the processes, `fit()` trains and returns what `summary.json` says. `_validate`,
-    `_save_checkpoint` and `_load_checkpoint` may be overridden.
+    `init_workers()` starts the processes, `fit()` trains and returns what `summary.json` says. A subclass may override
+    the methods below "what users override"; one that overrides what nothing calls is refused.
     """
 
     def __init__(
@@ -140,34 +107,31 @@ class RayPPOTrainer:
         validation uses that of training. Raises ConfigError and DataError for everything that cannot work, before
         anything starts.
         """
+        refuse_unused(type(self), RayPPOTrainer)
         self.config: Any = config  # users read it in their own terms
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.ray_worker_group_cls = dict(role_worker_mapping), ray_worker_group_cls
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.collate_fn, self.train_sampler = collate_fn, train_sampler
-        self._setup = RunSetup(
-            config,
-            tokenizer,
-            reward_fn=reward_fn,
-            val_reward_fn=val_reward_fn,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            collate_fn=collate_fn,
-            train_sampler=train_sampler,
-            device_name=device_name,
-            reward_model=self._model_scores if Role.RewardModel in self.role_worker_mapping else None,
-        )
+        self.device_name: str | None = device_name
+        self.train_dataloader = self.val_dataloader = None
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self._follow_dataloaders()
         self.run_config, self.device_name, self._verl = self._setup.run_config, self._setup.device, self._setup.verl
         self._needs = self._setup.needs
+        self.use_critic, self.use_reference_policy = self._needs.critic, self._needs.reference
+        self.use_rm, self.ref_in_actor = self._needs.reward_model, self._needs.reference_in_actor
+        self.hybrid_engine, self.async_rollout_mode = True, False
         self._roles = chosen_roles(self.role_worker_mapping, self._needs)
         self.resource_pool_manager = resource_pool_manager or self._default_pools()
+        self._validate_config()
+        self._kl_controller: KlController | None = None
+        self._dashboard: Dashboard | None = None
         self._views: dict[Role, RayWorkerGroup] = {}
         self._groups: list[RayWorkerGroup] = []
-        self._trainer: _OverridableTrainer | None = None
-        self._monitor: Monitor | None = None
+        self._trainer: OverridableTrainer | None = None
+        self._step: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._validating: tuple[asyncio.AbstractEventLoop, _OverridableValidator, int] | None = None
+        self._validating: tuple[asyncio.AbstractEventLoop, OverridableValidator, int] | None = None
         self._last: Metrics = {}
 
     # ------------------------------------------------------------------ what users call
@@ -235,16 +199,55 @@ class RayPPOTrainer:
         self._groups, self._views = [], {}
         self.resource_pool_manager.release()
 
-    @property
-    def global_steps(self) -> int:
-        """Train steps behind the policy."""
-        return self._trainer.train_step_num if self._trainer is not None else 0
-
     # ------------------------------------------------------------------ what users override
+
+    def _validate_config(self) -> None:
+        """Called when the config has been read and checked; an override may check more."""
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        """Reads the data: sets `train_dataset`, `val_dataset`, `train_dataloader` and `val_dataloader`. An override may
+        pass other arguments on, or set DataLoaders of its own, whose dataset, sampler and collate_fn are then used."""
+        self._set_up(Sources(train_dataset, val_dataset, collate_fn, train_sampler))
+
+    def _balance_batch(
+        self,
+        batch: BatchView,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> None:
+        """Called with the rollouts of a step before they are rewarded, where `trainer.balance_batch`; `metrics` are
+        logged. An override may `batch.reorder` them: mini-batches are cut in the order of their prompts.
+
+        The ranks share every mini-batch evenly whatever the order is, so this only measures how evenly."""
+        del keep_minibatch
+        ranks = self.actor_rollout_wg.world_size // getattr(self.run_config.train, "sequence_parallel", 1)
+        metrics |= balance_metrics(batch, ranks, self._engine.algorithm.mini_batches, logging_prefix)
+
+    def _compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
+        """Rewards (B, R) of rollouts, and the extra information by name: what training and validation use
+        (`batch.meta_info["validate"]` tells which)."""
+        return self.compute_reward(batch, reward_fn)
+
+    def compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
+        """The same, by a reward manager: the one of the run, unless another is passed."""
+        if reward_fn is not None:
+            return call_manager(batch, reward_fn)
+        setup = self._setup
+        rewards = setup.val_rewards if batch.meta_info.get("validate") else setup.rewards
+        assert rewards is not None, "called where the RunConfig's own rewards are not used"
+        return rewards.call_manager(batch)
+
+    def _maybe_log_val_generations(self, inputs: list[str], outputs: list[str], scores: list[float]) -> None:
+        """Shows some samples of a validation, the same ones every time: `trainer.log_val_generations` of them."""
+        del inputs, outputs, scores  # for overrides; the table has more columns
+        assert self._validating is not None, "validation calls it"
+        _, validator, version = self._validating
+        self._show_generations(version, validator.samples_seen)
 
     def _validate(self) -> Metrics:
         """Generates and scores the validation set with the current policy; its metrics. Further ones that an override
-        returns are logged where they are declared: `val-aux/...` is."""
+        returns are logged too."""
         assert self._validating is not None, "the training calls it"
         loop, validator, version = self._validating
         return asyncio.run_coroutine_threadsafe(validator.validate(version), loop).result()
@@ -268,11 +271,16 @@ class RayPPOTrainer:
         self, config: RunConfig, run_dir: Path, store: CheckpointStore, latest: Checkpoint | None
     ) -> Generator[TrainStage]:
         """Trains stages: the loops here, models and rollouts in the workers."""
-        monitor = self._monitor = build_monitor(config, run_dir, latest)
+        monitor = self._dashboard = Dashboard(
+            build_monitor(config, run_dir, latest),
+            processes=self.resource_pool_manager.get_n_gpus(),
+            max_response_length=config.engine.sampling.max_new_tokens,
+            max_prompt_length=None if self._setup.from_run_config else self._verl["data.max_prompt_length"],
+        )
         try:
             yield partial(self._train_stage, store=store, monitor=monitor, board=MemoryBoard())
         finally:
-            self._monitor = None
+            self._dashboard = None
             monitor.close()
 
     def _train_stage(
@@ -287,17 +295,57 @@ class RayPPOTrainer:
     ) -> dict[str, Any]:
         stage = self._rendered(stage)
         endpoints = self._endpoints(stage, board, fingerprint(stage.config))
-        trainer_class = partial(_OverridableTrainer, owner=self)
+        trainer_class = partial(OverridableTrainer, owner=self)
         made = build_trainer(stage, endpoints, store, resume, monitor, record, self._attached_engine, trainer_class)
-        trainer = self._trainer = cast(_OverridableTrainer, made)
+        trainer = self._trainer = cast(OverridableTrainer, made)
         if not self._setup.from_run_config:
             skip_start, skip_end = not self._verl["trainer.val_before_train"], self._verl["trainer.test_freq"] <= 0
             trainer.cadence = replace(trainer.cadence, skip_start=skip_start, skip_end=skip_end)
+        trainer.keep = partial(self._keep, trainer.keep)
+        if self._dashboard is not None:
+            self._dashboard.steps_per_epoch = epoch_steps(trainer.schedule)
         parts = self._build_parts(stage, endpoints, trainer)
         self._load_checkpoint()
         run_in_loop(self._run(parts), stage.config.workflow.deadline_s)
         self._last = parts.evaluator.results if isinstance(parts.evaluator, Validator) else {}
         return trainer.run_record
+
+    def _keep(self, keep: Keep | None, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Looks at what a step trains on: for the metrics, and for a sampler that learns."""
+        if keep is not None:
+            keep(step, groups, batch)
+        assert self._dashboard is not None
+        self._dashboard.keep(cast(GroupAlgorithm, self._engine.algorithm), groups, batch)
+        if self._setup.train is not None and self._setup.train.orders.learns:
+            assert self._setup.rewards is not None
+            with self._within(step):
+                self._setup.train.orders.update(trained_view(groups, batch, self._setup.rewards.pad_token_id, step))
+
+    @contextmanager
+    def _within(self, step: int | None) -> Generator[None]:
+        """Calls of users' methods inside a train step."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def _rewarded(self, view: BatchView) -> object:
+        """What the overridable method gives for rollouts."""
+        validates, started = bool(view.meta_info.get("validate")), time.monotonic()
+        with self._within(None if validates else view.meta_info.get("global_steps")):
+            rewards = self._compute_reward(view)
+        if self._dashboard is not None and not validates:
+            self._dashboard.observe({"timing_s/reward": time.monotonic() - started})
+        return rewards
+
+    def _balanced(self, view: BatchView) -> None:
+        metrics: dict[str, Any] = {}
+        if self._verl["trainer.balance_batch"]:
+            with self._within(view.meta_info["global_steps"]):
+                self._balance_batch(view, metrics)
+        if self._dashboard is not None:
+            self._dashboard.observe(metrics)
 
     async def _run(self, parts: Parts) -> None:
         self._loop = asyncio.get_running_loop()
@@ -326,7 +374,7 @@ class RayPPOTrainer:
 
     def _rendered(self, stage: Stage) -> Stage:
         """The stage, rendering as the user's tokenizer does."""
-        return _TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
+        return TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
 
     def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: str) -> Endpoints:
         synchronizer = build_synchronizer(stage.config, board, *fingerprints)
@@ -341,11 +389,15 @@ class RayPPOTrainer:
             return parts
         source_key = self._verl["data.reward_fn_key"]
         rewards = self._setup.val_rewards
-        validator = _OverridableValidator(**vars(parts.evaluator), rewards=rewards, source_key=source_key, owner=self)
+        validator = OverridableValidator(**vars(parts.evaluator), rewards=rewards, source_key=source_key, owner=self)
         return replace(parts, evaluator=validator)
 
     def _attached_engine(self, stage: Stage, algorithm: Algorithm, channel: WeightChannel) -> TrainEngine:
         """The engine over the workers, as far as it had come."""
+        estimator = cast(GroupAlgorithm, algorithm).estimator
+        if self._kl_controller is not None and estimator is not None:
+            estimator = replace(estimator, kl_controller=self._kl_controller)
+            algorithm = replace(cast(GroupAlgorithm, algorithm), estimator=estimator)
         self._engine.algorithm = algorithm
         self._engine.version = stage.first_version
         return attached(self._engine, stage, channel)
@@ -353,17 +405,50 @@ class RayPPOTrainer:
     def _show_generations(self, version: int, samples: list[dict[str, Any]]) -> None:
         """A table of some samples of a validation, the same ones every time."""
         count = self._verl["trainer.log_val_generations"]
-        if count and self._monitor is not None:
+        if count and self._dashboard is not None:
             ordered = sorted(samples, key=lambda sample: (sample["input"], sample["output"]))
             chosen = permutation(len(ordered), "val_generations")[:count]
-            self._monitor.table(version, "val_generations", [ordered[int(place)] for place in chosen])
+            self._dashboard.table(version, "val_generations", [ordered[int(place)] for place in chosen])
 
     def _adopt_checkpoint(self) -> None:
         """With `resume_path`, makes that checkpoint the latest one of the run directory."""
         path = self._verl["trainer.resume_from_path"]
         if self._verl["trainer.resume_mode"] == "resume_path" and path is not None:
             store = CheckpointStore(Path(self.run_config.run.dir).resolve() / "checkpoints")
-            _adopt_checkpoint(Path(path).resolve(), store)
+            adopt_checkpoint(Path(path).resolve(), store)
+
+    # ------------------------------------------------------------------ data
+
+    def _set_up(self, sources: Sources) -> None:
+        """Reads the config and the data."""
+        setup = self._setup = RunSetup(
+            self.config,
+            self.tokenizer,
+            reward_fn=self.reward_fn,
+            val_reward_fn=self.val_reward_fn,
+            sources=sources,
+            device_name=self.device_name,
+            processor=self.processor,
+            reward_model=self._model_scores if Role.RewardModel in self.role_worker_mapping else None,
+            hooks=Hooks(self._rewarded, self._balanced),
+        )
+        self.train_dataset, self.val_dataset = setup.train_dataset, setup.val_dataset
+        self.collate_fn, self.train_sampler = setup.collate_fn, setup.train_sampler
+        self.train_dataloader = None if setup.train is None else RowLoader(setup.train_dataset, setup.train)
+        self.val_dataloader = None if setup.val is None else RowLoader(setup.val_dataset, setup.val)
+
+    def _follow_dataloaders(self) -> None:
+        """Reads the data of the DataLoaders that an override of `_create_dataloader` has set."""
+        train, val = self.train_dataloader, self.val_dataloader
+        if not all(loader is None or isinstance(loader, RowLoader) for loader in (train, val)):
+            batch = settings_of(self.config)["data.train_batch_size"]
+            self._set_up(Sources.of_loaders(train, val, batch))
+        elif "_setup" not in vars(self):
+            raise ConfigError(
+                "an override of _create_dataloader",
+                "it set no train_dataloader",
+                "call super()._create_dataloader, or set train_dataloader to a DataLoader",
+            )
 
     # ------------------------------------------------------------------ workers
 
@@ -382,34 +467,3 @@ class RayPPOTrainer:
         if threads:
             config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"threads": threads})})
         return Stage(config, 0, 0, True, run_dir, model_dir)
-
-
-def _adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
-    """Makes a checkpoint of another run the latest one of a run directory, and the history of its run the history of
-    this one: what came after the checkpoint is cut off when the run goes on."""
-    run_dir = store.directory.parent
-    if not (source / MANIFEST).is_file():
-        raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
-    newest, mark = store.steps()[-1:], run_dir / ADOPTED
-    if newest and mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
-        return  # an earlier session adopted it: this one goes on from the latest
-    if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():
-        return
-    if newest:
-        raise RunDirError(
-            f"resume from {source}",
-            f"{store.directory} has checkpoints up to step {newest[0]}",
-            "choose another default_local_dir, or resume_mode: auto to go on from the latest",
-        )
-    store.directory.mkdir(parents=True, exist_ok=True)
-    staging = store.directory / f".{source.name}.partial"
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(source, staging)
-    for name in _HISTORY:
-        history = source.parent.parent / name
-        if history.is_dir():
-            shutil.copytree(history, run_dir / name, dirs_exist_ok=True)
-        elif history.is_file():
-            shutil.copyfile(history, run_dir / name)
-    atomic_write(mark, str(source))
-    staging.rename(store.directory / source.name)

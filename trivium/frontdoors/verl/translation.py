@@ -57,6 +57,11 @@ def translate(config: object) -> Translation:
     Raises ConfigError with everything in it that cannot be translated.
     """
     verl, problems = settings_of(config), list[Problem]()
+    problems += [
+        Problem(key, repr(verl[key]), "a class of data needs a script", "use RayPPOTrainer, or a taskset")
+        for key in ("data.custom_cls.path", "data.sampler.class_path")
+        if verl.has(key)
+    ]
     splits = ("train", "val") if verl["data.val_files"] else ("train",)
     tasks = {split: tasks_of(verl, split, problems) for split in splits}
     rewards, shaping = rewards_of(verl, problems), shaping_of(verl)

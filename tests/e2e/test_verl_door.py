@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, Dataset
 
+from tests.e2e import verl_user
 from tests.e2e.ppo_workers import NotingActor, NotingCritic
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
@@ -71,6 +73,15 @@ def roles(**classes: Any) -> dict[str, Any]:
 def pools(number: int, *names: str) -> dict[str, Any]:
     mapping = dict.fromkeys([Role[name] for name in names], "global_pool")
     return {"resource_pool_manager": ResourcePoolManager({"global_pool": [number]}, mapping, device_name="cpu")}
+
+
+def example_row(number: int) -> dict[str, Any]:
+    return {
+        "data_source": "larger_digit",
+        "prompt": [{"role": "user", "content": f"{number % 10},{number // 10}"}],
+        "reward_model": {"style": "rule", "ground_truth": str(max(number % 10, number // 10))},
+        "extra_info": {"index": number},
+    }
 
 
 def fitted(trainer: Any) -> dict[str, Any]:
@@ -244,6 +255,219 @@ def test_the_script_runs(
     printed = capsys.readouterr().out
     assert "accuracy before 0.00, after" in printed
     assert "val-core/larger_digit/acc/mean@1: " in printed
+
+
+def known(values: torch.Tensor, where: str) -> dict[str, float]:
+    return {
+        f"{where}/mean": float(values.mean()),
+        f"{where}/max": float(values.max()),
+        f"{where}/min": float(values.min()),
+    }
+
+
+def slow_metrics(view: Any, coef: float) -> dict[str, float]:
+    """What verl's definitions make of a batch's tensors; `coef` weighs the KL penalty in the reward."""
+    batch, mask = view.batch, view.batch["response_mask"].bool()
+    attention, width = batch["attention_mask"], batch["responses"].shape[1]
+    prompts, responses = attention[:, :-width].sum(-1).double(), attention[:, -width:].sum(-1).double()
+    score = batch["token_level_scores"].double().sum(-1)
+    kl = torch.where(mask, batch["old_log_probs"] - batch["ref_log_prob"], 0.0).double()
+    valid = {name: batch[name].double()[mask] for name in ("advantages", "returns", "values")}
+    trainer, engine = batch["old_log_probs"].double()[mask].exp(), batch["rollout_log_probs"].double()[mask].exp()
+    explained = 1 - (valid["returns"] - valid["values"]).var() / (valid["returns"].var() + 1e-5)
+    return {
+        **known(score, "critic/score"),
+        **known(score - coef * kl.sum(-1), "critic/rewards"),
+        **{key: v for name, values in valid.items() for key, v in known(values, f"critic/{name}").items()},
+        **known(responses, "response_length"),
+        **known(prompts, "prompt_length"),
+        **known(torch.tensor([2.0] * len(view)), "num_turns"),
+        "critic/vf_explained_var": float(explained),
+        "response_length/clip_ratio": float((responses == 3).double().mean()),
+        "prompt_length/clip_ratio": float((prompts == 16).double().mean()),
+        "response/aborted_ratio": 0.0,
+        "perf/total_num_tokens": float(attention.sum()),
+        "actor/reward_kl_penalty": float((kl.sum(-1) / mask.sum(-1)).mean()),
+        "actor/reward_kl_penalty_coeff": coef,
+        "training/rollout_probs_diff_max": float((trainer - engine).abs().max()),
+        "training/rollout_probs_diff_mean": float((trainer - engine).abs().mean()),
+        "training/rollout_probs_diff_std": float((trainer - engine).abs().std()),
+        "global_seqlen/mean": float(attention.sum()) / 2,
+    }
+
+
+def test_a_driver_as_of_main_ppo_has_the_dashboard_of_verl(
+    example: Any, connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dataset and sampler by the config's names, a manager loaded from it, two ranks; then the run is continued."""
+    example.write_data(tmp_path)
+    kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.5, "horizon": 20}}
+    monkeypatch.setattr("tests.e2e.verl_user.Hardest.seen", [])
+
+    def run(folder: Path, steps: int) -> Any:
+        config = small(
+            example,
+            "ppo",
+            tmp_path,
+            steps,
+            algorithm=kl,
+            data={
+                "train_files": "pairs-16",
+                "val_files": "pairs-4",
+                "custom_cls": {"path": "pkg://tests.e2e.verl_user", "name": "Pairs"},
+                "sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"},
+                "dataloader_num_workers": 0,
+            },
+            trainer={"default_local_dir": str(folder / "run"), "val_before_train": False, "test_freq": -1},
+        )
+        trainer = example.make_trainer(
+            "ppo",
+            tmp_path,
+            steps=steps,
+            config=config,
+            **roles(ActorRolloutRef=ActorRolloutRefWorker, Critic=CriticWorker),
+            **pools(2, "ActorRolloutRef", "Critic"),
+        )
+        assert (len(trainer.train_dataloader), trainer.total_training_steps) == (2, steps)
+        fitted(trainer)
+        return [row for row in rows(folder) if "train/version" in row]
+
+    whole = run(tmp_path / "whole", 3)
+    views = list(verl_user.Hardest.seen)
+    for row, view in zip(whole, views, strict=True):
+        expected = slow_metrics(view, row["train/kl_coef"])
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert row["training/global_step"] == row["step"] == view.meta_info["global_steps"]
+        assert row["training/epoch"] == (row["step"] - 1) // 2
+        assert row["actor/pg_loss"] == pytest.approx(row["train/loss/policy"] + 0.01 * row["actor/entropy_loss"])
+        assert row["perf/throughput"] == pytest.approx(row["perf/total_num_tokens"] / row["timing_s/step"] / 2)
+        assert row["timing_s/gen"] + row["timing_s/reward"] == pytest.approx(row["time/wait"])
+        assert row["global_seqlen/balanced_min"] <= row["global_seqlen/mean"] <= row["global_seqlen/balanced_max"]
+        for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr"):
+            assert f"critic/{name}" in row
+        for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr"):
+            assert f"actor/{name}" in row
+        for name in ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step"):
+            assert row[f"timing_s/{name}"] > 0
+        assert "actor/kl_coef" not in row
+        assert "rollout_corr/kl" in row
+    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "begun" / "run")
+    shutil.rmtree(tmp_path / "begun" / "run" / "checkpoints" / "step-000003")
+    order = json.loads((tmp_path / "begun" / "run" / "order" / "epoch-000001.json").read_text())
+    again = run(tmp_path / "begun", 3)  # step 3 is taken anew: the sampler goes on from what it had learned
+    assert json.loads((tmp_path / "begun" / "run" / "order" / "epoch-000001.json").read_text()) == order != [*range(8)]
+    told = [{key: value for key, value in row.items() if not depends_on_machine(key)} for row in (whole[2], again[2])]
+    assert told[0] == told[1]
+
+
+class Recipe(RayPPOTrainer):
+    """A trainer as recipes derive it."""
+
+    def __init__(self, *arguments: Any, weight: float, **named: Any) -> None:
+        self.seen: list[str] = []
+        super().__init__(*arguments, **named)
+        self.weight = weight
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        chosen = [row for row in self.train_dataset if row["extra_info"]["index"] < 8]
+        self.train_dataloader = DataLoader(Rows(chosen), batch_size=8, collate_fn=as_columns)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        super()._balance_batch(batch, metrics=metrics, logging_prefix="mine_seqlen")
+        batch.reorder(torch.arange(len(batch)).flip(0))
+        metrics["mine/balanced"] = 1.0
+        self.order = list(dict.fromkeys(batch.non_tensor_batch["uid"]))
+
+    def _compute_reward(self, batch: Any, reward_fn: Any = None) -> Any:
+        rewards, extra = super()._compute_reward(batch, reward_fn)
+        if batch.meta_info["validate"]:
+            return rewards, extra
+        self.seen.append(f"reward {self.global_steps} {'reversed' if self.in_order(batch) else 'as they came'}")
+        rewards[batch.batch["response_mask"].bool()] = 0.0
+        last = batch.batch["response_mask"].sum(-1) - 1
+        rewards[torch.arange(len(batch)), last] = torch.arange(len(batch)) * self.weight
+        return rewards, extra
+
+    def in_order(self, batch: Any) -> bool:
+        return list(dict.fromkeys(batch.non_tensor_batch["uid"])) == self.order == sorted(self.order, reverse=True)
+
+    def _validate(self) -> dict[str, float]:
+        self.seen.append(f"validate {self.global_steps}")
+        return {"val-core/mine/acc/mean@1": 0.5, "mine/validated": float(self.global_steps)}
+
+    def fit(self) -> dict[str, Any]:
+        self.seen.append("fit")
+        return super().fit()
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def as_columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.array([row[name] for row in rows], dtype=object) for name in rows[0]}
+
+
+def test_what_a_recipe_overrides_changes_the_run(example: Any, connected: None, tmp_path: Path) -> None:
+    example.write_data(tmp_path)
+    trainer = example.make_trainer(
+        "grpo",
+        tmp_path,
+        steps=2,
+        kind=Recipe,
+        weight=0.5,
+        config=small(example, "grpo", tmp_path, 2),
+        train_dataset=[example_row(number) for number in range(16)],
+    )
+    assert len(trainer.train_dataloader) == 1
+    assert (trainer.use_critic, trainer.use_rm, trainer.use_reference_policy) == (False, False, False)
+    with pytest.raises(AttributeError, match="after init_workers"):
+        trainer.actor_rollout_wg  # noqa: B018
+    trainer.init_workers()
+    try:
+        assert trainer.actor_rollout_wg.world_size == 1
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+    assert trainer.seen == ["fit", "validate 0", "reward 1 reversed", "reward 2 reversed", "validate 2"]
+    trained = [row for row in rows(tmp_path) if "train/version" in row]
+    assert [row["critic/score/max"] for row in trained] == [7.5, 7.5]
+    assert [row["mine/balanced"] for row in trained] == [1.0, 1.0]
+    assert trained[0]["mine_seqlen/mean"] == trained[0]["perf/total_num_tokens"]
+    assert "global_seqlen/mean" not in trained[0]
+    validated = [row for row in rows(tmp_path) if "mine/validated" in row]
+    assert [row["mine/validated"] for row in validated] == [0.0, 2.0]
+    assert [row["val-core/mine/acc/mean@1"] for row in validated] == [0.5, 0.5]
+    assert "eval/val/accuracy" not in validated[0]  # nothing was generated
+
+
+class Unheard(RayPPOTrainer):
+    def _update_actor(self, batch: Any) -> Any: ...
+
+
+def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Unheard\._update_actor(.|\n)*derive from ActorRolloutRefWorker"):
+        example.make_trainer("grpo", tmp_path, steps=1, kind=Unheard)
+    trainer = example.make_trainer("grpo", tmp_path, steps=1)
+    for name, says in (
+        ("critic_wg", "the advantage estimator reads values"),
+        ("kl_ctrl_in_reward", "use_kl_in_reward"),
+        ("async_rollout_manager", "generate_sequences"),
+        ("_dump_generations", "rollouts/"),
+        ("reward_function", "has no attribute"),
+    ):
+        with pytest.raises(AttributeError, match=says):
+            getattr(trainer, name)
+    assert not hasattr(trainer, "ref_policy_wg")
+    assert trainer.global_steps == 0
 
 
 REFUSED = [

@@ -1,0 +1,45 @@
+"""The checkpoint of another run as the start of this one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from trivium.checkpoint.atomic import MANIFEST, atomic_write
+from trivium.checkpoint.store import CheckpointStore
+from trivium.errors import RunDirError
+from trivium.runtime.run_dir import ADOPTED
+
+_HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
+"""What a run directory holds that a checkpoint refers to."""
+
+
+def adopt_checkpoint(source: Path, store: CheckpointStore) -> None:
+    """Makes a checkpoint of another run the latest one of a run directory, and the history of its run the history of
+    this one: what came after the checkpoint is cut off when the run goes on."""
+    run_dir = store.directory.parent
+    if not (source / MANIFEST).is_file():
+        raise RunDirError(f"resume from {source}", "no complete checkpoint there", "name a step-... directory")
+    newest, mark = store.steps()[-1:], run_dir / ADOPTED
+    if newest and mark.is_file() and mark.read_text(encoding="utf-8") == str(source):
+        return  # an earlier session adopted it: this one goes on from the latest
+    if newest and source == (store.directory / f"step-{newest[0]:06d}").resolve():
+        return
+    if newest:
+        raise RunDirError(
+            f"resume from {source}",
+            f"{store.directory} has checkpoints up to step {newest[0]}",
+            "choose another default_local_dir, or resume_mode: auto to go on from the latest",
+        )
+    store.directory.mkdir(parents=True, exist_ok=True)
+    staging = store.directory / f".{source.name}.partial"
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(source, staging)
+    for name in _HISTORY:
+        history = source.parent.parent / name
+        if history.is_dir():
+            shutil.copytree(history, run_dir / name, dirs_exist_ok=True)
+        elif history.is_file():
+            shutil.copyfile(history, run_dir / name)
+    atomic_write(mark, str(source))
+    staging.rename(store.directory / source.name)

@@ -1,0 +1,63 @@
+"""Parts of a run that call back into methods of RayPPOTrainer, which users override."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from trivium.frontdoors.verl.validation import Validator
+from trivium.metrics import declare_missing
+from trivium.protocols import Renderer
+from trivium.runtime.build import Stage
+from trivium.trainer import Trainer
+from trivium.types import Metrics
+
+_SHOWN = {"inputs": "input", "outputs": "output", "scores": "score"}
+"""Argument of `_maybe_log_val_generations` -> the part of a sample that it is a list of."""
+
+
+@dataclass(frozen=True)
+class TrainerStage(Stage):
+    """A stage whose messages are rendered as the user's tokenizer does it."""
+
+    user_renderer: Renderer
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.user_renderer
+
+
+@dataclass
+class OverridableTrainer(Trainer):
+    """A Trainer that saves through a method that users override."""
+
+    owner: Any = None
+
+    async def save_checkpoint(self) -> None:
+        await asyncio.to_thread(self.owner._save_checkpoint)
+
+    async def save_now(self) -> None:
+        """Saves; what an override calls."""
+        await super().save_checkpoint()
+
+
+@dataclass
+class OverridableValidator(Validator):
+    """A validator that is called through a method that users override."""
+
+    owner: Any = None
+
+    async def run(self, version: int) -> Metrics:
+        self.owner._validating = asyncio.get_running_loop(), self, version
+        self.results, self.samples_seen = {}, []
+        metrics = await asyncio.to_thread(self.owner._validate)
+        declare_missing(metrics, "what an override of RayPPOTrainer._validate measures")
+        if self.samples_seen:
+            shown = {name: [sample[key] for sample in self.samples_seen] for name, key in _SHOWN.items()}
+            await asyncio.to_thread(self.owner._maybe_log_val_generations, **shown)
+        return {**self.results, **metrics}
+
+    async def validate(self, version: int) -> Metrics:
+        """Validates; what an override calls."""
+        return await super().run(version)
