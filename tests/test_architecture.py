@@ -77,6 +77,7 @@ SAME_BASENAME = {
     "ranks": "the processes that train together: in one of them, and from the driver",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
+    "synchronizer": "statuses and versions of the roles of a run: the core's, and Trinity's over it",
     "trainer": "trainers: of the core, verl's and Trinity's over it",
 }
 """Modules of one basename mean the same kind of thing: which."""

@@ -86,9 +86,13 @@ class Synchronizer:
         def begin(values: Values) -> Values:
             # Explorers that still wait for the end of a stage see here that it has ended.
             ended = [*values.get("ended", ()), values["incarnation"]] if values.get("finished") else []
-            return {**opened, "ended": ended[-_MAX_REMEMBERED:]}
+            return {**self._kept(values), **opened, "ended": ended[-_MAX_REMEMBERED:]}
 
         self.board.write(begin)
+
+    def _kept(self, values: Values) -> Values:
+        """What of the board outlasts a stage."""
+        return {}
 
     async def wait_for_trainer(self, name: str) -> int | None:
         """Waits, as an explorer of another process, for a live trainer with an unfinished stage; returns the stage, or

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,72 +12,17 @@ from typing import Any
 import pytest
 
 from tests.e2e import trinity_savers
-from tests.e2e.trinity_savers import STEP, intervals
-from tests.processes import Forked
+from tests.e2e.trinity_savers import STEP, Start, intervals, on_ray
 from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
 from trivium.frontdoors.trinity.actors import forget
 
 pytestmark = pytest.mark.slow
-Start = Callable[..., Callable[[], int]]
-"""Starts a function in a process of its own; what it returns waits for its exit code."""
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    (tmp_path / "notes").mkdir()
-    return tmp_path
 
 
 @pytest.fixture
 def namespace() -> str:
     return uuid.uuid4().hex
-
-
-@contextmanager
-def forked(directory: Path) -> Iterator[Start]:
-    started: list[Forked] = []
-
-    def start(work: Callable[..., None], *arguments: Any) -> Callable[[], int]:
-        started.append(Forked(work.__name__, directory / f"{len(started)}.out", work, str(directory), *arguments))
-        return lambda process=started[-1]: process.wait(120)
-
-    try:
-        yield start
-    finally:
-        for process in started:
-            process.kill()
-
-
-@contextmanager
-def on_ray(address: str, directory: Path) -> Iterator[Start]:
-    import ray
-
-    def start(work: Callable[..., None], *arguments: Any) -> Callable[[], int]:
-        reference = ray.remote(num_cpus=0, max_retries=0)(work).remote(str(directory), *arguments)
-
-        def wait() -> int:
-            try:
-                ray.get(reference, timeout=120)
-            except ray.exceptions.WorkerCrashedError:
-                return -9
-            return 0
-
-        return wait
-
-    ray.init(address, logging_level="ERROR", log_to_driver=False)
-    try:
-        yield start
-    finally:
-        ray.shutdown()
-
-
-@pytest.fixture(params=["file", "ray"])
-def start(request: pytest.FixtureRequest, directory: Path) -> Iterator[Start]:
-    """In processes that are connected to Ray, as this one is then, or in none that are."""
-    on = on_ray(request.getfixturevalue("ray_address"), directory) if request.param == "ray" else forked(directory)
-    with on as starter:
-        yield starter
 
 
 PLACES = [("n0", "a"), ("n0", "a"), ("n0", "b"), ("n1", "b")]

@@ -7,13 +7,17 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.processes import eventually
+from tests.processes import Forked, eventually
 from trivium.frontdoors.trinity import CheckpointMonitor
 
 STEP = 5
+Start = Callable[..., Callable[[], int]]
+"""Starts a function in a process of its own; what it returns waits for its exit code."""
 
 
 def save(
@@ -67,3 +71,41 @@ def complete_elsewhere(directory: str, namespace: str, step: int) -> None:
 def intervals(directory: Path) -> list[tuple[float, float]]:
     """When each saver wrote, by number."""
     return [tuple(json.loads(path.read_text())) for path in sorted((directory / "notes").glob("*.json"))]
+
+
+@contextmanager
+def forked(directory: Path) -> Iterator[Start]:
+    started: list[Forked] = []
+
+    def start(work: Callable[..., None], *arguments: Any) -> Callable[[], int]:
+        started.append(Forked(work.__name__, directory / f"{len(started)}.out", work, str(directory), *arguments))
+        return lambda process=started[-1]: process.wait(120)
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+
+
+@contextmanager
+def on_ray(address: str, directory: Path) -> Iterator[Start]:
+    import ray
+
+    def start(work: Callable[..., None], *arguments: Any) -> Callable[[], int]:
+        reference = ray.remote(num_cpus=0, max_retries=0)(work).remote(str(directory), *arguments)
+
+        def wait() -> int:
+            try:
+                ray.get(reference, timeout=120)
+            except ray.exceptions.WorkerCrashedError:
+                return -9
+            return 0
+
+        return wait
+
+    ray.init(address, logging_level="ERROR", log_to_driver=False)
+    try:
+        yield start
+    finally:
+        ray.shutdown()

@@ -50,6 +50,11 @@ async def fetched(stored: Stored) -> list[Named]:
     return await asyncio.to_thread(_unpacked, stored.version, packed)
 
 
+def unpacked(stored: Stored) -> list[Named]:
+    """The same for a caller that cannot await. Blocks."""
+    return _unpacked(stored.version, [row for ref in stored.refs for row in ray.get(ref)])
+
+
 def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], str, Any]]) -> list[Named]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -91,8 +96,7 @@ class ObjectStoreChannel:
     def save(self, directory: Path, versions: Sequence[int]) -> None:
         for version in versions:
             stored: Stored = self._store.get_weights(version)
-            packed = [row for ref in stored.refs for row in ray.get(ref)]
-            write_version(directory, version, _unpacked(version, packed))
+            write_version(directory, version, unpacked(stored))
 
     def restore(self, directory: Path) -> None:
         for version, weights in read_versions(directory):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
 from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
 from trivium.frontdoors.trinity.state_dicts import set_model_state_dict
+from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.trainer import Trainer
 from trivium.frontdoors.trinity.verl_wrapper import VerlPPOTrainerWrapper, get_trainer_wrapper
-from trivium.synchronizer import Synchronizer
 from trivium.types import RunningStatus, SaveStrategy, SyncMethod, SyncStyle
 
 __all__ = [

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -21,9 +21,12 @@ from ray.exceptions import RayError
 from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Answer, Host, Proxy, death_cause, start_host
 from trivium.cluster.weight_store import BoardAndWeights
+from trivium.cluster.weights import ObjectStoreChannel, unpacked
 from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
 from trivium.errors import RoleFailed
 from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
+from trivium.protocols import Weights
+from trivium.sync.tensors import Named
 
 USER_S = 60.0
 """A process of another machine that is silent for so long has ended."""
@@ -126,6 +129,23 @@ async def _result_of(call: Callable[[], Any]) -> Any:
     return await result if asyncio.iscoroutine(result) else result
 
 
+class StateDicts:
+    """Weights in Ray's object store, which end with the process that offered them."""
+
+    def __init__(self, table: Proxy, *, keep: int) -> None:
+        self._table, self._channel = table, ObjectStoreChannel(table, keep=keep)
+
+    def offer(self, version: int, weights: Weights) -> bool:
+        return self._channel.offer(version, weights)
+
+    def collect(self, version: int) -> Iterator[Named]:
+        return iter(unpacked(self._table.get_weights(version)))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self._channel.versions
+
+
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     """An event loop in a thread of its own, for calls of this process."""
@@ -162,4 +182,4 @@ def join(namespace: str, name: str) -> Shared:
             ray.get(actor.leave.remote(key))
 
     table: Any = Proxy(actor, name, key)
-    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), leave)
+    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), table, leave)

@@ -32,6 +32,8 @@ class Shared:
     board: Board
     calls: Calls | None = None
     """None without Ray."""
+    table: Any = None
+    """On Ray, the actor's table, which keeps references to weights too."""
     close: Callable[[], None] = lambda: None
 
     def agree(self, key: str, value: object) -> Any:

@@ -1,0 +1,191 @@
+"""Trinity-RFT's Synchronizer is one for all processes of a namespace, with Ray and without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.trinity_savers import Start
+from tests.processes import eventually
+from trivium.config import RunConfig, load_config
+from trivium.errors import ConfigError, SyncError, UnknownName
+from trivium.frontdoors.trinity import RunningStatus, Synchronizer
+from trivium.frontdoors.trinity.actors import forget
+from trivium.types import SyncStyle
+
+pytestmark = pytest.mark.slow
+RUNNING, REQUIRE, WAITING, STOPPED = (
+    RunningStatus.RUNNING,
+    RunningStatus.REQUIRE_SYNC,
+    RunningStatus.WAITING_SYNC,
+    RunningStatus.STOPPED,
+)
+
+
+def config_in(directory: Path, *changes: str) -> RunConfig:
+    overrides = [f"run.dir={directory / 'run'}", f"run.name={directory}", *changes]
+    return load_config(Path(__file__).with_name("tiny.yaml"), overrides)
+
+
+def counts(synchronizer: Synchronizer) -> dict[RunningStatus, int]:
+    return {status: n for status, n in synchronizer.get_explorer_status_counts().items() if n}
+
+
+# --------------------------------------------------------------------------- one for all processes
+
+
+def explore(directory: str) -> None:
+    """An explorer of another process: by the namespace alone."""
+    synchronizer = Synchronizer.get_actor(namespace=directory)
+    assert (synchronizer.style, synchronizer.deadline_s) == (SyncStyle.DYNAMIC_BY_EXPLORER, 120)
+    synchronizer.set_explorer_status(RUNNING)
+    assert asyncio.run(synchronizer.wait_new_model_state_dict(0)) == 4
+    weights, version = synchronizer.get_model_state_dict()
+    assert version == 4
+    assert weights is not None
+    assert torch.equal(weights["a"], torch.arange(6.0).reshape(2, 3))
+    assert synchronizer.get_state_dict_meta() == [("a", "torch.float32", (2, 3)), ("b", "torch.bfloat16", (1,))]
+    assert asyncio.run(synchronizer.ready_to_nccl_sync("explorer", 4)) == 5
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_share_statuses_weights_and_exchanges(start: Start, directory: Path) -> None:
+    config = config_in(directory, "sync.style=dynamic_by_explorer", "sync.deadline_s=120")
+    with pytest.raises(UnknownName, match="the synchronizer of"):
+        Synchronizer.get_actor(namespace=str(directory))
+    synchronizer = Synchronizer.get_actor(config)
+    assert synchronizer.get_trainer_status() is STOPPED
+    assert Synchronizer.get_actor(namespace=str(directory)) is synchronizer
+    with pytest.raises(ConfigError, match="with style 'fixed'"):
+        Synchronizer.get_actor(config_in(directory))
+    synchronizer.set_trainer_status(RUNNING)
+    end = start(explore)
+    eventually(synchronizer.explorer_requires_sync, 120, lambda: str(counts(synchronizer)))
+    synchronizer.set_model_state_dict({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1).bfloat16()}, 4)
+    assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 5)) == 5
+    assert synchronizer.get_latest_model_version() == 5
+    assert synchronizer.get_trainer_status() is RUNNING
+    assert end() == -9
+    eventually(lambda: counts(synchronizer) == {STOPPED: 1}, 60, lambda: str(counts(synchronizer)))
+    assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 6)) is None  # its only explorer is gone
+    assert synchronizer.get_latest_model_version() == 5  # and nothing was delivered
+    forget(str(directory))
+
+
+def as_users_of_ray_do(directory: str) -> None:
+    import ray
+
+    synchronizer: Any = Synchronizer.get_actor(namespace=directory)
+    ray.get(synchronizer.set_explorer_status.remote(RUNNING))
+    ray.get(synchronizer.set_explorer_status.remote(REQUIRE, old_status=RUNNING))
+    assert ray.get(synchronizer.wait_new_model_state_dict.remote(0)) == 3
+
+
+def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path) -> None:
+    import ray
+
+    ray.init(ray_address, logging_level="ERROR", log_to_driver=False)
+    synchronizer: Any = Synchronizer.get_actor(config_in(directory))
+    ray.get(synchronizer.set_trainer_status.remote(RUNNING))
+    exploring = ray.remote(num_cpus=0)(as_users_of_ray_do).remote(str(directory))
+    eventually(
+        lambda: ray.get(synchronizer.get_explorer_status_counts.remote())[REQUIRE] == 1, 60, lambda: "none requires"
+    )
+
+    async def publish() -> None:
+        await synchronizer.set_model_state_dict.remote(None, 3)
+        assert await synchronizer.get_latest_model_version.remote() == 3
+
+    asyncio.run(publish())
+    ray.get(exploring, timeout=60)
+    assert ray.get(synchronizer.get_explorer_status_counts.remote())[RUNNING] == 1
+    ray.shutdown()
+
+
+# --------------------------------------------------------------------------- what happens when (reference 1.11)
+
+
+@pytest.fixture
+def alone(directory: Path) -> Any:
+    yield Synchronizer.get_actor(config_in(directory, "sync.deadline_s=1"))
+    forget(str(directory))
+
+
+async def test_waiting_for_a_version(alone: Synchronizer) -> None:
+    assert await alone.wait_new_model_state_dict(-1) == 0
+    assert await alone.wait_new_model_state_dict(0) == 0  # no trainer: there will be none
+    alone.set_trainer_status(RUNNING)
+    alone.set_explorer_status(RUNNING)
+    assert await alone.wait_new_model_state_dict(0, no_wait=True) == 0
+    with pytest.raises(SyncError, match="the newest is 0"):
+        await alone.wait_new_model_state_dict(1)
+    with pytest.raises(SyncError, match="a version newer than 0 waits for the trainer"):
+        await alone.wait_new_model_state_dict(0)
+    assert counts(alone) == {RUNNING: 1}  # as before, so that it can wait again
+    for change, version in (
+        (alone.notify_no_new_model_state_dict, 0),
+        (lambda: alone.set_model_state_dict(None, 2), 2),
+        (lambda: alone.set_trainer_status(STOPPED), 2),
+    ):
+        waiting = asyncio.ensure_future(alone.wait_new_model_state_dict(alone.get_latest_model_version()))
+        while counts(alone) != {REQUIRE: 1}:
+            await asyncio.sleep(0.01)
+        change()
+        assert await waiting == version
+        assert counts(alone) == {RUNNING: 1}
+
+
+async def test_an_exchange_without_its_other_side(alone: Synchronizer) -> None:
+    alone.set_trainer_status(RUNNING)
+    with pytest.raises(SyncError, match="this process has reported no explorer"):
+        await alone.ready_to_nccl_sync("explorer", 0)
+    alone.set_explorer_status(REQUIRE)
+    assert await alone.ready_to_nccl_sync("explorer", 0) is None
+    assert await alone.ready_to_nccl_sync("trainer", 1) is None
+    assert (counts(alone), alone.get_trainer_status(), alone.get_latest_model_version()) == ({REQUIRE: 1}, RUNNING, 0)
+    trainer = asyncio.ensure_future(alone.ready_to_nccl_sync("trainer", 1))
+    while alone.get_trainer_status() is not WAITING:
+        await asyncio.sleep(0.01)
+    assert await alone.ready_to_nccl_sync("explorer", 0) == 1 == await trainer
+    assert (counts(alone), alone.get_trainer_status(), alone.get_latest_model_version()) == ({RUNNING: 1}, RUNNING, 1)
+    trainer = asyncio.ensure_future(alone.ready_to_nccl_sync("trainer", 2))
+    await asyncio.sleep(0)
+    alone.set_explorer_status(STOPPED, RUNNING)
+    assert await trainer is None
+    assert (alone.get_trainer_status(), alone.get_latest_model_version()) == (RUNNING, 1)
+    alone.set_explorer_status(RUNNING)
+    explorer = asyncio.ensure_future(alone.ready_to_nccl_sync("explorer", 1))
+    await asyncio.sleep(0)
+    alone.set_trainer_status(STOPPED)
+    assert await explorer is None
+    assert counts(alone) == {RUNNING: 1, STOPPED: 1}
+
+
+def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer) -> None:
+    alone.set_explorer_status(REQUIRE)
+    alone.set_explorer_status(REQUIRE)
+    alone.set_explorer_status(RUNNING, old_status=REQUIRE)
+    assert alone.get_explorer_status_counts() == {RUNNING: 1, REQUIRE: 1, WAITING: 0, STOPPED: 0}
+    with pytest.raises(SyncError, match="none is waiting_sync"):
+        alone.set_explorer_status(RUNNING, WAITING)
+    assert alone.trainer_requires_weight_sync() is None
+    alone.set_trainer_status(REQUIRE)
+    assert alone.trainer_requires_weight_sync() is True
+    for _ in range(2):
+        assert alone.set_model_state_dict_with_step_num(7, world_size=3) == 7
+        assert alone.get_latest_model_version() == 0
+    assert alone.set_model_state_dict_with_step_num(7, world_size=3) == 7
+    assert alone.set_model_state_dict_with_step_num() == 7 == alone.get_latest_model_version()
+    with pytest.raises(SyncError, match="publish versions in order"):
+        alone.set_model_state_dict(None, 6)
+    assert alone.get_model_state_dict() == (None, 7)
+    with pytest.raises(AttributeError, match=r"sync\.method nccl makes the group"):
+        alone.setup_weight_sync_group("127.0.0.1", 1)
+    alone.open()  # a trainer begins: explorers that are there already stay
+    assert alone.get_explorer_status_counts()[RUNNING] == 1

@@ -1,0 +1,431 @@
+"""Trinity-RFT's Synchronizer: one for all processes of a namespace, over the core's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trivium import synchronizer as core
+from trivium.board import Board, Values
+from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
+from trivium.config import RunConfig, config_from_mapping
+from trivium.config.resume import fingerprint
+from trivium.errors import ConfigError, SyncError
+from trivium.frontdoors.trinity.actors import made_once
+from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
+from trivium.frontdoors.trinity.translation import translate
+from trivium.runtime.build import build_synchronizer, kept_versions, open_board, run_name, shares_buffer
+from trivium.synchronizer import live_explorers
+from trivium.types import TRAINER, RunningStatus, SyncStyle
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROLE = "synchronizer"
+"""The name of a Synchronizer in its namespace."""
+_POLL_S = 0.5
+"""How often a wait checks whether explorers are alive."""
+_STOPPED, _WAITING = RunningStatus.STOPPED.value, RunningStatus.WAITING_SYNC.value
+_SERVED_OTHERWISE = {
+    "add_module": "nothing is to be registered: a process that ends is noticed",
+    "setup_weight_sync_group": "sync.method nccl makes the group of its processes by itself",
+    "coordinate_weight_sync_setup": "sync.method nccl makes the group of its processes by itself",
+    "coordinate_weight_sync_teardown": "sync.method nccl ends the group of its processes by itself",
+    "get_latest_model_path": "call get_model_state_dict(), or read the directory of sync.method checkpoint",
+    "get_model_state_dict_iterator": "call get_model_state_dict()",
+}
+"""What else Trinity-RFT's synchronizer has, and what to do instead."""
+
+
+@actor_like
+class Synchronizer(core.Synchronizer):
+    """One made by `get_actor` stands for the synchronizer of a namespace: in every process that asks for it, over one
+    board.
+
+    Explorers that report by `set_explorer_status(status, old_status)` need no name: each belongs to the process that
+    first reported it, and counts as stopped when that process is gone. Methods are called as they are, or, on Ray, by
+    `.remote(...)` as those of an actor.
+    """
+
+    shared: Shared | None = None
+    _options: Mapping[str, Any]
+
+    @classmethod
+    def get_actor(cls, config: object = None, namespace: str | None = None) -> Synchronizer:
+        """The synchronizer of a run; the first call of all its processes makes it, and needs the config (of Trinity's
+        shape, or a RunConfig). Others may pass the namespace alone, by default the config's `ray_namespace`
+        (`run.name`).
+
+        With a buffer that processes share it lies beside that buffer, where the commands of the run meet too. Else its
+        processes are those of a Ray cluster where this one is connected to it, or those of this machine and user.
+        Raises ConfigError for another `sync` section than that it was made with.
+        """
+        run_config = _run_config(config)
+        if namespace is None and run_config is None:
+            raise ConfigError("a synchronizer", "neither a config nor a namespace", "pass one of them")
+        namespace = namespace or run_name(cast(RunConfig, run_config))
+        synchronizer = made_once(namespace, ROLE, lambda shared: cls._made(shared, run_config))
+        for name, value in _options(run_config, synchronizer.board).items() if run_config is not None else ():
+            if name in ("style", "interval", "collective") and value != synchronizer._options[name]:
+                raise ConfigError(
+                    f"the synchronizer of {namespace!r} with {name} {value!r}",
+                    f"it has {synchronizer._options[name]!r}",
+                    "pass the same everywhere, or use another namespace",
+                )
+        return synchronizer
+
+    @classmethod
+    def _made(cls, shared: Shared, config: RunConfig | None) -> Synchronizer:
+        options = shared.agree(_RUN, None if config is None else _options(config, shared.board))
+        board = shared.board
+        if options["in_database"]:
+            if config is None:
+                raise ConfigError(
+                    f"the synchronizer of {shared.namespace!r} by its namespace",
+                    "it lies in the database of the run's buffer",
+                    "pass the config",
+                )
+            board = open_board(config)
+        made = cls(
+            board,
+            deadline_s=options["deadline_s"],
+            style=SyncStyle(options["style"]),
+            interval=options["interval"],
+            collective=options["collective"],
+            heartbeat_s=options["heartbeat_s"],
+            settings=options["settings"],
+        )
+        made.shared, made._options = shared, options
+        return made
+
+    def __reduce__(self) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self.shared is None:
+            return super().__reduce__()
+        return Synchronizer.get_actor, (None, self.shared.namespace)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SERVED_OTHERWISE:
+            raise AttributeError(f"a Synchronizer has no {name}: {_SERVED_OTHERWISE[name]}")
+        raise AttributeError(f"a Synchronizer has no {name!r}")
+
+    def _kept(self, values: Values) -> Values:
+        anonymous = {name: entry for name, entry in live_explorers(values).items() if "alive" in entry}
+        return {**{key: values[key] for key in (_RUN,) if key in values}, "explorers": anonymous}
+
+    def _same_incarnation(self, values: Values) -> bool:
+        return not self._incarnation or super()._same_incarnation(values)  # one that takes no part sees every trainer's
+
+    # ------------------------------------------------------------------ statuses
+
+    def get_trainer_status(self) -> RunningStatus:
+        """STOPPED until a trainer is there."""
+        return self.trainer_status
+
+    def set_explorer_status(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, status: RunningStatus | str, old_status: RunningStatus | None = None
+    ) -> None:
+        """An explorer of this process is in a status: a further one, or, with `old_status`, one that was in that.
+
+        The core's form `set_explorer_status(name, status)` works too. Raises SyncError where no explorer that was
+        reported this way has the old status.
+        """
+        if not isinstance(status, RunningStatus):
+            assert old_status is not None
+            super().set_explorer_status(status, old_status)
+            return
+        me = asdict(ProcessLife.of(os.getpid()))
+
+        def change(values: Values) -> Values:
+            explorers = _explorers(values)
+            if old_status is None:
+                name = f"{me['host']}-{me['pid']}/{len(explorers)}"
+                entry = {"status": status.value, "version": None, "alive": me, "reaped": True}
+                return {**values, "explorers": {**explorers, name: entry}}
+            same = [n for n, e in explorers.items() if "alive" in e and e["status"] == RunningStatus(old_status).value]
+            own = [name for name in same if explorers[name]["alive"] == me]
+            if not same:
+                raise SyncError(
+                    f"an explorer from {old_status} to {status}",
+                    f"none is {old_status}: { ({status.value: n for status, n in _counts(values).items()}) }",
+                    "report each explorer first by its status alone, then by that and the one before",
+                )
+            return _with(values, [*own, *same][0], status=status.value)
+
+        self._write(change)
+
+    def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
+        """How many explorers are in each status; those that died are stopped."""
+        self._stop_dead()
+        return _counts(self.board.read())
+
+    def explorer_requires_sync(self) -> bool:
+        """Whether an explorer asks for weights."""
+        return self.get_explorer_status_counts()[RunningStatus.REQUIRE_SYNC] > 0
+
+    def trainer_requires_weight_sync(self) -> bool | None:
+        """Whether the trainer asks for an exchange; None where it is stopped."""
+        status = self.trainer_status
+        return None if status is RunningStatus.STOPPED else status is RunningStatus.REQUIRE_SYNC
+
+    # ------------------------------------------------------------------ versions
+
+    def get_latest_model_version(self) -> int:
+        """The newest version that was delivered or can be fetched; 0 where there is none."""
+        return _latest(self.board.read())
+
+    async def wait_new_model_state_dict(self, current_version: int, no_wait: bool = False) -> int:
+        """Waits for a version newer than `current_version`, and returns the newest; the same one where the trainer
+        stops, says that there is none (`notify_no_new_model_state_dict`), or with `no_wait`.
+
+        An explorer of this process requires an exchange meanwhile, and runs afterwards. Raises SyncError at the
+        deadline, its status as it was, and for a version that does not exist yet.
+        """
+        values = self.board.read()
+        if _latest(values) < current_version:
+            raise SyncError(
+                f"a version newer than {current_version}",
+                f"the newest is {_latest(values)}",
+                "pass the version that the explorer has loaded",
+            )
+        refusals = values.get(_REFUSALS, 0)
+
+        def over(values: Values) -> bool:
+            refused = values.get(_REFUSALS, 0) != refusals
+            return _latest(values) > current_version or _trainer(values) == _STOPPED or refused
+
+        with self._requiring():
+            if not no_wait and not over(values):
+                values = await self._until(over, f"a version newer than {current_version}", "the trainer")
+        return _latest(values)
+
+    def notify_no_new_model_state_dict(self) -> None:
+        """The trainer has nothing newer: who waits goes on."""
+        self._write(lambda values: {**values, _REFUSALS: values.get(_REFUSALS, 0) + 1})
+
+    @contextmanager
+    def _requiring(self) -> Generator[None]:
+        """An explorer of this process requires an exchange inside the block and runs afterwards; after an error it is
+        in its status before."""
+        name, before = self._own_explorer()
+        if name is None:
+            yield
+            return
+        self._explorer(name, status=RunningStatus.REQUIRE_SYNC.value)
+        try:
+            yield
+        except BaseException:
+            self._explorer(name, status=before)
+            raise
+        self._explorer(name, status=RunningStatus.RUNNING.value)
+
+    def _own_explorer(self) -> tuple[str | None, str]:
+        """(name, status) of an explorer that this process has reported, one that waits for nobody yet first."""
+        me = asdict(ProcessLife.of(os.getpid()))
+        live = live_explorers(self.board.read())
+        own = [(name, entry["status"]) for name, entry in live.items() if entry.get("alive") == me]
+        own.sort(key=lambda item: item[1] == _WAITING)
+        return own[0] if own else (None, "")
+
+    # ------------------------------------------------------------------ weights
+
+    def set_model_state_dict(self, state_dict: Mapping[str, Tensor] | None, trainer_step: int) -> None:
+        """Leaves the weights of a step for `get_model_state_dict`, and publishes it; None where they lie elsewhere."""
+        if state_dict is not None:
+            self._weights.offer(trainer_step, state_dict.items())
+        self.publish(trainer_step)
+
+    def set_model_state_dict_with_step_num(self, step_num: int | None = None, world_size: int | None = None) -> int:
+        """Publishes a step whose weights lie elsewhere: with `world_size`, once so many callers have said so. Returns
+        it; the newest one where none is given."""
+        step = self.get_latest_model_version() if step_num is None else step_num
+        counted = [1]
+
+        def count(values: Values) -> Values:
+            shards = dict(values.get(_SHARDS, {}))
+            counted[:] = [shards.pop(str(step), 0) + 1]
+            return {**values, _SHARDS: {**shards, str(step): counted[0]} if counted[0] < (world_size or 1) else shards}
+
+        self._write(count)
+        if step_num is not None and counted[0] >= (world_size or 1):
+            self.publish(step)
+        return step
+
+    def get_model_state_dict(self) -> tuple[dict[str, Tensor] | None, int]:
+        """(tensors by name, version) of the newest version; None where its weights lie elsewhere."""
+        version = self.get_latest_model_version()
+        if version not in self._weights.versions:
+            return None, version
+        return dict(self._weights.collect(version)), version
+
+    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """(name, type, shape) of each tensor of the newest version."""
+        weights, _ = self.get_model_state_dict()
+        if weights is None:
+            return None
+        return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in weights.items()]
+
+    @cached_property
+    def _weights(self) -> Any:
+        """Where `set_model_state_dict` keeps weights: in Ray's object store, or in files."""
+        if self.shared is None:
+            raise SyncError("weights of a synchronizer", "it was not made by get_actor", "use the run's channel")
+        keep = self._options["keep"]
+        if self.shared.calls is not None:
+            from trivium.frontdoors.trinity.ray_actors import StateDicts
+
+            return StateDicts(self.shared.table, keep=keep)
+        from trivium.sync.files import FileChannel
+
+        return FileChannel(keep=keep, directory=Path(self._options["directory"]), synchronizer=self, role=ROLE)
+
+    # ------------------------------------------------------------------ exchanges
+
+    async def ready_to_nccl_sync(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, module: str, trainer_step: int, address: str = ""
+    ) -> Any:
+        """Waits until the trainer (`"trainer"`, with its step) and all live explorers (`"explorer"`) are ready; returns
+        the trainer's step to both, or None where the other side stops or is not there by the deadline. Statuses are
+        then as before.
+
+        The core's form, for one of its roles, returns its Exchange.
+        """
+        if address or module not in (TRAINER, "explorer") or module in _explorers(self.board.read()):
+            return await super().ready_to_nccl_sync(module, trainer_step, address)
+        return await (self._trainer_ready(trainer_step) if module == TRAINER else self._explorer_ready())
+
+    async def _trainer_ready(self, step: int) -> int | None:
+        if step < self.get_latest_model_version():
+            raise SyncError(
+                f"an exchange of step {step}", f"{self.get_latest_model_version()} is published", "pass the newest step"
+            )
+        before = self.trainer_status
+        self.set_trainer_status(RunningStatus.WAITING_SYNC)
+        agreed: list[bool] = []
+
+        def agree(values: Values) -> Values:
+            agreed[:] = [_all_wait(values)]
+            if not agreed[0]:
+                return values
+            members = list(live_explorers(values))
+            for name in members:
+                values = _with(values, name, status=RunningStatus.RUNNING.value, version=step)
+            number = values.get(_MEETING, {"number": 0})["number"] + 1
+            return {**values, _MEETING: {"number": number, "step": step, "members": members}}
+
+        try:
+            while not agreed or not agreed[0]:
+                await self._until(lambda values: _all_wait(values) or _all_stopped(values), TRAINER, "the explorers")
+                self._write(agree)
+                if not agreed[0] and _all_stopped(self.board.read()):
+                    return None
+        except SyncError:
+            return None
+        finally:
+            self.set_trainer_status(RunningStatus.RUNNING if agreed and agreed[0] else before)
+        self.publish(step)
+        return step
+
+    async def _explorer_ready(self) -> int | None:
+        name, before = self._own_explorer()
+        if name is None:
+            raise SyncError(
+                "an explorer's exchange of weights",
+                "this process has reported no explorer",
+                "call set_explorer_status(RunningStatus.RUNNING) first",
+            )
+        number = self.board.read().get(_MEETING, {"number": 0})["number"]
+        self._explorer(name, status=_WAITING)
+
+        def met(values: Values) -> bool:
+            meeting = values.get(_MEETING, {"number": 0})
+            return meeting["number"] > number and name in meeting["members"]
+
+        values: Values = {}
+        try:
+            values = await self._until(lambda v: met(v) or _trainer(v) == _STOPPED, f"explorer {name}", TRAINER)
+        except SyncError:
+            pass  # the trainer did not come
+        finally:
+            if not met(values):
+                self._explorer(name, status=before)
+        return values[_MEETING]["step"] if met(values) else None
+
+    # ------------------------------------------------------------------ the board
+
+    async def _until(self, over: Callable[[Values], bool], who: str, whom: str) -> Values:
+        """The board once this holds. Raises SyncError after `deadline_s` without a change."""
+
+        async def poll(deadline: ProgressDeadline) -> tuple[Values | None, object]:
+            self._stop_dead()
+            values = await self.board.poll(over, min(_POLL_S, deadline.seconds))
+            return values if over(values) else None, {key: value for key, value in values.items() if key != "beats"}
+
+        return await wait_until(poll, lambda: Waiting(who, whom), self.deadline_s)
+
+    def _stop_dead(self) -> None:
+        """The explorers of processes that are gone count as stopped."""
+        for name, entry in live_explorers(self.board.read()).items():
+            if "alive" in entry and not ProcessLife(**entry["alive"])():
+                self._explorer(name, status=_STOPPED, dead="its process is gone")
+
+
+_RUN, _REFUSALS, _SHARDS, _MEETING = "run", "refusals", "shards", "meeting"
+"""What a Synchronizer of this front door adds to the board."""
+
+
+def _options(config: RunConfig, board: Board) -> dict[str, Any]:
+    """What every process needs to stand for the synchronizer of a run. JSON values."""
+    like = build_synchronizer(config, board, fingerprint(config))
+    return {
+        "deadline_s": like.deadline_s,
+        "style": like.style.value,
+        "interval": like.interval,
+        "collective": like.collective,
+        "heartbeat_s": like.heartbeat_s,
+        "settings": like.settings,
+        "keep": kept_versions(config),
+        "directory": str(Path(config.run.dir).absolute() / "state_dicts"),
+        "in_database": shares_buffer(config),
+    }
+
+
+def _run_config(config: object) -> RunConfig | None:
+    if config is None or isinstance(config, RunConfig):
+        return config
+    return config_from_mapping(translate(config).config)
+
+
+def _explorers(values: Values) -> Mapping[str, Mapping[str, Any]]:
+    return values.get("explorers", {})
+
+
+def _counts(values: Values) -> dict[RunningStatus, int]:
+    statuses = [entry["status"] for entry in _explorers(values).values()]
+    return {status: statuses.count(status.value) for status in RunningStatus}
+
+
+def _with(values: Values, name: str, **entry: object) -> Values:
+    explorers = _explorers(values)
+    return {**values, "explorers": {**explorers, name: {**explorers[name], **entry}}}
+
+
+def _latest(values: Values) -> int:
+    return max(values.get("versions", ()), default=0)
+
+
+def _trainer(values: Values) -> str:
+    return values.get("trainer", _STOPPED)
+
+
+def _all_wait(values: Values) -> bool:
+    live = live_explorers(values).values()
+    return bool(live) and all(entry["status"] == _WAITING for entry in live)
+
+
+def _all_stopped(values: Values) -> bool:
+    return bool(_explorers(values)) and not live_explorers(values)
