@@ -19,7 +19,7 @@ from trivium.errors import ConfigError, SyncError
 from trivium.frontdoors.trinity.actors import made_once
 from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
-from trivium.runtime.build import build_synchronizer, kept_versions, open_board, run_name, shares_buffer
+from trivium.runtime.build import build_synchronizer, kept_versions, open_board, shares_buffer
 from trivium.synchronizer import live_explorers
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 
@@ -58,20 +58,20 @@ class Synchronizer(core.Synchronizer):
     @classmethod
     def get_actor(cls, config: object = None, namespace: str | None = None) -> Synchronizer:
         """The synchronizer of a run; the first call of all its processes makes it, and needs the config (of Trinity's
-        shape, or a RunConfig). Others may pass the namespace alone, by default the config's `ray_namespace`
-        (`run.name`).
+        shape, or a RunConfig). Others may pass the namespace alone: the config's `ray_namespace` or `run.name`, and
+        without one the run directory.
 
         With a buffer that processes share it lies beside that buffer, where the commands of the run meet too. Else its
         processes are those of a Ray cluster where this one is connected to it, or those of this machine and user.
-        Raises ConfigError for another `sync` section than that it was made with.
+        Raises ConfigError for another `sync` section, or another run directory, than it was made with.
         """
         run_config = _run_config(config)
         if namespace is None and run_config is None:
             raise ConfigError("a synchronizer", "neither a config nor a namespace", "pass one of them")
-        namespace = namespace or run_name(cast(RunConfig, run_config))
+        namespace = namespace or _namespace(cast(RunConfig, run_config))
         synchronizer = made_once(namespace, ROLE, lambda shared: cls._made(shared, run_config))
         for name, value in _options(run_config, synchronizer.board).items() if run_config is not None else ():
-            if name in ("style", "interval", "collective") and value != synchronizer._options[name]:
+            if name in ("style", "interval", "collective", "directory") and value != synchronizer._options[name]:
                 raise ConfigError(
                     f"the synchronizer of {namespace!r} with {name} {value!r}",
                     f"it has {synchronizer._options[name]!r}",
@@ -224,7 +224,7 @@ class Synchronizer(core.Synchronizer):
         self._explorer(name, status=RunningStatus.RUNNING.value)
 
     def _own_explorer(self) -> tuple[str | None, str]:
-        """(name, status) of an explorer that this process has reported, one that waits for nobody yet first."""
+        """(name, status) of an explorer that this process has reported, one that does not wait yet first."""
         me = asdict(ProcessLife.of(os.getpid()))
         live = live_explorers(self.board.read())
         own = [(name, entry["status"]) for name, entry in live.items() if entry.get("alive") == me]
@@ -314,8 +314,8 @@ class Synchronizer(core.Synchronizer):
             members = list(live_explorers(values))
             for name in members:
                 values = _with(values, name, status=RunningStatus.RUNNING.value, version=step)
-            number = values.get(_MEETING, {"number": 0})["number"] + 1
-            return {**values, _MEETING: {"number": number, "step": step, "members": members}}
+            number = values.get(_PAIRED, {"number": 0})["number"] + 1
+            return {**values, _PAIRED: {"number": number, "step": step, "members": members}}
 
         try:
             while not agreed or not agreed[0]:
@@ -338,12 +338,12 @@ class Synchronizer(core.Synchronizer):
                 "this process has reported no explorer",
                 "call set_explorer_status(RunningStatus.RUNNING) first",
             )
-        number = self.board.read().get(_MEETING, {"number": 0})["number"]
+        number = self.board.read().get(_PAIRED, {"number": 0})["number"]
         self._explorer(name, status=_WAITING)
 
         def met(values: Values) -> bool:
-            meeting = values.get(_MEETING, {"number": 0})
-            return meeting["number"] > number and name in meeting["members"]
+            paired = values.get(_PAIRED, {"number": 0})
+            return paired["number"] > number and name in paired["members"]
 
         values: Values = {}
         try:
@@ -353,7 +353,7 @@ class Synchronizer(core.Synchronizer):
         finally:
             if not met(values):
                 self._explorer(name, status=before)
-        return values[_MEETING]["step"] if met(values) else None
+        return values[_PAIRED]["step"] if met(values) else None
 
     # ------------------------------------------------------------------ the board
 
@@ -374,7 +374,7 @@ class Synchronizer(core.Synchronizer):
                 self._explorer(name, status=_STOPPED, dead="its process is gone")
 
 
-_RUN, _REFUSALS, _SHARDS, _MEETING = "run", "refusals", "shards", "meeting"
+_RUN, _REFUSALS, _SHARDS, _PAIRED = "run", "refusals", "shards", "paired"
 """What a Synchronizer of this front door adds to the board."""
 
 
@@ -392,6 +392,10 @@ def _options(config: RunConfig, board: Board) -> dict[str, Any]:
         "directory": str(Path(config.run.dir).absolute() / "state_dicts"),
         "in_database": shares_buffer(config),
     }
+
+
+def _namespace(config: RunConfig) -> str:
+    return config.run.name or str(Path(config.run.dir).absolute())
 
 
 def _run_config(config: object) -> RunConfig | None:
