@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from trivium.config.hints import FOREIGN
 from trivium.config.memory_estimate import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
+from trivium.frontdoors.tables import Mapped
+from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BEGIN, _END = "<!-- the table is generated: make docs -->\n", "<!-- end of the table -->\n"
@@ -59,7 +62,30 @@ def _memory() -> str:
     return "\n".join([*rows, ""])
 
 
+def _trinity() -> str:
+    """What becomes of every key of Trinity-RFT's config; keys with one answer share a line."""
+    sections = {
+        "The config": TABLE,
+        "`buffer.explorer_input`: `taskset`, and each of `tasksets` and `eval_tasksets`": TASKSET,
+        "`buffer.trainer_input`: `experience_buffer`, and each of `auxiliary_buffers`": EXPERIENCE_BUFFER,
+        "`model.lora_configs`": LORA,
+        "`explorer.auxiliary_models`": AUXILIARY_MODEL,
+    }
+    parts = [f"### {title}\n\n{_rows_of(table.rows())}" for title, table in sections.items()]
+    taken = (row for row in TRAINER_CONFIG.rows() if isinstance(TRAINER_CONFIG.entries[row[0]], Mapped))
+    return "\n".join([*parts, f"### `trainer.trainer_config`\n\n{_rows_of(taken)}"])
+
+
+def _rows_of(rows: Iterator[tuple[str, str]]) -> str:
+    keys: dict[str, list[str]] = {}
+    for key, text in rows:
+        keys.setdefault(text, []).append(f"`{key}`")
+    lines = [f"| {', '.join(names)} | {text.replace('|', chr(92) + '|')} |" for text, names in keys.items()]
+    return "\n".join(["| there | here |", "|---|---|", *lines, ""])
+
+
 TABLES = {
+    "trinity.md": partial(with_table, "trinity.md", _trinity),
     "coming-from.md": partial(with_table, "coming-from.md", _keys),
     "memory.md": partial(with_table, "memory.md", _memory),
 }
