@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -26,9 +28,11 @@ from trivium.errors import DataError
 from trivium.frontdoors.verl.data import Data, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.orders import AbstractCurriculumSampler
 from trivium.frontdoors.verl.prompts import CutRenderer, cut
+from trivium.policy import PromptTooLong
 from trivium.schedule import Schedule
-from trivium.text.renderer import ChatRenderer
+from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import tiny_tokenizer
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Message
 
 
@@ -290,11 +294,60 @@ def test_some_rows() -> None:
     assert chosen == some_rows(ROWS, 5, shuffle=True, seed=0) != ROWS[:5]
 
 
-@pytest.mark.parametrize("column", ["images", "videos"])
-def test_media_are_refused(column: str) -> None:
-    with pytest.raises(DataError, match="read text only"):
-        data([*ROWS, row(11) | {column: [{"bytes": "x"}]}])
-    assert data([*ROWS, row(11) | {column: []}]).epoch_length == 8
+@pytest.mark.parametrize("media", [{"videos": ["a.mp4"]}, {"multi_modal_data": {"video": ["a.mp4"]}}])
+def test_videos_are_refused(media: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="videos and sound are not supported"):
+        data([*ROWS, row(11) | media])
+    assert data([*ROWS, row(11) | {"videos": []}]).epoch_length == 8
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8))
+
+
+def encoded(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        lambda seed: {"images": [{"bytes": encoded(seed), "path": None}]},
+        lambda seed: {"images": [picture(seed)]},
+        lambda seed: {"multi_modal_data": {"image": [picture(seed)]}},
+        lambda seed: {"pics": np.array([{"bytes": encoded(seed)}], dtype=object)},
+    ],
+)
+def test_rows_have_images(images: Callable[[int], dict[str, Any]]) -> None:
+    def rows(seed: int) -> list[dict[str, Any]]:
+        marked = [{"role": "user", "content": "<image>how many?"}]
+        return [row(number) | {"prompt": marked} | images(seed + number) for number in range(4)]
+
+    options: dict[str, Any] = {"image_key": "pics"} if "pics" in images(0) else {}
+    made = Data(rows(0), taskset="train", origin="the rows", batch=4, **options)
+    tasks = [made.visit(0, place) for place in range(4)]
+    assert [len(task.prompt[0].media) for task in tasks] == [1] * 4
+    assert len({task.prompt[0].media[0].sha256 for task in tasks}) == 4
+    decoded = Image.open(io.BytesIO(tasks[1].prompt[0].media[0].data))
+    assert np.array_equal(np.asarray(decoded), np.asarray(picture(1)))
+    again = Data(rows(0), taskset="train", origin="the rows", batch=4, **options)
+    other = Data(rows(7), taskset="train", origin="the rows", batch=4, **options)
+    assert made.digest == again.digest != other.digest
+
+
+def test_prompts_with_images_are_counted_and_never_cut(tmp_path: Path) -> None:
+    model = TinyVisionModel(TinyVisionModel.Config(layers=1, hidden=32, mlp=8, vision_layers=1), seed=0)
+    renderer = renderer_of(model.materialize(tmp_path / "model"))
+    pictured = {"prompt": [{"role": "user", "content": "<image>"}], "images": [Image.new("RGB", (56, 56))]}
+    made = Data([row(0), row(1) | pictured], taskset="train", origin="the rows", batch=1)
+    kept = made.within(15, renderer, truncation="error", filtered=True)
+    assert len(kept.rows) == 1
+    prompt = made.visit(0, 1).prompt
+    assert len(CutRenderer(renderer, 30, "left").render(prompt)) == 16 + 5
+    with pytest.raises(PromptTooLong, match=r"21 tokens with 1 image"):
+        CutRenderer(renderer, 20, "left").render(prompt)
 
 
 RENDERER = ChatRenderer(tiny_tokenizer("0123456789+= "))

@@ -219,3 +219,12 @@ def test_rows_of_a_script_may_hold_pictures() -> None:
     first, second = (task(json.loads(line)) for line in as_lines(rows, "tasks").splitlines())
     assert second.prompt[0].media == (IMAGE,)
     assert first.prompt[0].media[0].mime == "image/png"
+
+
+def test_several_files_share_the_folder_that_holds_them(root: Path) -> None:
+    row = json.dumps({"prompt": "<image>?", "images": ["pictures/a.png"], "n": 1})
+    (root / "one.jsonl").write_text(row)
+    (root / "pictures" / "two.jsonl").write_text(row.replace('"n": 1', '"n": 2'))
+    paths = (str(root / "one.jsonl"), str(root / "pictures" / "two.jsonl"))
+    tasks = JsonlTasks(JsonlTasks.Config(kind="jsonl", path=paths), name="train", seed=0)
+    assert [tasks[number].prompt[0].media for number in range(2)] == [(IMAGE,)] * 2

@@ -79,7 +79,8 @@ class HuggingFaceModel:
         aside.mkdir(parents=True)
         for file in path.iterdir():
             (aside / file.name).symlink_to(file)
-        (aside / _TEMPLATE_FILE).unlink(missing_ok=True)
+        for older in (_TEMPLATE_FILE, "chat_template.json"):  # older processors have a template of their own
+            (aside / older).unlink(missing_ok=True)
         (aside / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
         aside.rename(directory)
         return directory

@@ -28,6 +28,7 @@ MAX_PIXELS = 64_000_000
 """The largest image by default, width times height: a file of a few kilobytes can hold billions of pixels."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _CACHED_BYTES = 1 << 28
+_SAME_PIXELS = 0.02
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
@@ -98,6 +99,23 @@ class Images:
     def pixels(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """The model's inputs for the images of one sequence, in order; nothing for none."""
         return join_pixels([self.read(item).pixels for item in media])
+
+    def equals(self, other: Images) -> bool:
+        """Whether both read a small and a large image alike: the same tokens, and pixels that differ no more than those
+        of two image libraries do."""
+        from PIL import Image
+
+        for size in ((48, 32), (1600, 1200)):
+            file = io.BytesIO()
+            Image.linear_gradient("L").resize(size).save(file, "PNG")
+            mine, theirs = (images.read(Media("image/png", file.getvalue())) for images in (self, other))
+            if mine.tokens.tolist() != theirs.tokens.tolist() or mine.pixels.keys() != theirs.pixels.keys():
+                return False
+            for name, tensor in mine.pixels.items():
+                same_shape = tensor.shape == theirs.pixels[name].shape
+                if not same_shape or (tensor.double() - theirs.pixels[name].double()).abs().mean() > _SAME_PIXELS:
+                    return False
+        return True
 
     def _compute(self, media: Media) -> ImageInput:
         import torch

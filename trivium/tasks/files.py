@@ -10,6 +10,7 @@ from typing import Any
 
 from trivium.config import ConfigPath, RunConfig
 from trivium.errors import DataError, MissingPackage, Problem
+from trivium.tasks.pictures import common_folder
 from trivium.tasks.rows import RowTasks, missing_package
 
 
@@ -29,7 +30,7 @@ class FileTasks(RowTasks):
 
         @property
         def image_folder(self) -> Path:
-            return super().image_folder or Path(self.paths[0]).parent
+            return super().image_folder or common_folder(self.paths)
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from (_no_file(path, where) for path in self.paths if not Path(path).is_file())

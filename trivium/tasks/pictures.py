@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ _SOURCES = ("image_url", "image", "bytes", "path", "url", "base64")
 _OTHER_MEDIA = ("video", "audio")
 Reader = Callable[[object, str], Media]
 """(value, where it stands) -> the image."""
+
+
+def common_folder(files: Sequence[str | Path]) -> Path:
+    """The innermost folder that holds all files."""
+    return Path(os.path.commonpath([Path(file).expanduser().resolve().parent for file in files]))
 
 
 def image_reader(root: Path | None) -> Reader:

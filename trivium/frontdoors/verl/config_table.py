@@ -51,8 +51,8 @@ DATA: dict[str, Entry] = {
         (None,), "tools are an environment: use a RunConfig with workflow.kind multi_turn"
     ),
     "continuous_token": Restricted((None,), "tokens are kept as they are throughout: leave it out"),
-    "image_key": Ignored("rows with images are refused: nothing here reads images yet"),
-    "video_key": Ignored("rows with videos are refused: nothing here reads videos yet"),
+    "image_key": Mapped("the column with the images", "images"),
+    "video_key": Ignored("rows with videos are refused"),
     "trust_remote_code": Ignored("tokenizers have the classes that transformers ships"),
     "custom_cls.path": Mapped("the class of the datasets, where none are passed: file, or pkg://module", type=str),
     "custom_cls.name": Mapped("the class of the datasets: its name", type=str),
@@ -66,7 +66,7 @@ DATA: dict[str, Entry] = {
         "return_raw_chat return_full_prompt",
     ),
     **ignored(
-        "rows with images are refused",
+        "the processor knows them",
         "image_patch_size return_multi_modal_inputs",
     ),
 }

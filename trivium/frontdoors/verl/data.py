@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,10 +24,11 @@ from trivium.frontdoors.verl.orders import Orders
 from trivium.protocols import Renderer
 from trivium.randomness import permutation
 from trivium.tasks.files import jsonl_rows, parquet_rows
+from trivium.tasks.pictures import portable
 from trivium.tasks.rows import RowTasks, task_of_row
 from trivium.types import Task
 
-_MEDIA = ("images", "videos", "multi_modal_data")
+_OTHER_MEDIA = ("videos", "video", "audios", "audio")
 _CACHED_BATCHES = 8
 _KIND = "trivium.frontdoors.verl.data:DatasetTasks"
 
@@ -108,6 +109,9 @@ class Data:
     batch: int
     """Rows that are collated together; what is left of an epoch after whole batches is dropped."""
     prompt_key: str = "prompt"
+    image_key: str = "images"
+    image_root: str | None = None
+    """The folder of images that rows name by a path."""
     collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
     sampler: Any = None
     """Yields positions of `rows` and decides the order; without one `shuffle` does, from `seed`."""
@@ -118,10 +122,15 @@ class Data:
 
     def __post_init__(self) -> None:
         plain = [_as_mapping(json_like(row), self._where(number)) for number, row in enumerate(self.rows)]
-        for number, row in enumerate(plain):
-            _refuse_media(row, self._where(number))
-        self.digest = _digest(plain)
-        self._messages = [row.get(self.prompt_key, row.get("raw_prompt")) for row in plain]
+        plain = [_with_images(row, self.image_key, self._where(number)) for number, row in enumerate(plain)]
+        self.digest = _digest(map(portable, plain))
+        self._prompts = [
+            {
+                "prompt": row.get(self.prompt_key, row.get("raw_prompt")),
+                **({self.image_key: row[self.image_key]} if self.image_key in row else {}),
+            }
+            for row in plain
+        ]
         self.orders = Orders(len(self.rows), self.batch, self.sampler, self.shuffle, self.seed, self.folder)
         self.epoch_length = self.orders.epoch_length
         if not self.epoch_length:
@@ -193,7 +202,12 @@ class Data:
                 f"the columns are {', '.join(sorted(row))}",
                 "name the column in data.prompt_key, and let collate_fn keep it",
             )
-        return task_of_row(where, row, RowTasks.Config(kind="rows", prompt=key), self.taskset)
+        return self._task_of(where, _with_images(row, self.image_key, where), key)
+
+    def _task_of(self, where: str, row: dict[str, Any], prompt_key: str) -> Task:
+        images = self.image_key if self.image_key in row else ""
+        config = RowTasks.Config(kind="rows", prompt=prompt_key, images=images, image_root=self.image_root)
+        return task_of_row(where, row, config, self.taskset)
 
     def _where(self, number: int) -> str:
         return f"{self.origin}, row {number}"
@@ -230,10 +244,9 @@ class Data:
 
     def _prompt_lengths(self, renderer: Renderer) -> list[int]:
         """Tokens of each row's prompt, its chat template applied."""
-        config = RowTasks.Config(kind="rows")
         return [
-            len(renderer.render(task_of_row(self._where(number), {"prompt": prompt}, config, self.taskset).prompt))
-            for number, prompt in enumerate(self._messages)
+            len(renderer.render(self._task_of(self._where(number), row, "prompt").prompt))
+            for number, row in enumerate(self._prompts)
         ]
 
 
@@ -301,21 +314,30 @@ def _as_mapping(row: object, where: str) -> dict[str, Any]:
     return row
 
 
-def _refuse_media(row: Mapping[str, Any], where: str) -> None:
-    named = next((name for name in _MEDIA if row.get(name)), None)
+def _with_images(row: dict[str, Any], image_key: str, where: str) -> dict[str, Any]:
+    """The row with the images of `multi_modal_data`, which the original's dataset makes, in their own column.
+
+    Raises DataError for a row with videos or sound.
+    """
+    media = row.get("multi_modal_data")
+    media = media if isinstance(media, Mapping) else {}
+    named = next((name for name in _OTHER_MEDIA if row.get(name) or media.get(name)), None)
     if named is not None:
         raise DataError(
-            f"a row of text at {where}",
+            f"a row of text and images at {where}",
             f"it has {named!r}",
-            "models here read text only so far: remove the column, or leave such rows out",
+            "videos and sound are not supported: remove the column, or leave such rows out",
         )
+    row = {name: value for name, value in row.items() if name != "multi_modal_data"}
+    images = media.get("image") or media.get("images")
+    return {**row, image_key: images} if images and not row.get(image_key) else row
 
 
 def _named(task: Task, task_id: str) -> Task:
     return Task(task_id, task.prompt, task.columns, task.taskset)
 
 
-def _digest(rows: Iterator[Any] | Sequence[Any]) -> str:
+def _digest(rows: Iterable[Any]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=repr).encode())

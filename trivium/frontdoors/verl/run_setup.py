@@ -20,8 +20,10 @@ from trivium.frontdoors.verl.reward_loading import RewardManager, load_reward_ma
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.frontdoors.verl.user_data import Sources, custom_dataset, custom_sampler
+from trivium.models.images import Images, images_of
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
+from trivium.tasks.pictures import common_folder
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Batch
@@ -41,6 +43,7 @@ class RunSetup:
     sources: Sources = field(default_factory=Sources)
     device_name: str | None = None
     processor: Any = None
+    """How the model reads images; None: it reads text only."""
     reward_model: Callable[[Batch], list[float]] | None = None
     """The scores of Role.RewardModel, where it is mapped."""
     hooks: Hooks = field(default_factory=Hooks)
@@ -52,7 +55,8 @@ class RunSetup:
         """The config; verl's defaults where a RunConfig was passed."""
         self.device = self._device()
         self._template = template_of(self.verl, self.tokenizer)
-        self._chat = ChatRenderer(self.tokenizer, chat_template=self._template)
+        self._images = None if self.processor is None else Images(self.processor)
+        self._chat = ChatRenderer(self.tokenizer, chat_template=self._template, images=self._images)
         truncation = self.verl["data.truncation"]
         self.renderer: Renderer = (
             self._chat
@@ -194,13 +198,23 @@ class RunSetup:
         if model is None:
             return
         saved, chat = hf_tokenizer(model), self._chat
-        ends = ChatRenderer(saved).eos_token_ids if saved.chat_template is not None else chat.eos_token_ids
+        images = None if self._images is None else images_of(model)
+        ends = chat.eos_token_ids
+        if saved.chat_template is not None:
+            ends = ChatRenderer(saved, images=images).eos_token_ids
         if saved.get_vocab() != self.tokenizer.get_vocab() or ends != chat.eos_token_ids:
             # The rollout engines read the model directory's tokenizer.
             raise ConfigError(
                 f"the tokenizer of the model {model}",
                 "the one passed has other tokens, or ends turns otherwise",
                 "pass the model's own: hf_tokenizer(model path)",
+            )
+        if self._images is not None and (images is None or not images.equals(self._images)):
+            # The rollout engines and the training ranks read images with the model directory's processor.
+            raise ConfigError(
+                f"the processor of the model {model}",
+                "the model has none" if images is None else "the one passed reads images otherwise",
+                "save it there (processor.save_pretrained), or pass the model's own: hf_processor(model path)",
             )
 
     # ------------------------------------------------------------------ data
@@ -223,7 +237,14 @@ class RunSetup:
 
     def _data(self, rows: Sequence[Any], **options: Any) -> Data:
         verl = self.verl
-        data = Data(rows, prompt_key=verl["data.prompt_key"], collate_fn=self.collate_fn, **options)
+        data = Data(
+            rows,
+            prompt_key=verl["data.prompt_key"],
+            image_key=verl["data.image_key"],
+            image_root=self._image_root(options["taskset"]),
+            collate_fn=self.collate_fn,
+            **options,
+        )
         if self.from_run_config:
             return data
         return data.within(
@@ -232,6 +253,11 @@ class RunSetup:
             truncation=verl["data.truncation"],
             filtered=bool(verl["data.filter_overlong_prompts"]),
         )
+
+    def _image_root(self, split: str) -> str | None:
+        """The folder of the files that the config names, whose rows name images by paths in it."""
+        files = self.verl[f"data.{split}_files"]
+        return str(common_folder([files] if isinstance(files, str) else files)) if files else None
 
     def _validation(self, rows: Sequence[Any]) -> DatasetTasks.Config:
         data = self._data(rows, taskset=_VALIDATION, origin="the validation set", batch=1)

@@ -26,7 +26,8 @@ def tasks_of(verl: Settings, split: str, problems: list[Problem]) -> dict[str, A
         found = "files of JSON lines and Parquet files" if kinds else "none"
         problems.append(Problem(f"data.{split}_files", "data files of one kind", found, "name one kind"))
     path = files[0] if len(files) == 1 else files
-    return {"kind": min(kinds, default=""), "path": path, "prompt": verl["data.prompt_key"]} | (
+    images = {} if verl["data.image_key"] == "images" else {"images": verl["data.image_key"]}
+    return {"kind": min(kinds, default=""), "path": path, "prompt": verl["data.prompt_key"], **images} | (
         {"limit": limit} if limit > 0 else {}
     )
 
