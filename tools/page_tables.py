@@ -12,6 +12,7 @@ from trivium.config.model_shape import ModelShape
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
+from trivium.frontdoors.verl.config_table import TABLE as VERL
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BEGIN, _END = "<!-- the table is generated: make docs -->\n", "<!-- end of the table -->\n"
@@ -84,9 +85,15 @@ def _rows_of(rows: Iterator[tuple[str, str]]) -> str:
     return "\n".join(["| there | here |", "|---|---|", *lines, ""])
 
 
+def _verl() -> str:
+    """What becomes of every key of verl's config; keys with one answer share a line."""
+    return _rows_of(VERL.rows())
+
+
 TABLES = {
     "trinity.md": partial(with_table, "trinity.md", _trinity),
     "coming-from.md": partial(with_table, "coming-from.md", _keys),
     "memory.md": partial(with_table, "memory.md", _memory),
+    "ray-ppo-trainer.md": partial(with_table, "ray-ppo-trainer.md", _verl),
 }
 """Pages with such a table."""

@@ -19,7 +19,8 @@ from trivium.errors import ConfigError
 from trivium.frontdoors.tables import Mapped, Restricted
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.prompts import template_of
-from trivium.frontdoors.verl.translation import settings_of, translated
+from trivium.frontdoors.verl.scored_reward import ScoredReward
+from trivium.frontdoors.verl.translation import settings_of, translate, translated
 from trivium.text import hf_tokenizer
 from trivium.text.tiny import TinyModel
 
@@ -385,12 +386,6 @@ def test_the_nearest_entry_above_speaks_for_a_key() -> None:
     assert TABLE.entry_of("actor_rollout_ref.actor.optimiser") is None
 
 
-def test_the_documentation_shows_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "ray-ppo-trainer.md").read_text(encoding="utf-8")
-    missing = [key for key, text in TABLE.rows() if f"| `{key}` | {text} |" not in page]
-    assert missing == [], "the table at its end is config_table.TABLE.rows()"
-
-
 def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str) -> None:
     rows = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1"}]}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, 5 * rows)), encoding="utf-8")
@@ -402,6 +397,29 @@ def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str
     assert "critic.profiler: no effect" in ran.stderr
     config = config_from_mapping(yaml.safe_load(ran.stdout))
     assert (config.run.seed, config.schedule.groups_per_step, config.schedule.steps) == (3, 2, 60)
+
+
+def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
+    def rewards(**more: Any) -> Any:
+        files = {"train_files": [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]}
+        return translate(said(model, data=files, trainer__total_training_steps=2, **more)).config
+
+    assert rewards()["rewards"] == ["by_source"]
+    scorer = {"path": str(tmp_path / "f.py"), "name": "score", "reward_kwargs": {"a": 1}}
+    (tmp_path / "f.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info, a):\n"
+        "    return {'score': a + (solution_str == ground_truth), 'acc': 1}\n"
+    )
+    (custom,) = rewards(custom_reward_function=scorer)["rewards"]
+    config = ScoredReward.Config.model_validate(custom)
+    columns = {"data_source": "x", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    assert ScoredReward(config)(prompt="1+1", completion="2", **columns) == 2
+    buffer = {"enable": True, "len": 2, "penalty_factor": 0.5}
+    dapo = rewards(reward_model={"reward_manager": "dapo", "reward_kwargs": {"overlong_buffer_cfg": buffer}})
+    assert dapo["algorithm"]["shaping"] == [{"kind": "overlong_penalty", "factor": 0.5, "buffer": 0.5, "limit": 4}]
+    assert dapo["tasks"]["train"]["path"] == [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+    with pytest.raises(ConfigError, match="calls a reward for each completion"):
+        rewards(reward_model__reward_manager="batch")
 
 
 def test_the_command_names_every_problem(tmp_path: Path) -> None:

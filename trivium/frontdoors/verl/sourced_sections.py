@@ -86,6 +86,9 @@ def notes_of(verl: Settings, rows: int | None) -> Iterator[str]:
             yield f"{key}: RayPPOTrainer alone reads it"
     if verl["trainer.device"] == "cuda":
         yield "trainer.device: cuda is the GPU of this machine where it has one, else its CPU"
+    if (processes := verl["trainer.nnodes"] * verl["trainer.n_gpus_per_node"]) > 1:
+        do = "set cluster.kind: ray and cluster.ranks"
+        yield f"trainer.n_gpus_per_node: {processes} processes are asked for, and one is written: {do}"
     if rows is None and not verl["trainer.total_training_steps"]:
         epochs = verl["trainer.total_epochs"]
         yield (
