@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import os
 import socket
@@ -48,6 +49,9 @@ class ExitRaised(RolloutError):
             "raise an Exception: what user code raises fails one rollout, and does not end the process",
         )
         self.__cause__ = raised
+
+    def __reduce__(self) -> tuple[type[ExitRaised], tuple[BaseException | None]]:
+        return type(self), (self.__cause__,)  # by its own argument, where it travels between processes
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:
@@ -257,7 +261,7 @@ def _count_abandoned(change: int) -> None:
 
 
 class Threads:
-    """A pool of up to `limit` daemon threads.
+    """A pool of up to `limit` daemon threads, which run a function in its caller's context (contextvars).
 
     A function whose caller is cancelled while it runs cannot be stopped: it is abandoned with its thread, another
     thread takes its place, and there may be no more than `MAX_LEFT_BEHIND` of them.
@@ -265,6 +269,11 @@ class Threads:
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name = limit, name
+        self._forget_threads()
+
+    def _forget_threads(self) -> None:
+        """Starts with none: those of the process that this one was forked from are not here."""
+        self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads = self._finished = 0
@@ -280,7 +289,10 @@ class Threads:
                 f"{left_behind()} calls that were given up at their deadline still run in theirs",
                 "give what they wait for a time limit of its own, make it `async`, or (rewards) set `workers`",
             )
-        job = _Job(function, asyncio.get_running_loop().create_future())
+        if self._pid != os.getpid():
+            self._forget_threads()
+        context = contextvars.copy_context()
+        job = _Job(lambda: context.run(function), asyncio.get_running_loop().create_future())
         with self._changed:
             self._jobs.append(job)
             if not self._threads:

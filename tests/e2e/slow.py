@@ -1,8 +1,9 @@
-"""A user's workflow that takes its time, one that cannot be built, and a reward that tells replies apart."""
+"""A user's workflow that takes its time, one that cannot be built, and rewards that tell replies apart."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping
 
 from trivium.config import WorkflowConfig, free
@@ -38,3 +39,18 @@ class Broken(Slow):
 
 def short(prompt: str, completion: str) -> float:
     return 1.0 / (1 + len(completion))
+
+
+def timely(prompt: str, completion: str) -> float:
+    """`short`, as graders with a time limit are written; no reward where the limit cannot be set."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 60.0)
+    try:
+        return short(prompt, completion)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -80,9 +80,11 @@ def test_two_stages_end_with_the_weights_of_one_process(
 def test_an_asynchronous_deterministic_run_ends_with_the_weights_of_one_process(
     ray_address: str, one_process: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    run = run_command(tmp_path / "run", PLAIN, *DETERMINISTIC, *on_ray(ray_address, explorers=2))
+    """With a reward that needs a main thread, which neither the event loop's threads nor a Ray actor's have."""
+    arguments = [PLAIN, *DETERMINISTIC, "rewards.1.kind=slow.py:timely"]
+    run = run_command(tmp_path / "run", *arguments, *on_ray(ray_address, explorers=2))
     assert run.code == 0, run.said
-    assert outcome_of(run.dir) == one_process(PLAIN, *DETERMINISTIC)
+    assert outcome_of(run.dir) == one_process(*arguments)
 
 
 def test_an_explorer_and_an_engine_that_are_killed_do_not_change_the_result(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,24 @@ class Overriding(RayPPOTrainer):
         return steps
 
 
+def within_a_minute(score: Any) -> Any:
+    """A scorer with a time limit, as many are written; it needs a main thread."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    def limited(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+        before = signal.signal(signal.SIGALRM, late)
+        signal.alarm(60)
+        try:
+            return score(data_source, solution_str, ground_truth, extra_info)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+
+    return limited
+
+
 def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
     example: Any, connected: None, tmp_path: Path
 ) -> None:
@@ -133,6 +152,7 @@ def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
             tmp_path,
             steps=steps,
             kind=Overriding,
+            reward_fn=within_a_minute(example.compute_score),
             config=small(example, "ppo", tmp_path, steps, algorithm=kl),
             train_sampler=torch.utils.data.RandomSampler(range(80)),  # pyright: ignore[reportArgumentType]
             **roles(ActorRolloutRef=NotingActor, Critic=NotingCritic),

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+from trivium.errors import text_of, user_place
+
+
+class Process(Protocol):
+    """What is used of subprocess.Popen."""
+
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Child:
@@ -39,7 +50,7 @@ class Child:
             ours, theirs = socket.socketpair()
             unless_started.enter_context(ours)
             with theirs:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [sys.executable, *program, str(theirs.fileno()), *arguments],
                     stdin=stdin,
                     stdout=stdout,
@@ -51,13 +62,21 @@ class Child:
                 )
             unless_started.pop_all()
         ours.settimeout(timeout_s)
-        self._socket, self._answers = ours, ours.makefile("rb")
-        weakref.finalize(self, _end, self._process, self._socket, self._answers)
+        self._attach(process, ours)
 
-    def send(self, request: str) -> None:
-        """Sends one line of JSON. That the process has ended or does not read is seen by `receive` and `wait`."""
+    def _attach(self, process: Process, channel: socket.socket) -> None:
+        self._process, self._socket, self._answers = process, channel, channel.makefile("rb")
+        weakref.finalize(self, _end_from, os.getpid(), process, channel, self._answers)
+
+    @staticmethod
+    def encode(request: Mapping[str, Any]) -> bytes:
+        """What `send` takes."""
+        return to_json(request).encode() + b"\n"
+
+    def send(self, request: bytes) -> None:
+        """Sends what `encode` made. That the process has ended or does not read is seen by `receive` and `wait`."""
         try:
-            self._socket.sendall(request.encode() + b"\n")
+            self._socket.sendall(request)
         except (ConnectionError, TimeoutError):
             return
 
@@ -87,12 +106,28 @@ class Child:
         return _end(self._process, self._socket, self._answers)
 
 
-def _end(process: subprocess.Popen[bytes], *channel: socket.socket | IO[bytes]) -> int:
+def _end_from(owner: int, process: Process, *channel: socket.socket | IO[bytes]) -> None:
+    """Ends it; not where a fork of the process that started it lets go of its copy."""
+    if os.getpid() == owner:
+        _end(process, *channel)
+
+
+def _end(process: Process, *channel: socket.socket | IO[bytes]) -> int:
     process.kill()  # nothing happens to one that has been waited for
     code = process.wait()
     for each in channel:
         each.close()
     return code
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The answer of a process whose function raised this, for `RewardError`s where another process asked for it."""
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
+    return {
+        "error": f"{type(error).__name__}: {text_of(error)}",
+        "place": user_place(frames),
+        "traceback": text_of("".join(traceback.format_exception(error)), 20_000),
+    }
 
 
 def to_json(value: object) -> str:

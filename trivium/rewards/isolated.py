@@ -14,18 +14,22 @@ import queue
 import signal
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from trivium.concurrency import Threads
 from trivium.config import RewardConfig
-from trivium.errors import MissingPackage, RewardError
-from trivium.rewards.child import Child, to_json
+from trivium.errors import MissingPackage, RewardError, text_of
+from trivium.rewards.child import Child
 
 _MEMORY = 4 << 30
 """Bytes of address space of a grader; an allocation beyond it is a MemoryError instead of a machine without memory."""
 _LEAVING_S = 5.0
 """How long a process that closed its end may take to end, before it is killed and its exit code is lost."""
+_SHOWN = 200
+"""Characters of the arguments that an error shows."""
 
 
 def require(module: str, package: str, extra: str, purpose: str) -> None:
@@ -50,17 +54,15 @@ class Isolated:
             return _Call(self._children, arguments).run()
 
 
-class IsolatedReward:
-    """A reward of the config in up to `config.workers` child processes, each of which serves one call at a time.
+class InProcesses:
+    """A function in up to `limit` child processes, each of which serves one call at a time.
 
-    Cancelling a call kills the process it is in; another takes its place. Arguments and result are JSON values. The
-    kernel ends a call after `deadline_s`, also where this process is gone.
+    Cancelling a call kills the process it is in; another takes its place.
     """
 
-    def __init__(self, config: RewardConfig, deadline_s: float) -> None:
-        reward = config.model_dump(mode="json") | {"workers": 0}
-        self._threads = Threads(config.workers, f"reward {config.label!r}")
-        self._children = _Children(f"reward {config.label!r}", {"reward": reward, "wall_s": deadline_s})
+    def __init__(self, children: Children, limit: int) -> None:
+        self._threads = Threads(limit, children.label)
+        self._children = children
 
     async def __call__(self, /, **arguments: object) -> object:
         call = _Call(self._children, arguments)
@@ -71,38 +73,74 @@ class IsolatedReward:
             raise
 
 
-class _Children:
+class IsolatedReward(InProcesses):
+    """A reward of the config in up to `config.workers` child processes. Arguments and result are JSON values. The
+    kernel ends a call after `deadline_s`, also where this process is gone."""
+
+    def __init__(self, config: RewardConfig, deadline_s: float) -> None:
+        reward = config.model_dump(mode="json") | {"workers": 0}
+        label = f"reward {config.label!r}"
+        super().__init__(_Children(label, {"reward": reward, "wall_s": deadline_s}), config.workers)
+
+
+class Children(ABC):
     """Child processes of one function: those that wait for a call, and how another one is started."""
 
-    def __init__(self, label: str, spec: Mapping[str, Any]) -> None:
-        self.label, self._spec = label, spec
+    def __init__(self, label: str) -> None:
+        self.label = label
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
 
+    @abstractmethod
+    def start(self) -> Child:
+        """A new process."""
+
+    @abstractmethod
+    def encode(self, arguments: Mapping[str, Any]) -> bytes:
+        """The request of a call. Raises what says that the arguments cannot be sent."""
+
     def take(self) -> Child:
-        """An idle child, or a new one, which imports from where this process does."""
-        try:
+        """An idle child, or a new one."""
+        with suppress(queue.Empty):
             return self._idle.get_nowait()
-        except queue.Empty:
-            program = ("-m", "trivium.rewards.isolated_main")
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            child = Child(program, json.dumps(self._spec), env=environment)
-        return child
+        return self.start()
 
     def give_back(self, child: Child) -> None:
         self._idle.put(child)
 
     def ended(self, code: int, arguments: str) -> RewardError:
         """The error of a call whose process ended by itself."""
-        asked = f"an answer of {self.label}"
+        return RewardError(
+            f"an answer of {self.label}",
+            f"its process {_ending(code)} on {arguments}",
+            "look at what it printed: it crashed, left by itself, or used too much memory",
+        )
+
+
+class _Children(Children):
+    """Processes of their own that import the function from where this process does."""
+
+    def __init__(self, label: str, spec: Mapping[str, Any]) -> None:
+        super().__init__(label)
+        self._spec = spec
+
+    def start(self) -> Child:
+        program = ("-m", "trivium.rewards.isolated_main")
+        return Child(program, json.dumps(self._spec), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+    def encode(self, arguments: Mapping[str, Any]) -> bytes:
+        return Child.encode(arguments)
+
+    def ended(self, code: int, arguments: str) -> RewardError:
+        error = super().ended(code, arguments)
         if code == -signal.SIGALRM:
-            found, do = f"no answer within {self._spec['wall_s']:g} s", "give it more time, or let it give up sooner"
-        else:
-            asked += f" within {self._spec['cpu_s']} CPU seconds" if "cpu_s" in self._spec else ""
-            found = f"its process {_ending(code)} on {arguments[:80]}"
-            do = "look at what it printed: it crashed, left by itself, or used too much memory"
-            if "cpu_s" in self._spec:
-                do += " or CPU time; raise cpu_limit_s if it is right to take so long"
-        return RewardError(asked, found, do)
+            do = "give it more time, or let it give up sooner"
+            return RewardError(error.asked, f"no answer within {self._spec['wall_s']:g} s", do)
+        if "cpu_s" not in self._spec:
+            return error
+        asked = f"{error.asked} within {self._spec['cpu_s']} CPU seconds"
+        return RewardError(
+            asked, error.found, f"{error.do} or CPU time; raise cpu_limit_s if it is right to take so long"
+        )
 
 
 def _ending(code: int) -> str:
@@ -117,27 +155,31 @@ def _ending(code: int) -> str:
 class _Call:
     """One call on its way through a child; `kill` may be called from another thread at any moment."""
 
-    def __init__(self, children: _Children, arguments: Mapping[str, Any]) -> None:
-        self._children, self._arguments = children, to_json(arguments)
+    def __init__(self, children: Children, arguments: Mapping[str, Any]) -> None:
+        self._children, self._request = children, children.encode(arguments)
+        self._shown = text_of(arguments, _SHOWN, repr)
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._killed = False
 
     def run(self) -> object:
-        """The function's result. Raises RewardError with what it raised, or where its process ended instead."""
+        """The function's result. Raises what it raised (RewardError where that cannot travel between processes), or
+        RewardError where its process ended instead."""
         child = self._children.take()
         with self._lock:
             self._child = child
             if self._killed:
                 child.kill()
-        child.send(self._arguments)
+        child.send(self._request)
         answer = child.receive()
         with self._lock:
             self._child, killed = None, self._killed
         if answer is None or killed:
             left = None if killed else child.wait(_LEAVING_S)
-            raise self._children.ended(child.end() if left is None else left, self._arguments)
+            raise self._children.ended(child.end() if left is None else left, self._shown)
         self._children.give_back(child)
+        if "raised" in answer:
+            raise answer["raised"]
         if "error" in answer:
             error = RewardError(f"an answer of {self._children.label}", answer["error"], "look at the task's columns")
             error.place = answer["place"]

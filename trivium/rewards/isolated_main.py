@@ -16,12 +16,10 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from trivium.errors import text_of, user_place
-from trivium.rewards.child import to_json
+from trivium.rewards.child import failure, to_json
 
 T = TypeVar("T")
 
@@ -69,9 +67,7 @@ def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
         result = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
         return to_json({"result": result})
     except Exception as error:
-        frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
-        about = {"place": user_place(frames), "traceback": text_of("".join(traceback.format_exception(error)), 20_000)}
-        return to_json({"error": f"{type(error).__name__}: {text_of(error)}", **about})  # the parent raises it
+        return to_json(failure(error))  # the parent raises it
 
 
 async def _awaited(result: Awaitable[T]) -> T:

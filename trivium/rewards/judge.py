@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from trivium.concurrency import Threads
+from trivium.concurrency import Threads, usable_cores
 from trivium.config import RewardConfig, build
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.policy import finite_number
@@ -217,7 +217,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
     return _Component(
         config.label,
         config.weight,
-        RewardCall(function, threads),
+        RewardCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
         required,
         frozenset(columns) - required,
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),

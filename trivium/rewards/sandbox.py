@@ -8,7 +8,6 @@ unless `without` names it.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
 import socket
@@ -159,7 +158,7 @@ class Sandbox:
                 timeout_s=self.limits.wall_s,
             )
             try:
-                child.send(json.dumps(self._order(code, check, folder)))
+                child.send(child.encode(self._order(code, check, folder)))
                 yield _Process(child, folder, began, given, out, err)
             finally:
                 child.end()

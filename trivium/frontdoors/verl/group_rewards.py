@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import PrivateAttr
 
 from trivium.buffers.strategies import DefaultStrategy
+from trivium.concurrency import Threads
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
 from trivium.frontdoors.verl.orders import Orders
 from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
-from trivium.frontdoors.verl.scorer import Scorer
+from trivium.frontdoors.verl.scorer import Scorer, run_here
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
+from trivium.rewards.calls import RewardCall
 from trivium.types import Batch, Capabilities, Group, Sample, Trajectory, experiences_of
 
 if TYPE_CHECKING:
@@ -52,7 +56,15 @@ class GroupRewards:
 
     def call_manager(self, view: BatchView) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """The manager's rewards (B, R) and extra information."""
-        return compute_reward(view, self.manager)
+        outcome: Any = run_here(self._call(data=view))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @cached_property
+    def _call(self) -> RewardCall:
+        function = functools.partial(compute_reward, reward_fn=self.manager)
+        return RewardCall(function, Threads(1, "a reward manager"), label="the reward manager")
 
     def balanced(self, groups: Sequence[Group], **meta: object) -> list[Group]:
         """The groups in the order that the hook put their rows into; those without a row come last.

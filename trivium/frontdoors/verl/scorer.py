@@ -104,7 +104,8 @@ class Scorer:
         self._on_error = on_error
         if workers:
             function = _isolated(function, deadline_s, workers)
-        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s=_START_S if workers else 0.0)
+        grace_s = _START_S if workers else 0.0
+        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=_label(function))
         self._at_once = workers or (_WAITING if self._call.is_async else 1)
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
@@ -174,6 +175,12 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1, "rewards") as other:
         return other.submit(asyncio.run, coroutine).result()
+
+
+def _label(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return f"the scorer {getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _isolated(function: Callable[..., Any], deadline_s: float, workers: int) -> Callable[..., Any]:
