@@ -15,12 +15,14 @@ import pickle
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from trivium.concurrency import ExitRaised
@@ -120,7 +122,7 @@ class _Forked:
 
 def _serve(function: Callable[..., Any], channel: socket.socket, parent: int) -> NoReturn:
     try:
-        _settle(parent)
+        _settle(parent, channel.fileno())
         with channel.makefile("rwb") as stream:
             while True:
                 stream.write(_answer(function, pickle.load(stream)))
@@ -131,7 +133,7 @@ def _serve(function: Callable[..., Any], channel: socket.socket, parent: int) ->
         os._exit(1)
 
 
-def _settle(parent: int) -> None:
+def _settle(parent: int, channel: int) -> None:
     """Makes a process of its own out of the fork."""
     global _starting
     _starting = threading.Lock()  # the parent's is held
@@ -145,7 +147,21 @@ def _settle(parent: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # the others of its pool are in the parent
+    _let_go_of_connections(channel)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _let_go_of_connections(channel: int) -> None:
+    """Replaces the parent's pipes and sockets: whoever waits for their end waits for the parent alone, and two
+    processes that talk over one connection understand nothing. Code that finds one closed opens its own."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # the one that listed them
+            mode = os.fstat(number).st_mode if number > 2 and number != channel else 0
+            if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
+                os.dup2(nothing, number, inheritable=False)
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util._run_after_forkers()  # proxies of a multiprocessing.Manager connect anew
 
 
 def _end_with(parent: int) -> NoReturn:
