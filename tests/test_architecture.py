@@ -44,6 +44,10 @@ MAY_CATCH_EVERYTHING = {
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
     "trivium.rewards.calls": (1, "a reward that raised fails its own trajectory or sample, which the caller names"),
+    "trivium.rewards.forked": (
+        2,
+        "a fork answers with the error, or its text where it cannot travel; its parent raises it",
+    ),
     "trivium.rewards.isolated_main": (1, "a child process answers with the error, which its parent raises"),
     "trivium.rewards.sandbox_judge": (1, "the program's process answers with the error, which the judge raises"),
     "trivium.engines.torch": (1, "the worker thread hands its error to every caller that waits for it"),
@@ -52,6 +56,8 @@ MAY_CATCH_EVERYTHING = {
     "trivium.concurrency": (2, "an error crosses from a thread to the coroutine that waits for it, or that watches it"),
 }
 """How many handlers of a module may take any exception without raising it themselves, and why."""
+
+MAY_PICKLE = {"trivium.rewards.forked": "a process and its own fork, over a socket that nobody else has"}
 
 MAY_PRINT = {"trivium.cli", "trivium.monitors.console"}
 
@@ -267,6 +273,7 @@ def pickles(modules: list[Module]) -> list[str]:
             f"{module.name}:{item.line}: imports {item.target}"
             for item in module.imports
             if item.target.partition(".")[0] in ("pickle", "dill", "cloudpickle", "shelve", "joblib", "marshal")
+            and module.name not in MAY_PICKLE
         ]
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.save", "torch.load"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import logging
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -111,8 +113,8 @@ def user_file(tmp_path: Path) -> Path:
 
 
 def rollout(index: int, text: str) -> Trajectory:
-    turn = Turn(np.ones(1), np.ones(1), np.zeros(1), np.zeros(1), StopReason.EOS, text)
-    return Trajectory(index, (turn,))
+    tokens, numbers = np.ones(1, np.int32), np.zeros(1, np.float32)
+    return Trajectory(index, (Turn(tokens, tokens, numbers, tokens, StopReason.EOS, text),))
 
 
 async def scored(judge: Judge, *texts: str) -> list[Any]:
@@ -269,6 +271,25 @@ def test_processes_end_with_what_uses_them(tmp_path: Path) -> None:
     while inner():
         assert time.monotonic() < end, "a fork outlives the process that made it"
         time.sleep(0.02)
+
+
+def test_a_fork_holds_nothing_that_others_wait_for(tmp_path: Path) -> None:
+    """An end of a pipe or a lock that it kept would outlive the parent's."""
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    with ours, open(tmp_path / "lock", "w") as lock, open(tmp_path / "log", "w") as log, theirs:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        child = Fork(lambda: print("a line", file=log, flush=True))
+        theirs.close()
+        os.close(writing)
+        child.send(pickle.dumps({}))
+        assert child.receive() == {"result": None}
+        assert (tmp_path / "log").read_text() == "a line\n"  # what is only open stays so
+        assert (ours.recv(1), os.read(reading, 1)) == (b"", b"")
+    os.close(reading)
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    child.end()
 
 
 HELD: list[Any] = []

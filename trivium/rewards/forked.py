@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trivium.concurrency import ExitRaised
@@ -147,21 +148,27 @@ def _settle(parent: int, channel: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # the others of its pool are in the parent
-    _let_go_of_connections(channel)
+    _let_go(channel)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def _let_go_of_connections(channel: int) -> None:
-    """Replaces the parent's pipes and sockets: whoever waits for their end waits for the parent alone, and two
-    processes that talk over one connection understand nothing. Code that finds one closed opens its own."""
+def _let_go(channel: int) -> None:
+    """Replaces the parent's pipes, sockets and locked files. A process that waits for their end waits for the parent
+    alone, and two that talk over one connection would mix their messages. Code that finds one closed opens its own."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # the one that listed them
-            mode = os.fstat(number).st_mode if number > 2 and number != channel else 0
-            if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
-                os.dup2(nothing, number, inheritable=False)
+        if number > 2 and number not in (channel, nothing) and _is_shared(number):
+            os.dup2(nothing, number, inheritable=False)
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util._run_after_forkers()  # proxies of a multiprocessing.Manager connect anew
+
+
+def _is_shared(number: int) -> bool:
+    with suppress(OSError):  # not open any more
+        mode = os.fstat(number).st_mode
+        about = Path(f"/proc/self/fdinfo/{number}")
+        return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or (about.exists() and "\nlock:" in about.read_text())
+    return False
 
 
 def _end_with(parent: int) -> NoReturn:
