@@ -31,6 +31,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "python": "trivium.tasks.generators:PythonTasks",
         "given": "trivium.tasks.given:GivenRows",
         "arithmetic": "trivium.tasks.generators:ArithmeticTasks",
+        "drawings": "trivium.tasks.drawings:DrawnTasks",
         "served": "trivium.tasks.served:ServedTasks",
     },
     "workflows": {
