@@ -217,6 +217,18 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"explorer.over_rollout.ratio": 0.2}, "schedule.over_rollout", 0.25),
     ({f"{TASKSET}.format.system_prompt": "Say."}, "tasks.train.system", "Say."),
     ({f"{TASKSET}.default_reward_fn_type": "countdown_reward"}, "rewards.0.name", "score"),
+    ({f"{TASKSET}.format.image_key": "pictures"}, "tasks.train.images", "pictures"),
+    (
+        {f"{TASKSET}.default_reward_fn_type": "my_rewards.py:Mine", f"{TASKSET}.reward_fn_args": {"a": 1}},
+        "rewards.0.args",
+        {"a": 1},
+    ),
+    ({f"{TASKSET}.default_reward_fn_type": "my.rewards.Mine"}, "rewards.0.function", "my.rewards:Mine"),
+    (
+        {"trainer.trainer_config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 99},
+        "train.max_tokens_per_micro_batch",
+        99,
+    ),
     ({f"{TASKSET}.default_workflow_type": "math_boxed_workflow"}, "algorithm.mask_truncated", True),
     (
         {
@@ -313,6 +325,7 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({"synchronizer.sync_style": "later"}, "synchronizer.sync_style", "fully_async"),
     ({f"{TASKSET}.default_workflow_type": "alfworld_workflow"}, f"{TASKSET}.default_workflow_type", "multi_turn"),
     ({f"{TASKSET}.default_workflow_type": "math_rm_workflow"}, f"{TASKSET}.default_workflow_type", "kind: model"),
+    ({f"{TASKSET}.default_workflow_type": "as_react_workflow"}, f"{TASKSET}.default_workflow_type", "run.mode serve"),
     ({f"{TASKSET}.default_workflow_type": "simple_workflow"}, f"{TASKSET}.default_reward_fn_type", "math_reward"),
     ({f"{TASKSET}.default_reward_fn_type": "accuracy"}, f"{TASKSET}.default_reward_fn_type", "accuracy_reward"),
     ({f"{TASKSET}.format.reply_prefix": "<think>"}, f"{TASKSET}.format.reply_prefix", "leave it out"),

@@ -141,7 +141,7 @@ _ROLLOUT_MODEL: dict[str, Entry] = {
     "chat_template": Mapped("model.chat_template", type=str),
     "repetition_penalty": Restricted((None, 1, 1.0), "it changes the sampled distribution: leave it out"),
     "ignore_eos": Restricted(_OFF, "leave it out"),
-    "enable_multimodal": Restricted(_OFF, "workflows of Trinity with images are not built here"),
+    "enable_multimodal": Ignored("the model says what it reads"),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
     "external_model_config": Restricted((None,), "a model behind an endpoint cannot be trained: leave it out"),
     "enable_expert_parallel": Restricted(_OFF, "there are no experts to distribute in dense models"),
@@ -300,7 +300,7 @@ _TAKEN = (
     *(
         f"{role}.optim.{name}"
         for role in ("actor_rollout_ref.actor", "critic")
-        for name in (*_OPTIMIZER, "lr_warmup_steps")
+        for name in _OPTIMIZER
         if name != "optimizer_type"
     ),
     "critic.cliprange_value",
@@ -311,35 +311,60 @@ _TAKEN = (
 _OFFLOADS = tuple(f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload"))
 
 
+_DECIDES = "Trinity-RFT's own key of the same meaning decides, as there"
+_FSDP = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+_MODELS = ("actor_rollout_ref.model", "critic.model")
+_EXPLORED = "explorers read the tasks and judge the rollouts: nothing of it is read, as there"
+_SECTIONS = ("data", "reward", "reward_model", "custom_reward_function")
+_OPTIMIZERS = ("actor_rollout_ref.actor.optim", "critic.optim")
+_OF_MEGATRON = (
+    "lr_warmup_init lr_decay_steps lr_decay_style min_lr weight_decay_incr_style lr_wsd_decay_style lr_wsd_decay_steps "
+    "use_checkpoint_opt_param_scheduler"
+)
+
+
 def _of_trainer_config(key: str, entry: Entry) -> Entry:
     """The entry of a key of verl's config inside trainer.trainer_config."""
     if not isinstance(entry, Mapped) or key in _TAKEN + _OFFLOADS:
         return entry
-    return Ignored("Trinity-RFT's own key of the same meaning decides, as there")
+    return Ignored(_DECIDES)
 
 
 TRAINER_CONFIG = Table(
     {
-        **{key: _of_trainer_config(key, entry) for key, entry in VERL.entries.items()},
+        **{
+            key: _of_trainer_config(key, entry)
+            for key, entry in VERL.entries.items()
+            if key.partition(".")[0] not in _SECTIONS
+        },
+        **dict.fromkeys(_SECTIONS, Ignored(_EXPLORED)),
         "actor_rollout_ref.rollout.name": Ignored("explorer.rollout_model is the engine"),
+        **under("actor_rollout_ref.actor", ignored(_CUT, "fix_actor_microbatch_loss_scale profile tau")),
         **under(
-            "actor_rollout_ref.actor",
-            ignored(_CUT, "fix_actor_microbatch_loss_scale profile log_prob_micro_batch_size_per_gpu"),
+            "actor_rollout_ref.ref", ignored("a reference is not updated", "checkpoint profile use_prefix_grouper")
         ),
-        **under("actor_rollout_ref.ref", ignored("a reference has no optimizer", "checkpoint profile optim")),
         **under("critic", ignored("phases are timed in every step", "profile ray_namespace nccl_timeout")),
+        "critic.model.freeze_vision_tower": Restricted(_OFF, "every weight of the critic is trained: leave it out"),
+        **{
+            key: entry
+            for where in _OPTIMIZERS
+            for key, entry in under(
+                where,
+                ignored("Megatron's optimizer reads it", _OF_MEGATRON)
+                | {"optimizer": Restricted((None, "adam", "adamw", "AdamW"), "AdamW is the optimizer: leave it out")},
+            ).items()
+        },
+        **{f"{where}.min_num_params": Ignored("layers are sharded one by one") for where in _FSDP},
+        **{f"{where}.rope_{name}": Ignored(_DECIDES) for where in _MODELS for name in ("scaling", "theta")},
+        **under("actor_rollout_ref", ignored(_DECIDES, "synchronizer explorer_name")),
         **under(
             "trainer",
             ignored(
-                "Trinity-RFT's own key decides",
+                _DECIDES,
                 "group_name sync_freq training_rollout_mode enable_exp_buffer sft_warmup_steps total_epochs",
             ),
         ),
-        **ignored("Trinity-RFT's own section decides", "buffer synchronizer enable_preview explorer_name"),
-        **under(
-            "actor_rollout_ref",
-            ignored("Trinity-RFT's own section decides", "synchronizer explorer_name"),
-        ),
+        **ignored(_DECIDES, "buffer synchronizer enable_preview"),
     },
     not_built=VERL.not_built,
     marks=VERL.marks,

@@ -74,12 +74,16 @@ def _taskset(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str
     if str(settings["storage_type"]).lower() != "file":
         do = "write the tasks into a file: storage_type: file"
         trinity.problem(f"{where}.storage_type", repr(settings["storage_type"]), "tasks are read from files", do)
-    source = {**_source(trinity, settings, where), "prompt": settings["format.prompt_key"]}
+    source = {**_source(trinity, settings, where), "prompt": settings["format.prompt_key"], **_images(settings)}
     judge = judged(trinity, settings, where)
     if settings.has("format.response_key") or judge.reads_answer:
         source["answer"] = settings["format.response_key"]
     system = settings["format.system_prompt"] or trinity[f"{INPUT}.system_prompt"] or judge.system
     return source | ({"system": system} if system else {})
+
+
+def _images(settings: Settings) -> dict[str, Any]:
+    return {"images": settings["format.image_key"]} if settings.has("format.image_key") else {}
 
 
 def _merged(trinity: TrinityConfig, tasksets: list[Settings], where: str) -> dict[str, Any]:
@@ -104,6 +108,7 @@ def _rows(trinity: TrinityConfig, settings: Settings, where: str) -> dict[str, A
         trinity.problem(where, "rows to learn from", found, "name a file: storage_type: file, path: ...")
         return {"kind": "jsonl", "path": "rows.jsonl"}
     source, prompt_type = _source(trinity, settings, where), str(settings["format.prompt_type"]).lower()
+    source |= _images(settings)
     system = {"system": settings["format.system_prompt"]} if settings.has("format.system_prompt") else {}
     if str(trinity["algorithm.algorithm_type"]).lower() == "dpo":
         key = "format.messages_key" if prompt_type == "messages" else "format.prompt_key"

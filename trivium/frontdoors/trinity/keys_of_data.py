@@ -18,7 +18,7 @@ _FORMAT: dict[str, Entry] = {
     "chosen_key": Mapped("buffer.chosen", "chosen"),
     "rejected_key": Mapped("buffer.rejected", "rejected"),
     "reply_prefix": Restricted((None,), "a completion that begins with a given text is not built: leave it out"),
-    "image_key": Restricted((None,), "workflows of Trinity with images are not built here"),
+    "image_key": Mapped("tasks.<name>.images", type=str),
     "video_key": Restricted((None,), "videos are not read here"),
     "workflow_key": Restricted((None,), "one workflow rolls out every row: set default_workflow_type"),
     "reward_fn_key": Restricted((None,), "one set of rewards judges every row: set default_reward_fn_type"),

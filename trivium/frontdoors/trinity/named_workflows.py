@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trivium.frontdoors.tables import Settings
@@ -53,7 +54,13 @@ _REWARDS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "math_dapo_reward": (_reward("Dapo"),),
 }
 """Reward functions by name -> rewards, whose sum they are."""
-_SIMPLE = ("simple_workflow", "async_simple_workflow", "on_policy_distill_workflow")
+_SIMPLE = (
+    "simple_workflow",
+    "async_simple_workflow",
+    "simple_mm_workflow",
+    "async_simple_mm_workflow",
+    "on_policy_distill_workflow",
+)
 _MATH = ("math_workflow", "async_math_workflow", "on_policy_distill_math_workflow")
 _MATH_BOXED = ("math_boxed_workflow", "async_math_boxed_workflow", "math_eval_workflow", "async_math_eval_workflow")
 _ASKING = "an environment is workflow.kind multi_turn, a workflow of yours a class with `async run(task, policy)`"
@@ -62,7 +69,8 @@ _INSTEAD = {
     "ruler": "a judge is a reward of yours that asks it: default_reward_fn_type: file.py:Name",
     "rubric": "a judge is a reward of yours that asks it: default_reward_fn_type: file.py:Name",
     "tool_call": "tools are a workflow of yours: default_workflow_type: file.py:Name",
-    "mm_": "rows with images are a workflow of Trivium: write it into the translated config",
+    "agentscope": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
+    "as_react": "an agent that speaks HTTP is trained by run.mode serve (docs/serve.md)",
 }
 """Part of the name of a workflow that is not here -> what to use."""
 
@@ -86,8 +94,8 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
         do = "set default_workflow_type, math_workflow for example"
         trinity.problem(f"{where}.default_workflow_type", "a workflow", "nothing names one", do)
         return Judged()
-    workflow = str(workflow)
-    rewards = _rewards(trinity, str(reward), settings, where) if reward else ()
+    workflow = of_user(str(workflow))
+    rewards = _rewards(trinity, of_user(str(reward)), settings, where) if reward else ()
     if workflow in _SIMPLE:
         if not reward and workflow != "on_policy_distill_workflow":
             do = "set default_reward_fn_type, math_reward for example"
@@ -106,6 +114,16 @@ def judged(trinity: TrinityConfig, settings: Settings, where: str) -> Judged:
         f"{where}.default_workflow_type", repr(workflow), "no such workflow here", f"{known}; {do}".strip("; ")
     )
     return Judged()
+
+
+def of_user(name: str) -> str:
+    """The name of a class or function of the user as Trivium writes it: `package.module:Name` for
+    `package.module.Name`, and a file of the working directory by its whole path. Other names stay as they are."""
+    module, dot, last = name.rpartition(".")
+    name = f"{module}:{last}" if dot and ":" not in name else name
+    file, is_file, attribute = name.rpartition(".py:")
+    path = Path(f"{file}.py").expanduser()
+    return f"{path.resolve()}:{attribute}" if is_file and path.is_file() else name
 
 
 def _rewards(trinity: TrinityConfig, name: str, settings: Settings, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -192,7 +192,9 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
         "kind": "torch",
         "device": device,
         "dtype": dtype,
-        "max_tokens_per_micro_batch": trinity["trainer.max_token_len_per_gpu"] or longest,
+        "max_tokens_per_micro_batch": trinity["trainer.max_token_len_per_gpu"]
+        or trainer.values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+        or longest,
         "gradient_checkpointing": bool(trainer["actor_rollout_ref.model.enable_gradient_checkpointing"]),
         "max_grad_norm": next(norm for norm in norms if norm is not None),
         "optimizer": _optimizer(_actor_optimizer(trinity), steps),
