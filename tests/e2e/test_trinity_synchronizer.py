@@ -6,16 +6,16 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.e2e.trinity_savers import Start
 from tests.processes import eventually
-from trivium.config import RunConfig, load_config
+from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.errors import ConfigError, SyncError, UnknownName
-from trivium.frontdoors.trinity import RunningStatus, Synchronizer
+from trivium.frontdoors.trinity import Experiences, RunningStatus, Synchronizer, TrainEngineWrapper, Trainer
 from trivium.frontdoors.trinity.actors import forget
 from trivium.types import SyncStyle
 
@@ -189,3 +189,92 @@ def test_statuses_are_counted_and_what_is_not_there_says_why(alone: Synchronizer
         alone.setup_weight_sync_group("127.0.0.1", 1)
     alone.open()  # a trainer begins: explorers that are there already stay
     assert alone.get_explorer_status_counts()[RUNNING] == 1
+
+
+# --------------------------------------------------------------------------- beside a Trainer
+
+SMALL = {
+    "model": {"kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1},
+    "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
+    "rewards": [{"kind": "exact"}],
+    "engine": {"sampling": {"max_new_tokens": 4}},
+    "checkpoint": {"save_every": 0},
+    "monitors": [],
+    "cluster": {"threads": 1},
+}
+
+
+class Counting(TrainEngineWrapper):
+    """A user's engine that trains nothing."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.step, self.uploaded = config, 0, list[int]()
+
+    def prepare(self) -> None: ...
+
+    @property
+    def train_step_num(self) -> int:
+        return self.step
+
+    def train_step(self, batch: Experiences) -> tuple[bool, dict[str, float]]:
+        self.step += 1
+        return True, {}
+
+    def save_checkpoint(self, block_until_saved: bool = False) -> None: ...
+
+    def sync_weight(self) -> None: ...
+
+    def upload_state_dict(self) -> None:
+        self.uploaded.append(self.step)
+        Synchronizer.get_actor(self.config).set_model_state_dict({"step": torch.tensor([self.step])}, self.step)
+
+    def save_state_dict(self) -> None: ...
+
+
+def trainer_in(directory: Path, **sections: Any) -> Trainer:
+    kind = f"{Path(__file__)}:Counting"
+    return Trainer(config_from_mapping({**SMALL, "run": {"dir": str(directory)}, "train": {"kind": kind}, **sections}))
+
+
+async def test_a_trainer_that_reads_files_offers_its_weights_at_every_interval(tmp_path: Path) -> None:
+    trainer = trainer_in(
+        tmp_path,
+        algorithm={"kind": "sft"},
+        buffer={"kind": "files"},
+        schedule={"steps": 5, "groups_per_step": 2, "group_size": 1, "max_staleness": 1},
+        sync={"interval": 2},
+    )
+    assert trainer.synchronizer is Synchronizer.get_actor(trainer.config)
+    await trainer.train()
+    assert cast(Any, trainer.engine).uploaded == [0, 2, 4]
+    assert trainer.synchronizer.get_latest_model_version() == 4
+    weights, _ = Synchronizer.get_actor(trainer.config).get_model_state_dict()
+    assert weights is not None
+    assert weights["step"].tolist() == [4]
+    await trainer.shutdown()
+
+
+@pytest.mark.parametrize("style", ["dynamic_by_trainer", "dynamic_by_explorer"])
+async def test_a_trainer_answers_an_explorer_before_its_interval_is_over(style: str, tmp_path: Path) -> None:
+    trainer = trainer_in(
+        tmp_path,
+        algorithm={"kind": "sft"},
+        buffer={"kind": "files"},
+        schedule={"steps": 9, "groups_per_step": 2, "group_size": 1, "max_staleness": 4},
+        sync={"interval": 5, "style": style},
+    )
+    trainer.prepare()
+    await trainer.train_step()
+    assert not trainer.need_sync()
+    synchronizer = Synchronizer.get_actor(trainer.config)
+    synchronizer.set_explorer_status(REQUIRE)
+    assert trainer.need_sync()
+    trainer.sync_weight()
+    assert (trainer.need_sync(), trainer.last_sync_step) == (False, 1)
+    synchronizer.set_explorer_status(RUNNING, old_status=REQUIRE)
+    for _ in range(5):
+        await trainer.train_step()
+        assert not trainer.need_sync()
+    requires = synchronizer.get_trainer_status() is REQUIRE
+    assert requires is (style == "dynamic_by_trainer")  # the interval is over
+    await trainer.shutdown()

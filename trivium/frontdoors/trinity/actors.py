@@ -35,10 +35,10 @@ def made_once(namespace: str, name: str, make: Callable[[Shared], T]) -> T:
         return _made[key]
 
 
-def forget(namespace: str) -> None:
-    """Lets go of the boards of a namespace, as if this process had ended."""
+def forget(namespace: str, name: str | None = None) -> None:
+    """Lets go of the boards of a namespace, or of one of them, as if this process had ended."""
     with _lock:
-        for key in [key for key in _made if key[1] == namespace]:
+        for key in [key for key in _made if key[1] == namespace and name in (None, key[2])]:
             _made.pop(key).shared.close()
 
 

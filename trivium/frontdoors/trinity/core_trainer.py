@@ -181,6 +181,7 @@ class CoreTrainer(core.Trainer):
         super().__post_init__()
         assert isinstance(self.engine, WrappedEngine)
         self.wrapped = self.engine
+        self.keeps_versions = not self.synchronizer.collective  # its verbs for weights are called without explorers too
         self.saver = _OwnersSaver(self)
         self.given: RunState | None = None
         """What the save being made belongs to."""

@@ -132,8 +132,9 @@ async def _result_of(call: Callable[[], Any]) -> Any:
 class StateDicts:
     """Weights in Ray's object store, which end with the process that offered them."""
 
-    def __init__(self, table: Proxy, *, keep: int) -> None:
-        self._table, self._channel = table, ObjectStoreChannel(table, keep=keep)
+    def __init__(self, shared: Shared, *, keep: int) -> None:
+        self._table = Proxy(shared.host, shared.name, uuid.uuid4().hex)
+        self._channel = ObjectStoreChannel(self._table, keep=keep)
 
     def offer(self, version: int, weights: Weights) -> bool:
         return self._channel.offer(version, weights)
@@ -182,4 +183,4 @@ def join(namespace: str, name: str) -> Shared:
             ray.get(actor.leave.remote(key))
 
     table: Any = Proxy(actor, name, key)
-    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), table, leave)
+    return Shared(namespace, name, SharedBoard(table), RayCalls(actor), actor, leave)

@@ -32,8 +32,8 @@ class Shared:
     board: Board
     calls: Calls | None = None
     """None without Ray."""
-    table: Any = None
-    """On Ray, the actor's table, which keeps references to weights too."""
+    host: Any = None
+    """On Ray, the actor that hosts the board, and references to weights."""
     close: Callable[[], None] = lambda: None
 
     def agree(self, key: str, value: object) -> Any:

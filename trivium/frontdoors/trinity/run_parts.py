@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.cluster.session import connect
 from trivium.config import RunConfig, build
-from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError
+from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
@@ -23,16 +22,13 @@ from trivium.runtime.build import (
     Stage,
     algorithm_of,
     build_channel,
-    build_synchronizer,
     build_train_engine,
     claim_name,
     distributed_engine,
-    open_board,
     open_store,
     run_name,
 )
 from trivium.runtime.run_dir import open_run_dir
-from trivium.synchronizer import Synchronizer
 from trivium.text import hf_tokenizer
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER
@@ -74,6 +70,8 @@ class RunParts:
     latest: Checkpoint | None
     """The checkpoint that the run continues from."""
     closing: ExitStack
+    is_open: bool = False
+    """Whether its stage has begun on the board."""
 
     @cached_property
     def algorithm(self) -> GroupAlgorithm:
@@ -82,36 +80,28 @@ class RunParts:
 
     @cached_property
     def synchronizer(self) -> Synchronizer:
-        """The trainer's view of the board."""
-        if self.shared is not None:
-            return self.shared.synchronizer(self.stage, "driver")
-        return build_synchronizer(self.stage.config, open_board(self.config), fingerprint(self.config))
+        """That of all processes of the run, as `get_actor` finds it."""
+        synchronizer = Synchronizer.get_actor(self.config)
+        self.closing.callback(synchronizer.leave)
+        return synchronizer
 
     @cached_property
     def channel(self) -> WeightChannel:
         """The trainer's end."""
         if self.shared is not None:
             return self.shared.endpoints(self.stage, TRAINER, "driver").channel
-        return build_channel(self.stage, self.synchronizer, TRAINER)
+        self.synchronizer.channel = build_channel(self.stage, self.synchronizer, TRAINER)
+        return self.synchronizer.channel
 
     @cached_property
     def shared(self) -> SharedActors | None:
         """What the processes of the run share on Ray; None without Ray."""
         if self.config.cluster.kind != "ray":
             return None
-        address = self.config.cluster.address
-        connect({} if address is None else {"address": address})
-        import ray
-
-        from trivium.cluster.actors import result_of, start_host
-        from trivium.cluster.stage_spec import SYNCHRONIZER, SharedActors
-        from trivium.cluster.weight_store import BoardAndWeights
+        from trivium.cluster.stage_spec import SharedActors
 
         namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
-        host = start_host(SYNCHRONIZER, self.stage.run_dir.resolve(), self.stage.threads, namespace=namespace)
-        self.closing.callback(ray.kill, host)
-        result_of(host.build.remote(BoardAndWeights), SYNCHRONIZER, self.config.sync.deadline_s)
-        return SharedActors(host, None, namespace)  # the buffer is the trainer's own
+        return SharedActors(self.synchronizer.host, None, namespace)  # the buffer is the trainer's own
 
     @cached_property
     def ranks(self) -> RayRanks | None:
@@ -139,8 +129,9 @@ class RunParts:
 
     def open_board(self) -> None:
         """Begins the stage on the board, unless that is done."""
-        if not self.synchronizer.joined:
+        if not self.is_open:
             self.synchronizer.open(self.stage.number, last=True)
+            self.is_open = True
 
 
 def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:

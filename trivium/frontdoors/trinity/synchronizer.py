@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trivium import synchronizer as core
 from trivium.board import Board, Values
+from trivium.cluster.session import connect
 from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, SyncError
-from trivium.frontdoors.trinity.actors import made_once
+from trivium.frontdoors.trinity.actors import forget, made_once
 from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
+from trivium.protocols import WeightChannel
 from trivium.runtime.build import build_synchronizer, kept_versions, open_board, shares_buffer
 from trivium.synchronizer import live_explorers
 from trivium.types import TRAINER, RunningStatus, SyncStyle
@@ -53,6 +55,8 @@ class Synchronizer(core.Synchronizer):
     """
 
     shared: Shared | None = None
+    channel: WeightChannel | None = None
+    """The channel of the Trainer of this process: `set_model_state_dict` offers weights by it, to the explorers."""
     _options: Mapping[str, Any]
 
     @classmethod
@@ -68,6 +72,9 @@ class Synchronizer(core.Synchronizer):
         run_config = _run_config(config)
         if namespace is None and run_config is None:
             raise ConfigError("a synchronizer", "neither a config nor a namespace", "pass one of them")
+        if run_config is not None and run_config.cluster.kind == "ray":
+            address = run_config.cluster.address
+            connect({} if address is None else {"address": address})
         namespace = namespace or _namespace(cast(RunConfig, run_config))
         synchronizer = made_once(namespace, ROLE, lambda shared: cls._made(shared, run_config))
         for name, value in _options(run_config, synchronizer.board).items() if run_config is not None else ():
@@ -107,6 +114,16 @@ class Synchronizer(core.Synchronizer):
         if self.shared is None:
             return super().__reduce__()
         return Synchronizer.get_actor, (None, self.shared.namespace)
+
+    def leave(self) -> None:
+        """This process does without it from now on; the next `get_actor` makes another one."""
+        if self.shared is not None:
+            forget(self.shared.namespace, ROLE)
+
+    @property
+    def host(self) -> Any:
+        """On Ray, the actor that hosts the board."""
+        return None if self.shared is None else self.shared.host
 
     def __getattr__(self, name: str) -> Any:
         if name in _SERVED_OTHERWISE:
@@ -234,10 +251,13 @@ class Synchronizer(core.Synchronizer):
     # ------------------------------------------------------------------ weights
 
     def set_model_state_dict(self, state_dict: Mapping[str, Tensor] | None, trainer_step: int) -> None:
-        """Leaves the weights of a step for `get_model_state_dict`, and publishes it; None where they lie elsewhere."""
-        if state_dict is not None:
-            self._weights.offer(trainer_step, state_dict.items())
-        self.publish(trainer_step)
+        """Offers the weights of a step, and publishes it where they were delivered or can be fetched: to the explorers
+        of this process's Trainer, by `sync.method`; without one, for `get_model_state_dict`. None: they lie elsewhere.
+        """
+        if state_dict is None:
+            self.publish(trainer_step)
+        elif (channel := self.channel or self._weights).offer(trainer_step, list(state_dict.items())):
+            self.publish(trainer_step, channel.versions)
 
     def set_model_state_dict_with_step_num(self, step_num: int | None = None, world_size: int | None = None) -> int:
         """Publishes a step whose weights lie elsewhere: with `world_size`, once so many callers have said so. Returns
@@ -258,9 +278,10 @@ class Synchronizer(core.Synchronizer):
     def get_model_state_dict(self) -> tuple[dict[str, Tensor] | None, int]:
         """(tensors by name, version) of the newest version; None where its weights lie elsewhere."""
         version = self.get_latest_model_version()
-        if version not in self._weights.versions:
-            return None, version
-        return dict(self._weights.collect(version)), version
+        for channel in (self.channel, self._weights):
+            if channel is not None and version in channel.versions:
+                return dict(channel.collect(version)), version
+        return None, version
 
     def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """(name, type, shape) of each tensor of the newest version."""
@@ -270,15 +291,16 @@ class Synchronizer(core.Synchronizer):
         return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in weights.items()]
 
     @cached_property
-    def _weights(self) -> Any:
-        """Where `set_model_state_dict` keeps weights: in Ray's object store, or in files."""
+    def _weights(self) -> WeightChannel:
+        """Where weights are kept without a Trainer: in Ray's object store, or in files."""
         if self.shared is None:
             raise SyncError("weights of a synchronizer", "it was not made by get_actor", "use the run's channel")
         keep = self._options["keep"]
         if self.shared.calls is not None:
             from trivium.frontdoors.trinity.ray_actors import StateDicts
 
-            return StateDicts(self.shared.table, keep=keep)
+            weights: Any = StateDicts(self.shared, keep=keep)
+            return weights
         from trivium.sync.files import FileChannel
 
         return FileChannel(keep=keep, directory=Path(self._options["directory"]), synchronizer=self, role=ROLE)
@@ -390,7 +412,7 @@ def _options(config: RunConfig, board: Board) -> dict[str, Any]:
         "settings": like.settings,
         "keep": kept_versions(config),
         "directory": str(Path(config.run.dir).absolute() / "state_dicts"),
-        "in_database": shares_buffer(config),
+        "in_database": shares_buffer(config) and config.cluster.kind != "ray",
     }
 
 
