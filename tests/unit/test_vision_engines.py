@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algebra import number, objectives
 from rank_parts_of_vision import NUM_STEPS, on_ranks
 from training_parts import Parts, Reinforce, SquaredError, make_engine
 from transformers import AutoModelForImageTextToText
@@ -30,12 +31,15 @@ from vision_parts import (
 from tests.rank_processes import run_ranks
 from trivium.config.model_shape import read_shape
 from trivium.errors import DataError, RolloutError
+from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.vision import vision_of
 from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.flops import utilisation
-from trivium.types import Batch, Media
+from trivium.training.learner import Learner
+from trivium.training.optim import Optimizer, OptimizerConfig
+from trivium.types import Batch, Media, Teacher
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
 
@@ -198,6 +202,44 @@ class TestTraining:
         assert gap(again.score(batches["llava"], "old"), engine.score(batches["llava"], "old")) < 1e-5
         assert gap(engine.score(batches["llava"], "old"), before) > 1e-4
 
+    @pytest.mark.parametrize(
+        "name", ["loss:ppo", "value", "loss:sft", "pair:dpo", "score:sigmoid", "loss:distill", "loss:distill_top_k"]
+    )
+    def test_every_kind_of_objective(self, directories: dict[str, Path], batches: dict[str, Batch], name: str) -> None:
+        """Packed all at once, one unit at a time, and padded: the same loss and gradient."""
+        objective: Any = objectives()[name]()
+        batch = batches["qwen3_vl"]
+        for column in sorted(objective.needs - {"entropy"}):
+            numbers = [number(column, (1, len(e)), 7 * row)[0].numpy() for row, e in enumerate(batch.experiences)]
+            batch = batch.with_columns(**{column: numbers})
+        said = []
+        for tokens, padded in ((1000, False), (1, False), (1000, True)):
+            how: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+            how |= {"temperature": 0.8} if objective.head == "lm" else {"seed": 0}
+            model = _HEADS[objective.head](directories["qwen3_vl"], **how)
+            if padded:
+                model.backbone.packs = False
+                model.backbone.module.set_attn_implementation("sdpa")
+            optimizer = Optimizer(model if objective.head != "lm" else model.module, OptimizerConfig(lr=0.1, eps=1.0))
+            sizes: dict[str, Any] = {"max_tokens": tokens, "max_response_length": 16, "optimizer": optimizer}
+            learner = Learner(model, objective.role, model_dir=directories["qwen3_vl"], **sizes)
+            said.append(learner.update(objective.select(batch, 0), objective, 0.1, 1e9, step=0, who="a test"))
+        for other in said[1:]:
+            assert other == pytest.approx(said[0], rel=1e-6, abs=1e-9)
+        assert max(value for key, value in said[0].items() if key.startswith("train/grad_norm")) > 0
+
+    def test_a_teacher_sees_what_the_policy_saw(
+        self, directories: dict[str, Path], batch: Batch, tmp_path: Path
+    ) -> None:
+        other = tiny(tmp_path / "model", hidden=48, vision_layers=1)
+        algorithm = Parts(needs=frozenset({"teacher", "teacher_top"}), teacher=Teacher(other, 4))
+        engine = make_engine(directories["qwen2_vl"], algorithm, temperature=1.0)
+        plain = with_plain_text(other, batch)
+        scored = engine.score(plain, "teacher")
+        assert gap(scored, [by_transformers(other, each) for each in plain.experiences]) < 1e-4
+        for top, row in zip(engine.score(plain, "teacher_top"), scored, strict=True):
+            assert (top[:, 0, 1] >= row - 1e-5).all()
+
     def test_every_role_reads_images(self, directories: dict[str, Path], batch: Batch, tmp_path: Path) -> None:
         engine = make_engine(directories["qwen2_vl"], PPO)
         scored = batch.with_columns(
@@ -212,6 +254,7 @@ class TestTraining:
 
 
 _NAME = {"policy": "policy", "critic": "value"}
+_HEADS: dict[str, Any] = {"lm": LanguageModel, "value": ValueModel, "score": ScoreModel}
 
 
 def test_ranks_of_which_some_have_no_image_train_as_one_process(
