@@ -49,6 +49,23 @@ sample can be trained where nothing is sampled: SFT, DPO, reward models.
 """
 
 TAIL = """
+## Images
+
+Models of type `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `llava`, `idefics3` and `smolvlm` read images, with the processor in
+their directory; of others, images are refused by name. Engine and trainer compute the same log-probabilities, those of
+transformers (tests/unit/test_vision_engines.py), with `engine.batch_invariant` as for text.
+
+- **What is trained** of the image side is `train.vision_tower`: `trained` (tower and projector), `projector`, `frozen`.
+  Unset it is trained, and with `train.lora` frozen, for adapters lie in the language part; a name with a dot in
+  `train.lora.targets` reaches layers of the tower. `trivium check` prints it with the number of parameters, and the
+  memory plan assumes that prompts are images.
+- **Placeholder tokens outside an image**, written in a prompt or sampled by the policy, are ordinary tokens, in the
+  engine and in the trainer alike.
+- **Prompts are told apart** by their tokens and the hashes of their images. A chunk of a long prompt may end inside an
+  image. Positions in several dimensions (M-RoPE) come from the model's own `get_rope_index`.
+- **Ranks**: where some have images and others none, all run the tower. `train.sequence_parallel` works; each of the
+  ranks that share a sequence runs the tower over all its images.
+
 ## What is refused, and by whom
 
 - **Attention that cannot be replaced**: the engine puts its own attention, with its own cache of keys and values, into
@@ -60,7 +77,7 @@ TAIL = """
   logits** (`final_logit_softcapping`, as in the published Gemma 2) is refused by the trainer.
 - **A rotary embedding of type `dynamic` or `longrope`** depends on the longest sequence in the batch: it samples with
   `engine.batch_invariant: false` only.
-- **Images and sound**: the engine and the trainer read text.
+- **Video and sound**, and images for a family that is not named above.
 - **A tokenizer without a chat template** is refused by `trivium check`, which also reads the config and counts the
   memory that a model takes.
 

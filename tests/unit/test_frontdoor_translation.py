@@ -73,6 +73,8 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "algorithm.mini_batches", 2),
     ({"actor_rollout_ref__actor__ppo_mini_batch_size": 8}, "algorithm.mini_batches", 1),
     ({ACTOR + "ppo_epochs": 3, "critic__ppo_epochs": 3}, "algorithm.epochs", 3),
+    ({ACTOR + "freeze_vision_tower": True}, "train.vision_tower", "frozen"),
+    ({}, "train.vision_tower", None),
     ({}, "algorithm.kind", "ppo"),
     ({}, "algorithm.old_log_prob", "recompute"),
     ({ACTOR + "use_rollout_log_probs": True}, "algorithm.old_log_prob", "rollout"),

@@ -296,7 +296,7 @@ def vision_in(config: RunConfig) -> str | None:
 def vision_problems(run: RunConfig, which: str | None, where: str, *, adapted: bool) -> Iterator[Problem]:
     """What is wrong with `train.vision_tower`."""
     shape = shape_in(run)
-    if which is not None and shape is not None and shape.vision is None:
+    if which in ("trained", "projector") and shape is not None and shape.vision is None:
         yield Problem(where, f"{which!r}", "the model reads text only", "leave the key out")
     if adapted and which in ("trained", "projector"):
         found = "with train.lora the adapter is all that is trained"

@@ -136,7 +136,7 @@ ACTOR: dict[str, Entry] = {
     "use_torch_compile": Ignored("models run as they are"),
     "use_rollout_log_probs": Mapped("algorithm.old_log_prob: rollout", False),
     "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
-    "freeze_vision_tower": Ignored("there is no vision tower"),
+    "freeze_vision_tower": Mapped("train.vision_tower: frozen", False),
     "qat": _QAT,
     **ignored(
         _CHUNKS,

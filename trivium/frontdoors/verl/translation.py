@@ -244,6 +244,8 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
         train["cpu_offload"] = True
     if verl[f"{fsdp}.fsdp_size"] > 0:
         train["shard"] = verl[f"{fsdp}.fsdp_size"]
+    if verl[f"{ACTOR}.freeze_vision_tower"]:
+        train["vision_tower"] = "frozen"
     if verl[f"{model}.lora_rank"]:
         targets = verl[f"{model}.target_modules"]
         train["lora"] = {"rank": verl[f"{model}.lora_rank"], "alpha": verl[f"{model}.lora_alpha"]}
