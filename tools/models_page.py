@@ -51,9 +51,9 @@ sample can be trained where nothing is sampled: SFT, DPO, reward models.
 TAIL = """
 ## Images
 
-Models of type `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `llava`, `idefics3` and `smolvlm` read images, with the processor in
-their directory; of others, images are refused by name. Engine and trainer compute the same log-probabilities, those of
-transformers (tests/unit/test_vision_engines.py), with `engine.batch_invariant` as for text.
+Models of type `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `llava`, `idefics3` and `smolvlm` read images, with the
+processor in their directory; of others, images are refused by name. Engine and trainer compute the same
+log-probabilities, those of transformers (tests/unit/test_vision_engines.py), with `engine.batch_invariant` as for text.
 
 - **What is trained** of the image side is `train.vision_tower`: `trained` (tower and projector), `projector`, `frozen`.
   Unset it is trained, and with `train.lora` frozen, for adapters lie in the language part; a name with a dot in
