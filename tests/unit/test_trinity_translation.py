@@ -134,9 +134,19 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"synchronizer.sync_method": "CHECKPOINT"}, "sync.method", "checkpoint"),
     ({"synchronizer.sync_timeout": 60}, "sync.deadline_s", 60),
     (
-        {"algorithm.sample_strategy": "staleness_control", "algorithm.sample_strategy_args": {"max_staleness": 2}},
+        {
+            "synchronizer.sync_interval": 2,
+            "synchronizer.sync_offset": 3,
+            "algorithm.sample_strategy": "staleness_control",
+            "algorithm.sample_strategy_args": {"max_staleness": 2},
+        },
         "buffer.strategy.max_staleness",
         2,
+    ),
+    (
+        {"algorithm.sample_strategy": "staleness_control", "algorithm.sample_strategy_args": {"max_staleness": 2}},
+        "max_staleness",
+        0,
     ),
     ({"algorithm.optimizer.lr": "1e-5"}, "train.optimizer.lr", 1e-5),
     ({}, "train.optimizer.weight_decay", 0.01),
@@ -311,6 +321,7 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({f"{TASKSET}.format.promt_key": "q"}, f"{TASKSET}.format.promt_key", "format.prompt_key"),
     ({"trainer.trainer_strategy": "megatron"}, "trainer.trainer_strategy", "Megatron"),
     ({"explorer.rollout_model.engine_type": "external"}, "explorer.rollout_model.engine_type", "behind an endpoint"),
+    ({"trainer.trainer_type": "tinker"}, "trainer.trainer_type", "my_engine.py:Mine"),
     ({"model.tinker.enable": True}, "model.tinker", "Tinker"),
     ({"algorithm.algorithm_type": "grppo"}, "algorithm.algorithm_type", "did you mean 'grpo'"),
     ({"algorithm.algorithm_type": "cpt"}, "algorithm.algorithm_type", "use sft"),
@@ -442,6 +453,16 @@ def test_on_gpus_the_roles_are_placed_on_a_cluster(folder: Path) -> None:
     assert alone["sync"]["method"] == "memory"
     with pytest.raises(ConfigError, match=r"cluster\.gpu_per_node"):
         translate(said(folder, {**cluster, "explorer.rollout_model.engine_num": 8}), device="cuda")
+
+
+def test_serving_and_benchmarks_need_no_taskset_of_training(folder: Path) -> None:
+    taskset = said(folder, {})["buffer"]["explorer_input"]["taskset"]
+    bench = config_of(folder, {"mode": "bench", TASKSET: None, "buffer.explorer_input.eval_tasksets": [taskset]})
+    assert (bench.run.mode, bench.evaluation.taskset, len(bench.tasks)) == ("bench", "eval", 2)
+    serve = config_of(folder, {"mode": "serve", TASKSET: None, "explorer.proxy_port": 9000, "trainer.total_steps": 3})
+    trainer = {"mode": "train", TASKSET: None, "buffer.train_batch_size": 32, "trainer.total_steps": 3}
+    assert fingerprint(serve) == fingerprint(config_of(folder, trainer))
+    assert (serve.tasks["train"].kind, serve.serve.port, serve.serve.host) == ("served", 9000, "127.0.0.1")
 
 
 def test_overrides_reach_into_the_file(folder: Path) -> None:

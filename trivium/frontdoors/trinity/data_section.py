@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,8 @@ def _strategy(trinity: TrinityConfig) -> dict[str, Any]:
     if name not in ("default", "warmup", "staleness_control"):
         do = suggest(name, ("default", "staleness_control", "mix")) + "; a class of yours is buffer.strategy"
         trinity.problem("algorithm.sample_strategy", repr(name), "no such strategy", do)
-    if name == "staleness_control" and isinstance(bound := args.get("max_staleness"), int | float):
+    bound = args.get("max_staleness", math.inf)
+    if name == "staleness_control" and bound < trinity.max_staleness:  # else nothing is older
         return {"strategy": {"kind": "staleness_control", "max_staleness": int(bound)}}
     return _replay(trinity)
 

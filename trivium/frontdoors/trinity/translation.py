@@ -165,6 +165,9 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     if dtype not in ("auto", "bfloat16", "float32"):
         do = "use bfloat16 or float32"
         trinity.problem("explorer.rollout_model.dtype", repr(dtype), "the engine computes in two types", do)
+    kind = str(trinity["explorer.rollout_model.engine_type"])
+    if kind != "torch" and not trinity.offline and trinity.mode != "train":
+        trinity.notes.append(f"explorer.rollout_model.engine_type: {kind} is not built here: engine.kind torch samples")
     engine: dict[str, Any] = {
         "kind": "torch",
         "device": device,
@@ -181,6 +184,10 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
 
 def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
     trainer, fsdp = trinity.trainer, f"{_ACTOR}.fsdp_config"
+    kind = str(trinity["trainer.trainer_type"])
+    if kind != "verl" and ":" not in kind:
+        do = "use verl, or an engine of yours: my_engine.py:Mine"
+        trinity.problem("trainer.trainer_type", repr(kind), "no such trainer", do)
     parallel = trinity["trainer.ulysses_sequence_parallel_size"]
     if not trinity.has("trainer.ulysses_sequence_parallel_size"):
         parallel = trainer[f"{_ACTOR}.ulysses_sequence_parallel_size"] or 1
@@ -329,15 +336,7 @@ def _sync(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     for name, value, known in (("style", style, _STYLES), ("method", method, _METHODS)):
         if value not in known:
             trinity.problem(f"{where}.sync_{name}", repr(value), f"no such {name}", suggest(value, known))
-    interval = trinity.first(f"{where}.trainer_sync_interval", f"{where}.sync_interval")
-    explored = trinity.first(f"{where}.explorer_sync_interval", f"{where}.sync_interval")
-    batches, offset = trinity.batches, trinity[f"{where}.sync_offset"]
-    ahead = math.ceil((explored + offset) * batches.explored / batches.fresh) - 1
-    if style == "fully_async":
-        ahead = interval - 1 + trinity["explorer.max_inflight_batches"]
-    if trinity.text("algorithm.sample_strategy") == "staleness_control":
-        bound = trinity["algorithm.sample_strategy_args"].get("max_staleness", math.inf)
-        ahead = max(ahead, int(bound) + 1) if math.isfinite(bound) else ahead
+    interval, offset, ahead = trinity.sync_interval, trinity[f"{where}.sync_offset"], trinity.max_staleness
     sync = {
         "method": _method(trinity, _METHODS.get(method, "memory"), device),
         "style": _STYLES.get(style, "fixed"),

@@ -160,6 +160,21 @@ class TrinityConfig:
         return _batches(self)
 
     @property
+    def sync_interval(self) -> int:
+        """Train steps between two publications."""
+        return self.first("synchronizer.trainer_sync_interval", "synchronizer.sync_interval")
+
+    @property
+    def max_staleness(self) -> int:
+        """How many versions old a group may become by the explorers' steps between two synchronisations."""
+        least = self.sync_interval - 1
+        if str(self["synchronizer.sync_style"]).lower() == "fully_async":
+            return least + self["explorer.max_inflight_batches"]
+        explored = self.first("synchronizer.explorer_sync_interval", "synchronizer.sync_interval")
+        ahead = (explored + self["synchronizer.sync_offset"]) * self.batches.explored
+        return max(least, math.ceil(ahead / self.batches.fresh) - 1)
+
+    @property
     def run_dir(self) -> str:
         """Where the run keeps everything."""
         return os.path.join(*(self.text(key) for key in ("checkpoint_root_dir", "project", "group", "name")))
