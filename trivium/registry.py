@@ -304,6 +304,11 @@ def name_of(thing: Callable[..., object]) -> str:
     return f"{module}:{qualname}"
 
 
+def give(name: str, thing: object) -> None:
+    """Lets a name of `name_of` in another process stand for the same object here."""
+    _GIVEN[name] = thing
+
+
 def is_unnamed(name: str) -> bool:
     """Whether a name stands for an object that a Python caller gave and that no module has under it."""
     return name.endswith(("()", ">")) or "<locals>" in name

@@ -35,6 +35,8 @@ from trivium.frontdoors.verl import (  # noqa: E402
     ResourcePoolManager,
     RewardModelWorker,
     Role,
+    agg_loss,
+    register_policy_loss,
 )
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "ray_ppo_trainer.py"
@@ -467,6 +469,38 @@ def test_what_a_recipe_overrides_changes_the_run(example: Any, connected: None, 
     assert [row["mine/validated"] for row in validated] == [0.0, 2.0]
     assert [row["val-core/mine/acc/mean@1"] for row in validated] == [0.5, 0.5]
     assert "eval/val/accuracy" not in validated[0]  # nothing was generated
+
+
+def test_registered_functions_train_as_those_that_ship(example: Any, connected: None, tmp_path: Path) -> None:
+    """GRPO and PPO's loss written anew, on two ranks; another loss exists in this process alone."""
+
+    @register_policy_loss("inner")
+    def inner(log_prob: Any, advantages: Any, response_mask: Any, loss_agg_mode: str, config: Any, **_: Any) -> Any:
+        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode)
+
+    def trained(name: str, estimator: str, loss: str) -> list[dict[str, float]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        policy_loss = {"policy_loss": {"loss_mode": loss}}
+        config = small(
+            example,
+            "grpo",
+            folder,
+            2,
+            algorithm={"adv_estimator": estimator},
+            actor_rollout_ref={"actor": policy_loss},
+            trainer={"val_before_train": False, "test_freq": -1, "save_freq": -1},
+        )
+        fitted(example.make_trainer("grpo", folder, steps=2, config=config, **pools(2, "ActorRollout")))
+        return [row for row in rows(folder) if "train/version" in row]
+
+    shipped, mine = trained("shipped", "grpo", "vanilla"), trained("mine", "mine", "mine")
+    for one, other in zip(shipped, mine, strict=True):
+        for key in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/max", "critic/score/mean"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+        assert other["mine/ratio_max"] > 0
+    assert shipped[0]["actor/grad_norm"] > 0
+    assert trained("inner", "grpo", "inner")[1]["actor/grad_norm"] > 0
 
 
 class Unheard(RayPPOTrainer):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Dataset
 
-from trivium.frontdoors.verl import AbstractCurriculumSampler
+from trivium.frontdoors.verl import AbstractCurriculumSampler, agg_loss, register_adv_est, register_policy_loss
 
 
 class Pairs(Dataset[Any]):
@@ -64,3 +64,38 @@ class Hardest(AbstractCurriculumSampler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rewards, self.left = state["rewards"].tolist(), state["left"]
+
+
+@register_adv_est("mine")
+def my_advantages(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, config: Any = None, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GRPO, member by member."""
+    scores = token_level_rewards.sum(-1)
+    advantages = torch.zeros_like(scores)
+    for name in set(index):
+        rows = torch.tensor([other == name for other in index])
+        of_group = scores[rows]
+        advantages[rows] = (of_group - of_group.mean()) / (of_group.std() + config.get("my_epsilon", 1e-6))
+    spread = advantages.unsqueeze(-1) * response_mask
+    return spread, spread
+
+
+@register_policy_loss("mine")
+def my_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """PPO with the dual clip."""
+    low, high, dual = config.clip_ratio, config.policy_loss.get("my_clip_high", config.clip_ratio), config.clip_ratio_c
+    ratio = (log_prob - old_log_prob).exp()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual), losses)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    return agg_loss(losses, response_mask, loss_agg_mode), {"mine/ratio_max": ratio[response_mask].max().item()}

@@ -109,6 +109,8 @@ class PolicyLossMetadata(FunctionMetadata):
     sampled. A run with stale groups then applies no correction by default."""
     per_sequence: bool = False
     """Whether the loss of a token is that of its whole sequence: single tokens cannot be weighted."""
+    weighs: bool = False
+    """Whether it applies importance weights (the column `rollout_is_weights`) itself."""
 
     @property
     def selection(self) -> SelectionMetadata | None:

@@ -115,6 +115,8 @@ class PolicyObjective:
         if self.correction is not None and self.correction.live:
             current, correction_metrics = _current_weights(x, self.correction, denominators)
             importance.append(current)
+        if self.metadata.weighs:
+            importance = []
         if self.metadata.per_sequence:  # single tokens cannot be weighted: all get the geometric mean of their row
             importance = [row_mean(each.log(), x.response_mask).exp().expand_as(each) for each in importance]
         if weights or importance:

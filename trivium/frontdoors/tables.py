@@ -242,6 +242,21 @@ class Settings:
         values = [self.values.get(key) for key in keys] + [self.table.default_of(key) for key in keys]
         return next((value for value in values if value is not None), None)
 
+    def section(self, prefix: str) -> dict[str, Any]:
+        """The keys below `prefix` as nested mappings, with the original's defaults."""
+        keys = dict.fromkeys(key for key in (*self.table.entries, *self.values) if key.startswith(f"{prefix}."))
+        section: dict[str, Any] = {}
+        for key in keys:
+            *above, last = key.removeprefix(f"{prefix}.").split(".")
+            inner = section
+            for name in above:
+                if not isinstance(inner.get(name), dict):
+                    inner[name] = {}
+                inner = inner[name]
+            if not isinstance(inner.get(last), dict):
+                inner[last] = self[key] if key in self.table.entries else self.values[key]
+        return section
+
     def notes(self) -> Iterator[str]:
         """What is set and has no effect."""
         for key, value in self.values.items():

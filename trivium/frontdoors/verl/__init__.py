@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
     from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
     from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
+    from trivium.frontdoors.verl.registered import (
+        get_adv_estimator_fn,
+        get_policy_loss_fn,
+        register_adv_est,
+        register_policy_loss,
+    )
     from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
     from trivium.frontdoors.verl.reward_loading import (
         compute_reward,
@@ -53,12 +59,16 @@ __all__ = [
     "compute_policy_loss",
     "compute_reward",
     "default_compute_score",
+    "get_adv_estimator_fn",
+    "get_policy_loss_fn",
     "hf_processor",
     "hf_tokenizer",
     "kl_penalty",
     "living",
     "load_compute_score",
     "load_reward_manager",
+    "register_adv_est",
+    "register_policy_loss",
     "score_groups",
     "scored_rows",
 ]
@@ -78,6 +88,12 @@ _MODULES = {
         "BatchRewardManager",
         "DAPORewardManager",
         "NaiveRewardManager",
+    ),
+    "trivium.frontdoors.verl.registered": (
+        "get_adv_estimator_fn",
+        "get_policy_loss_fn",
+        "register_adv_est",
+        "register_policy_loss",
     ),
     "trivium.frontdoors.verl.orders": ("AbstractCurriculumSampler", "AbstractSampler"),
     "trivium.frontdoors.verl.trainer": ("RayPPOTrainer",),

@@ -7,8 +7,10 @@ from typing import Any
 
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
+from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR
+from trivium.frontdoors.verl.registered import advantage_address, loss_address
 
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators that verl has twice."""
@@ -23,10 +25,12 @@ _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     estimator = str(verl["algorithm.adv_estimator"])
     kind, loss = _ESTIMATORS.get(estimator, estimator), _policy_loss(verl)
+    own = advantage_address(estimator)
+    advantage = {"kind": kind, **_estimator_options(verl, kind, problems)} if own is None else _own(verl, own)
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
         "kind": "ppo" if kind == "gae" else "grpo",
-        "advantage": {"kind": kind, **_estimator_options(verl, kind, problems)},
+        "advantage": advantage,
         "policy_loss": loss,
         "aggregate": "seq-mean-token-mean" if loss["kind"] in _PER_SEQUENCE else verl[f"{ACTOR}.loss_agg_mode"],
         "epochs": epochs,
@@ -56,6 +60,11 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     if epochs * mini_batches > 1 and algorithm["policy_loss"]["kind"] == "reinforce" and not _weighed(algorithm):
         algorithm["policy_loss"] = {"kind": _PLAIN}
     return algorithm
+
+
+def _own(verl: Settings, address: str, prefix: str = "algorithm", kind: str = "estimated") -> dict[str, Any]:
+    """The section of a user's function with verl's signature."""
+    return {"kind": f"{registered.__name__}:{kind}", "function": address, "config": verl.section(prefix)}
 
 
 def _mini_batches(verl: Settings) -> int:
@@ -95,6 +104,8 @@ def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> di
 
 def _policy_loss(verl: Settings) -> dict[str, Any]:
     mode = str(verl[f"{ACTOR}.policy_loss.loss_mode"])
+    if own := loss_address(mode):
+        return {**_own(verl, own, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
     loss: dict[str, Any] = {"kind": _LOSSES.get(mode, mode)}
     clips = {
         "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),

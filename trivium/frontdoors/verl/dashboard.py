@@ -197,7 +197,7 @@ class Dashboard:
         row = renamed(metrics)
         if "train/version" in metrics:
             row |= self._of_step(step, metrics)
-        self.monitor.log(step, {**metrics, **row})
+        self.monitor.log(step, {**row, **metrics})
 
     def _of_step(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         row, self._measured = self._measured, {}

@@ -7,8 +7,8 @@ takes `Work` gets its rank's share of a batch; the driver joins the results.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
 from trivium.frontdoors.verl.dispatch import Dispatch, register
 from trivium.frontdoors.verl.worker import Worker
 from trivium.frontdoors.verl.worker_group import RayWorkerGroup
+from trivium.metrics import declare_missing
 from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.models.loss import LossDenominators
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RolloutEngine, Weights
+from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
 from trivium.training.engine import SCORED_BY
@@ -53,6 +55,8 @@ class WorkerConfig:
     """The stage it works for."""
     reward_model: Path | None = None
     """The directory of the reward model, where there is one."""
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    """What `registered.functions_here` gave on the driver."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class ModelWorker(Worker):
 
     def __init__(self, config: WorkerConfig, role: str) -> None:
         """`role` is a name of `HELD`."""
+        for name, function in config.functions.items():
+            give(name, function)
         self.config, self.role = config, role
 
     @register(Dispatch.ONE_TO_ALL)
@@ -313,7 +319,9 @@ class RoleTrainEngine(DistributedTrainEngine):
 
     def update(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         self._is_initial = False
-        return super().update(role, batch, objective)
+        metrics = super().update(role, batch, objective)
+        declare_missing(metrics, "a number that user code on a worker reported")
+        return metrics
 
     def load(self, directory: Path) -> None:
         self._is_initial = False

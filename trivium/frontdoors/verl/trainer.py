@@ -38,6 +38,7 @@ from trivium.frontdoors.verl.model_workers import (
     rm_scores,
 )
 from trivium.frontdoors.verl.overridable import OverridableTrainer, OverridableValidator, TrainerStage
+from trivium.frontdoors.verl.registered import functions_here
 from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.reward_loading import compute_reward as call_manager
 from trivium.frontdoors.verl.roles import by_model, chosen_roles, start_groups
@@ -150,7 +151,7 @@ class RayPPOTrainer(Attributes):
         threads = self.run_config.cluster.threads or max(1, usable_cores() // self.resource_pool_manager.get_n_gpus())
         reward_model = self._verl["reward_model.model.path"]
         reward_model = None if reward_model is None else Path(reward_model).expanduser().resolve()
-        worker_config = WorkerConfig(StageSpec.of(self._stage(run_dir, threads)), reward_model)
+        worker_config = WorkerConfig(StageSpec.of(self._stage(run_dir, threads)), reward_model, functions_here())
         with logging_to(run_dir, "log.txt"):
             self._views, self._groups = start_groups(
                 self._roles,

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, Problem
+from trivium.frontdoors.plain_values import plain, resolved
 from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.verl.algorithm_section import algorithm_of
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts, max_grad_norm, sequence_parallel
+from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.frontdoors.verl.sourced_sections import (
     listed,
     notes_of,
@@ -38,7 +42,7 @@ _DTYPES = {
 
 def settings_of(config: object) -> Settings:
     """The values of a config of verl's shape. Raises ConfigError with everything in it that cannot be translated."""
-    verl = TABLE.read(config)
+    verl = _with_own_keys(TABLE.read(config), config)
     problems = list(verl.problems)
     for strategy in [problem.where for problem in problems if problem.where.endswith(".strategy")]:
         section = strategy.removesuffix("strategy")  # its other keys are those of that backend
@@ -49,6 +53,22 @@ def settings_of(config: object) -> Settings:
             problems.append(Problem("trainer.logger", repr(name), "no monitor of that name", do))
     refuse(problems)
     return verl
+
+
+def _with_own_keys(verl: Settings, config: object) -> Settings:
+    """The values with the keys that a user's estimator or loss reads beside those of the table."""
+    sections = {
+        "algorithm.": advantage_address(str(verl["algorithm.adv_estimator"])),
+        f"{ACTOR}.policy_loss.": loss_address(str(verl[f"{ACTOR}.policy_loss.loss_mode"])),
+    }
+    prefixes = tuple(prefix for prefix, address in sections.items() if address is not None)
+    own = [p.where for p in verl.problems if p.where.startswith(prefixes) and TABLE.entry_of(p.where) is None]
+    if not own:
+        return verl
+    values, whole = dict(verl.values), resolved(plain(config))
+    for key in own:
+        values[key] = reduce(lambda section, name: section[name], key.split("."), whole)
+    return replace(verl, values=values, problems=tuple(p for p in verl.problems if p.where not in own))
 
 
 def translate(config: object) -> Translation:

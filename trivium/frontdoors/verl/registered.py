@@ -1,0 +1,265 @@
+"""Advantage estimators and policy losses with verl's signatures, registered by verl's decorators.
+
+An estimator is called with `token_level_rewards, response_mask, config, index` and, for ReMax, `reward_baselines`; it
+returns (advantages, returns). A loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode,
+config, rollout_is_weights`; it returns the loss of these sequences, averaged as `loss_agg_mode` says, alone or with
+metrics. Tensors are (B, R): B sequences, R tokens from the first sampled one on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trivium.algorithms import advantage, policy_loss
+from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
+from trivium.algorithms.policy_losses.base import PerToken, PolicyInputs
+from trivium.errors import ConfigError, DataError
+from trivium.registry import CATALOGUE, is_only_here, name_of, resolve
+
+Function = Callable[..., Any]
+FunctionT = TypeVar("FunctionT", bound=Function)
+
+_ADVANTAGES: dict[str, Function] = {}
+_LOSSES: dict[str, Function] = {}
+_METRICS = ("train/clip_fraction", "train/kl", "train/clip_fraction_lower")
+"""What the numbers behind the loss are, where it returns four."""
+
+
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[FunctionT], FunctionT]:
+    """Lets `algorithm.adv_estimator` name the decorated function. Raises ConfigError for a name that is taken."""
+    return _registering(_ADVANTAGES, "advantages", name_or_enum)
+
+
+def register_policy_loss(name: str | Enum) -> Callable[[FunctionT], FunctionT]:
+    """Lets `actor.policy_loss.loss_mode` name the decorated function. Raises ConfigError for a name that is taken."""
+    return _registering(_LOSSES, "policy_losses", name)
+
+
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> Function:
+    """The registered estimator of a name. Raises ConfigError where there is none."""
+    return _registered(_ADVANTAGES, "register_adv_est", name_or_enum)
+
+
+def get_policy_loss_fn(name: str | Enum) -> Function:
+    """The registered policy loss of a name. Raises ConfigError where there is none."""
+    return _registered(_LOSSES, "register_policy_loss", name)
+
+
+def advantage_address(name: str) -> str | None:
+    """Where the user's estimator of a name is, as `module:function`; None for a name that is not the user's."""
+    return _address(_ADVANTAGES, "advantages", "register_adv_est", name)
+
+
+def loss_address(name: str) -> str | None:
+    """Where the user's policy loss of a name is, as `module:function`; None for a name that is not the user's."""
+    return _address(_LOSSES, "policy_losses", "register_policy_loss", name)
+
+
+def functions_here() -> dict[str, Function]:
+    """The registered functions that other processes cannot import, by address: a script's own, and inner ones."""
+    named = {name_of(function): function for function in (*_ADVANTAGES.values(), *_LOSSES.values())}
+    return {name: function for name, function in named.items() if is_only_here(name)}
+
+
+def _registering(functions: dict[str, Function], kind: str, name: str | Enum) -> Callable[[FunctionT], FunctionT]:
+    key = _key(name)
+
+    def register(function: FunctionT) -> FunctionT:
+        taken = functions.get(key)
+        again = taken is not None and (taken.__module__, taken.__qualname__) == (
+            function.__module__,
+            function.__qualname__,
+        )
+        if key in CATALOGUE[kind] or (taken is not None and not again):
+            what = "one that ships" if taken is None else name_of(taken)
+            raise ConfigError(f"register {key!r}", f"the name stands for {what}", "choose another name")
+        functions[key] = function
+        return function
+
+    return register
+
+
+def _registered(functions: Mapping[str, Function], decorator: str, name: str | Enum) -> Function:
+    if (function := functions.get(_key(name))) is None:
+        raise ConfigError(
+            f"the function registered as {_key(name)!r}",
+            f"@{decorator} was used for {', '.join(functions) or 'none'}",
+            "import the module that registers it first; those that ship are functions of trivium.algorithms",
+        )
+    return function
+
+
+def _address(functions: Mapping[str, Function], kind: str, decorator: str, name: str) -> str | None:
+    if name in functions:
+        return name_of(functions[name])
+    if ":" not in name:
+        return None
+    function = resolve(kind, name)
+    if hasattr(function, "metadata"):
+        return None  # one with the signature and the decorator of trivium.algorithms
+    if function not in functions.values():
+        raise ConfigError(f"use {name!r} here", "it is not decorated", f"decorate it with @{decorator}('a_name')")
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else name
+
+
+def _key(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else name
+
+
+class Section(dict[str, Any]):
+    """A section of a config: `section.key`, `section["key"]`, `section.get("key", default)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the config has no {name!r}: it has {', '.join(self)}")
+        return self[name]
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The value, its mappings as sections."""
+        if isinstance(value, Mapping):
+            return cls({str(name): cls.of(part) for name, part in value.items()})
+        return [cls.of(part) for part in value] if isinstance(value, list) else value
+
+
+Address = Annotated[str, Field(description="The function, as `module:function` or `file.py:function`.")]
+Values = Annotated[dict[str, Any], Field(description="The section of verl's config that it is called with.")]
+
+
+@advantage(
+    formula="what the function of the user says",
+    source="the user's own",
+    needs=set(),
+)
+def estimated(x: AdvantageInputs, *, function: Address, config: Values = {}) -> Advantages:  # noqa: B006
+    """The advantages of a function with verl's signature."""
+    shape, cut = _cutting(x.response_mask)
+    arguments = {
+        "token_level_rewards": cut(x.token_level_rewards),
+        "response_mask": cut(x.response_mask),
+        "config": Section.of(config),
+        "index": np.array([str(number) for number in x.group.tolist()], dtype=object),
+    }
+    with torch.no_grad():
+        given = _called(resolve("advantages", function), function, arguments)
+    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
+        raise DataError(f"(advantages, returns) from {function}", f"a {type(given).__name__}", "return two tensors")
+    return Advantages(*(shape(part, x.token_level_rewards, function) for part in given))
+
+
+@policy_loss(
+    formula="what the function of the user says",
+    source="the user's own",
+    needs={"advantages", "old_log_prob"},
+    on_policy="none: it is the user's own",
+    weighs=True,
+)
+def computed(
+    x: PolicyInputs,
+    *,
+    function: Address,
+    loss_agg_mode: str = "token-mean",
+    config: Values = {},  # noqa: B006
+) -> PerToken:
+    """The loss of a function with verl's signature, spread over the tokens that it is the average of.
+
+    The step's loss is then averaged over the whole mini-batch, however it was cut.
+    """
+    mask = x.response_mask
+    if not mask.any():
+        return PerToken(x.log_prob * 0.0)
+    _, cut = _cutting(mask)
+    weights = x.columns.get("rollout_is_weights")
+    arguments = {
+        "old_log_prob": cut(x.old_log_prob),
+        "log_prob": cut(x.log_prob),
+        "advantages": cut(x.advantages),
+        "response_mask": cut(mask),
+        "loss_agg_mode": loss_agg_mode,
+        "config": Section.of({**config, "global_batch_info": {}}),
+        "rollout_is_weights": None if weights is None else cut(weights),
+    }
+    loss, metrics = _loss_of(_called(resolve("policy_losses", function), function, arguments), function)
+    values = {name: torch.as_tensor(value).detach().to(loss).expand(mask.shape) for name, value in metrics.items()}
+    return PerToken(loss * _share(mask, arguments["log_prob"].shape[1], loss_agg_mode).to(loss), values)
+
+
+def _share(mask: Tensor, width: int, mode: str) -> Tensor:
+    """(B, L): the loss of each token for which the aggregation of these sequences alone is 1; `width` is what the
+    function's own `agg_loss` divides by in the mode that divides by a length."""
+    if mode == "seq-mean-token-sum":
+        return mask / mask.sum(-1, keepdim=True).clamp(min=1)
+    return mask * (width * mask.any(-1).sum() / mask.sum() if mode == "seq-mean-token-sum-norm" else 1.0)
+
+
+def _loss_of(given: Any, function: str) -> tuple[Tensor, Mapping[str, Any]]:
+    """(the loss, its metrics) of what a function returned."""
+    loss, *rest = given if isinstance(given, tuple) else (given,)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise DataError(f"one number as the loss from {function}", found, "average it with agg_loss")
+    if len(rest) == 1 and isinstance(rest[0], Mapping):
+        return loss, rest[0]
+    return loss, dict(zip(_METRICS, rest, strict=False))
+
+
+def _called(fn: Function, address: str, arguments: Mapping[str, Any]) -> Any:
+    """What a function returns for those of the arguments that it has parameters for."""
+    parameters, takes_all = _parameters(fn)
+    required = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
+    if required:
+        raise ConfigError(
+            f"call {address}",
+            f"it needs {', '.join(required)}",
+            f"give them defaults: it is called with {', '.join(arguments)}",
+        )
+    names = {parameter.name for parameter in parameters}
+    return fn(**{name: value for name, value in arguments.items() if takes_all or name in names})
+
+
+@lru_cache(maxsize=32)
+def _parameters(fn: Function) -> tuple[tuple[inspect.Parameter, ...], bool]:
+    """(the named parameters, whether it takes any others too)"""
+    every = inspect.signature(fn).parameters.values()
+    named = tuple(p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    return named, any(p.kind is p.VAR_KEYWORD for p in every)
+
+
+def _cutting(mask: Tensor) -> tuple[Callable[[Tensor, Tensor, str], Tensor], Callable[[Tensor], Tensor]]:
+    """(the inverse of the next, a cut of (B, L) to the columns from each row's first trained token on)."""
+    length = mask.shape[1]
+    starts = torch.where(mask.any(-1), mask.int().argmax(-1), length)
+    place = torch.arange(length, device=mask.device)
+    ends = torch.where(mask, place + 1, 0).amax(-1)
+    width = int((ends - starts).clamp(min=0).amax()) if len(mask) else 0
+    columns = starts.unsqueeze(-1) + torch.arange(width, device=mask.device)
+    inside = columns < length
+
+    def cut(values: Tensor) -> Tensor:
+        taken = values.gather(1, columns.clamp(max=length - 1))
+        return torch.where(inside, taken, torch.zeros_like(taken))
+
+    def placed(values: Tensor, like: Tensor, function: str) -> Tensor:
+        if values.shape != columns.shape:
+            raise DataError(
+                f"a tensor {tuple(columns.shape)} from {function}",
+                f"a tensor {tuple(values.shape)}",
+                "return a number for each response token",
+            )
+        result = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
+        rows, at = torch.nonzero(inside & mask.gather(1, columns.clamp(max=length - 1)), as_tuple=True)
+        result[rows, columns[rows, at]] = values[rows, at]
+        return result.to(like.dtype)
+
+    return placed, cut
