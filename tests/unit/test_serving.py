@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections import Counter
@@ -20,7 +21,13 @@ from trivium.config import RewardConfig
 from trivium.policy import EngineFailure
 from trivium.serving.connections import ListenError, serve_app
 from trivium.serving.server import ChatServer
+from trivium.tasks.drawings import png
+from trivium.text.renderer import ChatRenderer, renderer_of
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Group, experiences_of
+
+PICTURES = [png(np.full((28, 28, 3), level, np.uint8)) for level in (10, 200)]
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 # --------------------------------------------------------------------------- custody
 
@@ -233,6 +240,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -243,6 +253,40 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"columns": [1]}, "columns"),
     ({"evaluation": "maybe"}, "evaluation"),
 ]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    config = TinyVisionModel.Config(layers=1, hidden=32, mlp=8, vision_layers=1, alphabet="bytes")
+    return renderer_of(TinyVisionModel(config, seed=0).materialize(tmp_path_factory.mktemp("vision") / "model"))
+
+
+async def test_images_are_data_uris_and_become_part_of_the_experience(tmp_path: Path, vision: ChatRenderer) -> None:
+    """Two pictures of one size are two conversations; a URL is refused by name, a damaged picture is a 400."""
+
+    def asked(number: int) -> dict[str, Any]:
+        uri = f"data:image/png;base64,{base64.b64encode(PICTURES[number]).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": uri, "detail": "low"}}, {"type": "text", "text": "what?"}]
+        return {"role": "user", "content": parts}
+
+    async with served(tmp_path, renderer=vision, groups=2, group_size=1) as here:
+        for number in (0, 1):
+            said = (await here.chat(asked(number)))["choices"][0]["message"]["content"]
+            history = [asked(number), {"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
+            await here.feedback(ids=[(await here.chat(*history))["choices"][0]["id"]], reward=1.0)
+        groups = await here.take(2)
+        (first,), (second,) = (experiences_of(group, group.trajectories[0]) for group in groups)
+        assert [[item.data for item in e.media] for e in (first, second)] == [[PICTURES[0]], [PICTURES[1]]]
+        assert [len(e.turns) for e in (first, second)] == [2, 2]
+        assert groups[0].task.task_id != groups[1].task.task_id
+        assert np.array_equal(*(group.trajectories[0].turns[0].prompt_tokens for group in groups))
+        fetched = await here.chat({"role": "user", "content": [IMAGE_URL]}, expect=400)
+        assert "nothing is fetched" in fetched["error"]["message"]
+        cut = f"data:image/png;base64,{base64.b64encode(PICTURES[0][:60]).decode()}"
+        damaged = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": cut}}]}
+        assert "damaged" in (await here.chat(damaged, expect=400))["error"]["message"]
+    async with served(tmp_path / "text") as here:
+        assert "text only" in (await here.chat(asked(0), expect=400))["error"]["message"]
 
 
 async def test_what_cannot_be_done_is_refused_in_three_parts(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from trivium.errors import RewardError
+from trivium.errors import DataError, RewardError
 from trivium.policy import named_numbers
 from trivium.registry import suggest
 from trivium.serving.bodies import RequestError, bad_request
+from trivium.tasks.pictures import read_content, read_image
 from trivium.text.tools import TOOLS, ToolCall, json_object, read_tool_calls, write_tool_calls
 from trivium.types import MIN_TEMPERATURE, Message, Sampling
 
@@ -304,7 +305,7 @@ def _message(entry: object, where: str, text_of: TextOf) -> Message:
             )
     if entry.get("tool_calls"):
         return Message(role, _called(entry, where, text_of))
-    return Message(role, _text(entry.get("content"), where))
+    return replace(_content(entry.get("content"), where), role=role)
 
 
 def _called(entry: Mapping[str, Any], where: str, text_of: TextOf) -> str:
@@ -343,14 +344,26 @@ def completion_of_call(call: str) -> str:
 
 
 def _text(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+    message = _content(content, where)
+    if message.media:
+        raise bad_request(f"{where}.content", "text", "an image beside tool_calls", "send it in a message of its own")
+    return message.content
+
+
+def _content(content: object, where: str) -> Message:
+    """Text and images as a message without a role. Images are data URIs: nothing is fetched, and no file is read."""
+    try:
+        message = read_content(content, f"{where}.content", read_image)
+    except DataError as error:
+        raise bad_request(f"{where}.content", error.asked, error.found, error.do) from error
+    if message is None:
         raise bad_request(
-            f"{where}.content", "text", f"{content!r:.60}", "send text: this policy supports nothing else"
+            f"{where}.content",
+            "text, or a list of parts of the types text and image_url",
+            f"{content!r:.60}",
+            "send these alone: videos, sound and files are not supported",
         )
-    return "".join(str(part.get("text", "")) for part in parts)
+    return message
 
 
 @dataclass(frozen=True, slots=True)
