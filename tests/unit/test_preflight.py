@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trivium.config import config_from_mapping, merged
@@ -14,6 +16,7 @@ from trivium.config.memory_estimate import Machine
 from trivium.errors import ConfigError
 from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
+from trivium.tasks.drawings import png
 from trivium.text.tiny import TinyModel
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}, {"prompt": "4+4=", "answer": "8"}]
@@ -80,6 +83,38 @@ def test_completions_of_an_expert_are_looked_at(tmp_path: Path, row: dict[str, A
     (problem,) = look(tmp_path, [good, row], EXPERT).problems
     assert words in problem.found
     assert problem.where == "tasks.train"
+
+
+def pictured(level: int, size: int = 28) -> dict[str, Any]:
+    data = png(np.full((size, size, 3), level, np.uint8))
+    return {"prompt": "<image>1+1=", "answer": "2", "images": [base64.b64encode(data).decode()]}
+
+
+def damaged(level: int) -> dict[str, Any]:
+    row = pictured(level)
+    return {**row, "images": [base64.b64encode(base64.b64decode(row["images"][0])[:-200]).decode()]}
+
+
+VISION = {"model": {**TINY, "kind": "tiny_vision", "hidden": 32, "heads": 4, "vision_layers": 1}}
+
+
+def test_images_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = merged(VISION, {"workflow": {"max_image_pixels": 900}})
+    good = look(tmp_path, [pictured(n) for n in range(4)], change)
+    assert (good.problems, good.warnings) == ([], [])
+    for first in (256, 1):
+        monkeypatch.setattr("trivium.runtime.preflight._FIRST_IMAGES", first)
+        bad = look(tmp_path, [*(pictured(n) for n in range(4)), damaged(5), pictured(6, 31)], change)
+        (found,) = {w.found for w in bad.warnings}
+        assert "2 of 6 do not" in found
+        assert "missing or damaged image" in found
+    fatal = look(tmp_path, [damaged(5)], change)
+    assert ["1 of 1 do not" in p.found for p in fatal.problems] == [True]
+
+
+def test_images_for_a_model_that_reads_text_are_a_problem(tmp_path: Path) -> None:
+    findings = look(tmp_path, [pictured(1)], {})
+    assert "this model reads text only" in findings.problems[0].found
 
 
 def test_rows_that_no_step_takes_and_the_engines_context_do_not_count(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,7 +146,26 @@ def images_of(model_dir: str | Path, *, max_pixels: int = MAX_PIXELS) -> Images 
 
 def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
     """The image as RGB, upright, transparent parts on white. Raises DataError where it cannot be."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
+
+    with _opened(media, max_pixels) as image:
+        image = ImageOps.exif_transpose(image)
+        if "A" not in image.getbands() and "transparency" not in image.info:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def check_image(media: Media, max_pixels: int = MAX_PIXELS) -> None:
+    """Raises DataError for media that is no image, is too large or, as far as a look at its file tells, damaged."""
+    with _opened(media, max_pixels) as image:
+        image.verify()
+
+
+@contextmanager
+def _opened(media: Media, max_pixels: int) -> Generator[Image]:
+    """The image, not yet decoded; what goes wrong inside the block is a DataError as well."""
+    from PIL import Image, UnidentifiedImageError
 
     kind = media.mime.partition("/")[0]
     if kind != "image":
@@ -154,11 +174,7 @@ def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
         image = Image.open(io.BytesIO(media.data), formats=_FORMATS)
         if image.width * image.height > max_pixels:
             raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
-        image = ImageOps.exif_transpose(image)
-        if "A" not in image.getbands() and "transparency" not in image.info:
-            return image.convert("RGB")
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+        yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataError(
             f"an image of at most {max_pixels} pixels",

@@ -20,7 +20,7 @@ from trivium.config.memory_estimate import Machine, context_limit, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel
-from trivium.models.images import images_of
+from trivium.models.images import check_image, images_of
 from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
@@ -43,6 +43,8 @@ _MADE_TASKS = 1000
 """Tasks that are looked at of a source that makes them when asked: of one that has read its rows, all are."""
 _FIRST_ROWS = 64
 """Expert completions that are looked at in full; of further rows, only those that may be too long."""
+_FIRST_IMAGES = 256
+"""Prompts with images that are rendered; of further ones, only the images' files are looked at."""
 _MONITORS = {
     "tensorboard": ("tensorboard", "tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb", "wandb"),
@@ -186,16 +188,21 @@ def _renderer(config: RunConfig) -> ChatRenderer | None:
 def _look_at_prompts(
     config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource, renderer: ChatRenderer
 ) -> None:
-    """Counts the prompts that the template refuses or that leave no space for a completion, and those with characters
+    """Counts the prompts that cannot be rendered or that leave no space for a completion, and those with characters
     that no token stands for."""
     if not isinstance(config.workflow, SingleTurn.Config) or not _is_rolled_out(config, taskset):
+        _look_at_images(config, findings, taskset, tasks)
         return  # another workflow makes its own prompts
     limit, workflow = context_limit(config), SingleTurn(config.workflow)
     small_alphabet = isinstance(config.model, TinyModel.Config)
     too_long, unreadable, refused, seen = list[str](), list[str](), list[str](), _seen(tasks)
+    pictured = 0
     for task in (tasks[place] for place in seen):
         messages = workflow.prompt(task)
-        if limit is None or (_surely_below(limit, messages) and not small_alphabet):
+        has_images = any(message.media for message in messages)
+        pictured += has_images
+        short = limit is None or (_surely_below(limit, messages) and not small_alphabet)
+        if pictured > _FIRST_IMAGES if has_images else short:
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -204,18 +211,32 @@ def _look_at_prompts(
             except DataError as error:
                 refused.append(f"task {task.task_id!r}: {error.found}")
                 continue
-        if length >= limit:
+        if limit is not None and length >= limit:
             too_long.append(f"task {task.task_id!r} has {length} tokens, and the context holds {limit}")
         if caught:
             unreadable.append(f"task {task.task_id!r}: {messages[-1].content!r:.60}")
-    what = "prompts that the chat template takes"
-    _count(config, findings, taskset, what, refused, len(seen), "give them the roles that the model was trained on")
+    what, remedy = "prompts that can be rendered", "give them the roles that the model was trained on, and whole images"
+    _count(config, findings, taskset, what, refused, len(seen), remedy)
+    if pictured > _FIRST_IMAGES:
+        _look_at_images(config, findings, taskset, tasks)
     what = "prompts that leave space for a completion"
     _count(config, findings, taskset, what, too_long, len(seen), "shorten or drop them, or raise engine.max_context")
     if unreadable:
         found = f"{len(unreadable)} of {len(seen)} have others, which the policy cannot see: {unreadable[0]}"
         remedy = "add them to model.alphabet, or set it to bytes"
         findings.warnings.append(Problem(f"tasks.{taskset}", "prompts of the model's characters", found, remedy))
+
+
+def _look_at_images(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource) -> None:
+    """Counts the tasks with images that are damaged or too large, without decoding them."""
+    failing, seen = list[str](), _seen(tasks)
+    for task in (tasks[place] for place in seen):
+        try:
+            for item in (item for message in task.prompt for item in message.media):
+                check_image(item, config.workflow.max_image_pixels)
+        except DataError as error:
+            failing.append(f"task {task.task_id!r}: {error.found}")
+    _count(config, findings, taskset, "tasks with images that can be read", failing, len(seen), "give whole images")
 
 
 def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
