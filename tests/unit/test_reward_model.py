@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trivium.config import RewardConfig, plugin
 from trivium.errors import DataError
-from trivium.models.classifier import classifier_of
+from trivium.models.classifier import classifier_of, load_score_model
 from trivium.models.heads import VALUE_HEAD, ScoreModel, ValueModel
 from trivium.models.packed import pack
 from trivium.rewards.model import ModelReward
@@ -62,6 +62,9 @@ def test_transformers_reads_the_scores_that_training_reads(architecture: str, tm
     with torch.no_grad():
         scores = ScoreModel(path, dtype=torch.float32, device=CPU, seed=0)(packed, last)
         torch.testing.assert_close(model(padded, attention_mask=(padded != 0).int()).logits[:, 0], scores)
+        for directory in (path, out):
+            either = load_score_model(directory, dtype=torch.float32, device=CPU)
+            torch.testing.assert_close(either(packed, last), scores)
     given = [reward("3+4=", completion, MESSAGES) for completion in ("7", "11")]
     assert given == pytest.approx(scores.tolist(), abs=1e-5)
     assert given[0] != given[1]

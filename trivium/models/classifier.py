@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trivium.errors import DataError
-from trivium.models.heads import VALUE_HEAD
+from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.models.load import load_backbone
 
 
@@ -55,6 +55,25 @@ def load_classifier(path: Path, *, dtype: torch.dtype | str, device: torch.devic
             "for example what `trivium export --role reward` writes",
         )
     return model.to(device).eval()
+
+
+def load_score_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> ScoreModel:
+    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a classifier with one output.
+
+    Raises DataError where it is neither, or where the classifier's head is not one linear layer.
+    """
+    saved = path / f"{VALUE_HEAD}.safetensors"
+    if not saved.is_file() and not (path / "config.json").is_file():
+        do = "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint), or a sequence classifier"
+        raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
+    head = None if saved.is_file() else getattr(load_classifier(path, dtype=dtype, device=device), "score", None)
+    model = ScoreModel(path, dtype=dtype, device=device, seed=0)
+    if saved.is_file():
+        return model
+    if not isinstance(head, nn.Linear):
+        raise _refusal(path, "its head is not one linear layer, `score`")
+    model.value_head.load_state_dict({"weight": head.weight})  # a bias adds the same constant to every score
+    return model
 
 
 def _refusal(directory: Path, found: str) -> DataError:

@@ -22,7 +22,7 @@ from trivium.frontdoors.verl.dispatch import Dispatch, register
 from trivium.frontdoors.verl.worker import Worker
 from trivium.frontdoors.verl.worker_group import RayWorkerGroup
 from trivium.metrics import declare_missing
-from trivium.models.heads import VALUE_HEAD, ScoreModel
+from trivium.models.classifier import load_score_model
 from trivium.models.loss import LossDenominators
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RolloutEngine, Weights
@@ -230,15 +230,10 @@ class RewardModelWorker(Worker):
     def init_model(self) -> None:
         """Loads the reward model."""
         stage, path = self.config.spec.stage(), self.config.reward_model
-        if path is None or not (path / f"{VALUE_HEAD}.safetensors").is_file():
-            raise ConfigError(
-                f"the reward model {path}",
-                f"no directory with a model and {VALUE_HEAD}.safetensors",
-                "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint) in "
-                "reward_model.model.path",
-            )
+        if path is None:
+            raise ConfigError("reward_model.model.path", "nothing", "name the reward model of Role.RewardModel")
         device = torch.device(train_device(stage.config))
-        model = ScoreModel(path, dtype=torch.float32, device=device, seed=0)
+        model = load_score_model(path, dtype=torch.float32, device=device)
         model.requires_grad_(False)
         budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
         longest = stage.config.engine.sampling.max_new_tokens
