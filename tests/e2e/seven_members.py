@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from trivium.frontdoors.trinity import Experience, Experiences, TrainEngineWrapper, set_model_state_dict
+from trivium.frontdoors.trinity import Experience, Experiences, Synchronizer, TrainEngineWrapper
 
 torch.set_num_threads(1)
 
@@ -17,6 +17,7 @@ class Seven(TrainEngineWrapper):
 
     def __init__(self, config):
         self.config, self.steps, self.calls, self.differences = config, 0, [], []
+        self.synchronizer = Synchronizer.get_actor(config)
 
     def prepare(self):
         self.calls.append("prepare")
@@ -64,13 +65,13 @@ class Seven(TrainEngineWrapper):
 
     def upload_state_dict(self):
         self.calls.append(f"upload {self.steps}")
-        set_model_state_dict(self.config, self.model.state_dict(), self.steps)
+        self.synchronizer.set_model_state_dict(self.model.state_dict(), self.steps)
 
     def save_state_dict(self):
         self.calls.append(f"save weights {self.steps}")
         folder = self.folder / "weights"
         self.model.save_pretrained(folder)
-        set_model_state_dict(self.config, folder, self.steps)
+        self.synchronizer.set_model_state_dict(folder, self.steps)
 
 
 class Modern(Seven):

@@ -6,14 +6,19 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
-from trivium.config import RunConfig, config_from_mapping
+from tests.processes import commands
+from trivium.config import RunConfig, build, config_from_mapping
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.frontdoors.trinity import (
     Experiences,
@@ -212,6 +217,28 @@ async def test_a_failure_is_raised_with_the_status_stopped_and_the_last_step_sav
     await again.shutdown()
 
 
+@pytest.mark.parametrize(("kind", "code", "found"), [(Trainer, 0, ""), (Failing, 1, "LookupError: no such row")])
+async def test_an_explorer_of_another_process_ends_with_the_trainer(
+    kind: type[Trainer], code: int, found: str, tmp_path: Path
+) -> None:
+    meeting = {
+        "buffer": {"kind": "sql", "url": f"sqlite:///{tmp_path / 'buffer.db'}"},
+        "sync": {"method": "checkpoint"},
+    }
+    said = {**EXPLORED, **meeting, "run": {"dir": str(tmp_path / "run"), "name": tmp_path.name}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(said))
+    with commands(tmp_path) as start:
+        explorer = start("explore", "run", str(tmp_path / "run.yaml"), "run.mode=explore")
+        trainer = kind(config_from_mapping({**said, "run": {**said["run"], "mode": "train"}}))
+        trainer.name = "polaris"
+        trainer.prepare()
+        with pytest.raises(LookupError) if code else nullcontext():
+            assert await trained(trainer) == "polaris"
+        assert await asyncio.to_thread(explorer.wait, 120) == code
+        assert found in explorer.text
+        await trainer.shutdown()
+
+
 def test_what_a_trainer_does_not_do_is_refused(tmp_path: Path) -> None:
     stages = {"stages": [{"schedule": SUPERVISED["schedule"]}] * 2}
     with pytest.raises(ConfigError, match="2 stages"):
@@ -300,6 +327,11 @@ async def test_an_engine_that_forgets_what_it_owes_is_told(tmp_path: Path) -> No
     await again.shutdown()
 
 
+def test_an_engine_of_seven_members_is_driven_by_its_trainer_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Seven is no trivium.protocols.TrainEngine.*\n.*front door"):
+        run(config(tmp_path, SUPERVISED, train={"kind": ENGINE}))
+
+
 def test_an_engine_lacks_no_member_but_those_of_the_seed() -> None:
     members = {"prepare", "train_step_num", "train_step", "save_checkpoint"}
     members |= {"sync_weight", "upload_state_dict", "save_state_dict"}
@@ -373,6 +405,7 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
 
     def slow(directory: Path) -> Any:
         end = begin_saving(directory)
+        assert end is not None
         return lambda: (allowed.wait(60), end())
 
     inner.begin_saving = slow
@@ -458,3 +491,111 @@ class Mine(VerlPPOTrainerWrapper):
     assert engine.calls == ["upload"] * 4 + ["save"]
     assert [row["train/mine"] for row in rows(tmp_path / "run")] == [1, 1, 1]
     assert (tmp_path / "run" / "huggingface" / "step-000003" / "config.json").is_file()
+
+
+# --------------------------------------------------------------------------- configs of Trinity's shape
+
+OWN = """
+from trivium.frontdoors.trinity import TrainEngineWrapper
+
+class Own(TrainEngineWrapper):
+    def __init__(self, config):
+        self.root, self.batches, self.saved = config["checkpoint_root_dir"], [], []
+
+    def prepare(self): ...
+
+    @property
+    def train_step_num(self):
+        return len(self.batches)
+
+    async def train_step(self, batch):
+        self.batches.append(batch)
+        return {"rows": batch.batch_size}
+
+    def save_checkpoint(self, block_until_saved=False):
+        self.saved.append(len(self.batches))
+
+    def sync_weight(self): ...
+    def upload_state_dict(self): ...
+    def save_state_dict(self): ...
+"""
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_a_config_of_trinitys_shape_names_trainer_and_engine(own: bool, tmp_path: Path) -> None:
+    model = build("models", config(tmp_path, COMMON).model, seed=0).materialize(tmp_path / "model")
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps({"q": f"{a}+{a}=", "a": str(2 * a)}) + "\n" for a in range(10)))
+    (tmp_path / "own.py").write_text(OWN)
+    said = {
+        "mode": "train",
+        "project": "sums",
+        "name": "first",
+        "checkpoint_root_dir": str(tmp_path / "runs"),
+        "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-3}},
+        "model": {"model_path": str(model), "max_model_len": 24, "max_response_tokens": 4},
+        "buffer": {
+            "total_steps": 3,
+            "train_batch_size": 4,
+            "trainer_input": {
+                "experience_buffer": {
+                    "storage_type": "file",
+                    "path": str(data),
+                    "format": {"prompt_type": "plaintext", "prompt_key": "q", "response_key": "a"},
+                }
+            },
+        },
+        "trainer": {
+            "name": "polaris",
+            "trainer_type": f"{tmp_path / 'own.py'}:Own" if own else "verl",
+            "save_interval": 2,
+        },
+    }
+    trainer = Trainer(said)
+    await trainer.prepare()
+    assert await trained(trainer) == "polaris"
+    assert trainer.train_step_num == 3
+    assert steps(tmp_path / "runs" / "sums" / "first") == [2, 3]
+    if own:
+        engine: Any = trainer.engine
+        assert engine.saved == [2, 3]
+        assert [batch.batch_size for batch in engine.batches] == [4, 4, 4]
+        assert engine.batches[0].tokens.shape == engine.batches[0].attention_masks.shape
+    else:
+        assert isinstance(trainer.engine, VerlPPOTrainerWrapper)
+    await trainer.shutdown()
+    with pytest.raises(ConfigError, match=r"(?s)trainer_type: 'tinker'.*my_engine.py:Mine"):
+        Trainer({**said, "trainer": {"trainer_type": "tinker"}})
+
+
+# --------------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture
+def address(ray_address: str) -> Iterator[str]:
+    """A Ray instance that this process leaves again."""
+    yield ray_address
+    ray.shutdown()
+
+
+async def test_the_ranks_that_the_config_asks_for_train(address: str, tmp_path: Path) -> None:
+    cluster = {"kind": "ray", "address": address, "ranks": 2, "threads": 1}
+    engine = get_trainer_wrapper(config(tmp_path / "engine", EXPLORED, cluster=cluster))
+    assert isinstance(engine, VerlPPOTrainerWrapper)
+    engine.init_workers()
+    assert engine.run is not None
+    assert engine.run.ranks is not None
+    assert len(engine.run.ranks.actors.names) == 2
+    engine.prepare()
+    engine.train_step(experiences())
+    engine.upload_state_dict()
+    assert engine.run.synchronizer.published == (1,)
+    engine.save_checkpoint(block_until_saved=True)
+    assert steps(tmp_path / "engine") == [1]
+    engine.shutdown()
+
+    trainer = Trainer(config(tmp_path / "run", EXPLORED, cluster=cluster))
+    await trained(trainer)
+    await trainer.shutdown()
+    assert steps(tmp_path / "run") == [3]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]

@@ -445,6 +445,13 @@ def build_rank_engine(
             device=train_device(config),
             deadline_s=collective_deadline(config),
         )
+    kind = resolve("train", config.train.kind)
+    if not (isinstance(kind, type) and issubclass(kind, TrainEngine)):
+        raise ConfigError(
+            f"train.kind {config.train.kind!r}",
+            f"{getattr(kind, '__name__', kind)} is no trivium.protocols.TrainEngine",
+            "derive it from that; an engine of another interface is driven by the front door that it is written for",
+        )
     sampled = capabilities_of(resolve("buffers", config.buffer.kind)).sampled
     engine = build(
         "train",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trivium.frontdoors.trinity.checkpoint_monitor import CheckpointMonitor
 from trivium.frontdoors.trinity.experiences import EID, Experience, Experiences
-from trivium.frontdoors.trinity.state_dicts import set_model_state_dict
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.trainer import Trainer
@@ -25,5 +24,4 @@ __all__ = [
     "Trainer",
     "VerlPPOTrainerWrapper",
     "get_trainer_wrapper",
-    "set_model_state_dict",
 ]

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 from trivium.algorithms import GroupAlgorithm
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.config import RunConfig, build
+from trivium.config import RunConfig, build, config_from_mapping
+from trivium.config.schema import plugin_path
 from trivium.errors import ConfigError
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
+from trivium.frontdoors.trinity.translation import translate
+from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.build import (
@@ -44,7 +47,7 @@ def run_config_of(config: object) -> RunConfig:
     Raises ConfigError for what cannot be translated, and for several stages.
     """
     if not isinstance(config, RunConfig):
-        raise ConfigError("a config of Trinity's shape", type(config).__name__, "pass a RunConfig")
+        config = config_from_mapping(translate(config).config)
     stages = config.stage_configs()
     if len(stages) > 1:
         raise ConfigError(
@@ -57,7 +60,16 @@ def run_config_of(config: object) -> RunConfig:
 
 def name_of_trainer(config: object) -> str:
     """`trainer.name` of a config of Trinity's shape; a RunConfig has none."""
-    return TRAINER
+    return TRAINER if isinstance(config, RunConfig) else TrinityConfig(config).text("trainer.name")
+
+
+def engine_kind(config: object, run_config: RunConfig) -> str:
+    """What `trainer.trainer_type` of a config of Trinity's shape names, or `train.kind` of a RunConfig.
+
+    Raises ConfigError for a short name other than `verl`.
+    """
+    named = "verl" if isinstance(config, RunConfig) else TrinityConfig(config).text("trainer.trainer_type")
+    return run_config.stage_configs()[0].train.kind if named == "verl" else plugin_path(named)
 
 
 @dataclass
@@ -148,26 +160,10 @@ def parts_in(run_dir: Path, config: RunConfig, closing: ExitStack) -> RunParts:
     return RunParts(config, Stage(first, 0, 0, True, run_dir, model_dir), store, store.latest(), closing)
 
 
-_OPEN: dict[Path, RunParts] = {}
-"""The runs that Trainers of this process have open, by run directory."""
-
-
 @contextmanager
 def opened(config: RunConfig, directory: ExitStack) -> Generator[RunParts]:
     """The run of a config, whose directory is this process's alone until the stack `directory` is closed. Raises
     RunDirError where another process runs there, ConfigError where the directory is another run's."""
     with ExitStack() as closing:
         run_dir = directory.enter_context(open_run_dir(config))
-        parts = _OPEN[run_dir.resolve()] = parts_in(run_dir, config, closing)
-        closing.callback(_OPEN.pop, run_dir.resolve(), None)
-        yield parts
-
-
-def open_run_of(config: object) -> RunParts:
-    """The run of a config that a Trainer of this process has open. Raises ConfigError where there is none."""
-    run_dir = Path(run_config_of(config).run.dir).resolve()
-    if run_dir not in _OPEN:
-        raise ConfigError(
-            f"the run in {run_dir}", "no Trainer of this process has it open", "make the Trainer first, and keep it"
-        )
-    return _OPEN[run_dir]
+        yield parts_in(run_dir, config, closing)

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from safetensors.torch import load_file
+
 from trivium import synchronizer as core
 from trivium.board import Board, Values
 from trivium.cluster.session import connect
@@ -250,13 +252,17 @@ class Synchronizer(core.Synchronizer):
 
     # ------------------------------------------------------------------ weights
 
-    def set_model_state_dict(self, state_dict: Mapping[str, Tensor] | None, trainer_step: int) -> None:
+    def set_model_state_dict(self, state_dict: Mapping[str, Tensor] | str | Path | None, trainer_step: int) -> None:
         """Offers the weights of a step, and publishes it where they were delivered or can be fetched: to the explorers
         of this process's Trainer, by `sync.method`; without one, for `get_model_state_dict`. None: they lie elsewhere.
+
+        They are tensors by Hugging Face name, or the directory of safetensors files that holds them; ConfigError for
+        one that has none.
         """
-        if state_dict is None:
+        weights = _read(Path(state_dict)) if isinstance(state_dict, str | Path) else state_dict
+        if weights is None:
             self.publish(trainer_step)
-        elif (channel := self.channel or self._weights).offer(trainer_step, list(state_dict.items())):
+        elif (channel := self.channel or self._weights).offer(trainer_step, list(weights.items())):
             self.publish(trainer_step, channel.versions)
 
     def set_model_state_dict_with_step_num(self, step_num: int | None = None, world_size: int | None = None) -> int:
@@ -400,9 +406,20 @@ _RUN, _REFUSALS, _SHARDS, _PAIRED = "run", "refusals", "shards", "paired"
 """What a Synchronizer of this front door adds to the board."""
 
 
+def _read(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory's safetensors files, by name."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"weights in {directory}", "no *.safetensors", "save them there, as `save_pretrained` of transformers does"
+        )
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def _options(config: RunConfig, board: Board) -> dict[str, Any]:
     """What every process needs to stand for the synchronizer of a run. JSON values."""
-    like = build_synchronizer(config, board, fingerprint(config))
+    # On Ray, roles are given their config by the process that starts them, and have nothing to agree on.
+    like = build_synchronizer(config, board, "" if config.cluster.kind == "ray" else fingerprint(config))
     return {
         "deadline_s": like.deadline_s,
         "style": like.style.value,

@@ -27,6 +27,7 @@ from trivium.runtime.build import (
     build_parts,
     build_schedule,
     build_trainer,
+    shares_buffer,
 )
 from trivium.runtime.launch import carried
 from trivium.synchronizer import Synchronizer
@@ -200,6 +201,12 @@ def _check(config: RunConfig) -> None:
     """Raises ConfigError for what a Trainer does not do."""
     if config.run.mode not in ("both", "train", "serve"):
         raise ConfigError(f"a Trainer with run.mode {config.run.mode!r}", "it trains", "use both, train or serve")
+    if config.cluster.kind == "ray" and shares_buffer(config):
+        raise ConfigError(
+            f"a Trainer on Ray over buffer.kind {config.buffer.kind!r}",
+            "its ranks meet on Ray, and explorers in the database",
+            "use buffer.kind memory, or cluster.kind local",
+        )
     if config.run.mode != "train" and config.cluster.explorers > 1:
         raise ConfigError(
             f"a Trainer beside cluster.explorers {config.cluster.explorers}",

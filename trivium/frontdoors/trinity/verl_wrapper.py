@@ -17,7 +17,7 @@ from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
 from trivium.errors import ConfigError, TriviumError
 from trivium.frontdoors.trinity.experiences import batch_of
-from trivium.frontdoors.trinity.run_parts import RunParts, parts_in, run_config_of
+from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.loops import train_on
 from trivium.protocols import TrainEngine, WeightChannel
@@ -257,7 +257,7 @@ def get_trainer_wrapper(config: object) -> TrainEngineWrapper:
 
     Raises ConfigError for a class that is neither.
     """
-    kind = run_config_of(config).stage_configs()[0].train.kind
+    kind = engine_kind(config, run_config_of(config))
     target = resolve("train", kind)
     if isinstance(target, type) and issubclass(target, TrainEngineWrapper):
         return target(config)  # pyright: ignore[reportCallIssue]  (a user's class takes the config)
