@@ -13,7 +13,6 @@ from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks
 from trivium.types import Batch
 
-NUM_STEPS = 2
 _ALL = Parts((Reinforce(), SquaredError()), frozenset({"old", "values"}))
 
 
@@ -36,21 +35,27 @@ def on_ranks(rank: int, size: int, directories: dict[str, Path], batches: dict[s
 
 
 def _norms(path: Path, share: Batch, totals: LossDenominators, which: str, sequence: int = 1) -> list[float]:
-    config = {"device": "cpu", "dtype": "float64", "max_tokens_per_micro_batch": 1, "vision_tower": which}
+    config: dict[str, object] = {
+        "device": "cpu",
+        "dtype": "float64",
+        "max_tokens_per_micro_batch": 1,
+        "vision_tower": which,
+    }
+    config["gradient_checkpointing"] = which == "projector"
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({**config, "optimizer": {"lr": 1e-2}, "sequence_parallel": sequence}),
         model_dir=path,
         algorithm=_ALL,  # pyright: ignore[reportArgumentType]
         temperature=0.8,
         max_response_length=32,
-        total_steps=NUM_STEPS,
+        total_steps=2,
         seed=0,
         threads=1,
         ranks=join_ranks(sequence=sequence),
     )
     engine.prepare()
     norms: list[float] = []
-    for objective in _ALL.objectives:
+    for objective in _ALL.objectives if which == "trained" else _ALL.objectives[:1]:
         engine.score(share, "old" if objective.role == "policy" else "values")
         metrics = engine.update(objective.role, share, objective, totals)
         norms.append(next(value for key, value in metrics.items() if key.startswith("train/grad_norm/")))

@@ -146,8 +146,6 @@ class TorchEngine:
         """One completion. Raises RolloutError for an invalid request, EngineFailure once the worker has died."""
         loop = asyncio.get_running_loop()
         ticket = self._ticket(request, loop.create_future())
-        if request.media:  # read beside the worker, which goes on sampling meanwhile
-            ticket.images = self._eyes.submit(self._decoder.look, request.prompt_tokens, request.media)
         self._submit(ticket, loop)
         try:
             return await ticket.future
@@ -202,6 +200,8 @@ class TorchEngine:
         with self._awake:
             if self._failure is not None or self._closing:
                 raise self._failed()
+            if isinstance(item, Ticket) and item.request.media:  # read while the worker goes on sampling
+                item.images = self._eyes.submit(self._decoder.look, item.request.prompt_tokens, item.request.media)
             self._inbox.append(item)
         # Not at once: whatever else is ready in this turn of the loop joins the same batch.
         loop.call_soon(self._notify)

@@ -10,6 +10,7 @@ Legend: T tokens, B sequences of L tokens, N placeholders of all images, W width
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trivium.errors import DataError
-from trivium.models.images import Images, images_of
+from trivium.models.images import Images, images_of, join_pixels
 from trivium.types import IntArray, Media
 
 Pixels = Mapping[str, torch.Tensor]
@@ -59,6 +60,9 @@ FAMILIES: Mapping[str, Family] = {
 """By model type. In all of them attention over image tokens is causal, as over text."""
 
 
+_REFUSED_TOWERS = ("pixtral",)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
     """The images of some sequences."""
@@ -81,13 +85,21 @@ class Vision:
         """`base` is the model without its output layer."""
         self.base, self.family = base, family
         self.decoder = cast(PreTrainedModel, base.get_submodule(family.decoder))
-        self.placeholder = int(cast(Any, base.config).image_token_id)
+        config: Any = base.config
+        self.placeholder = int(config.image_token_id)
+        self._tower = str(config.vision_config.model_type)
 
     def places(self, tokens: IntArray, media: Sequence[Media]) -> list[IntArray]:
         """Of each image, the places in `tokens` that its features go to.
 
         Raises DataError for media that are no images, and for an image that is not whole in the sequence.
         """
+        if media and self._tower in _REFUSED_TOWERS:
+            raise DataError(
+                f"images for a {type(self.base).__name__} with a tower of type {self._tower!r}",
+                "it wants images of unequal sizes padded, which is not built here",
+                "use a model whose tower resizes every image to one size, or of another family",
+            )
         places: list[IntArray] = []
         for item in media:
             refuse_other_media(item)
@@ -126,9 +138,7 @@ class Vision:
         """What the tower makes of the images, in one pass. Raises DataError where an image has another number of
         features than of placeholders."""
         dtype, device = self.decoder.dtype, self.decoder.device
-        joined = {
-            name: torch.cat([each[name] for each in images.pixels], self.family.axis) for name in images.pixels[0]
-        }
+        joined = join_pixels(images.pixels)
         moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
         output = cast(Any, self.base).get_image_features(**moved, return_dict=True)
         made = [len(each) for each in output.pooler_output]
@@ -220,7 +230,7 @@ def pixel_reader(model_dir: Path) -> PixelReader:
 
 @lru_cache(maxsize=4)
 def _images_in(model_dir: Path) -> Images:
-    images = images_of(model_dir)
+    images = images_of(model_dir, max_pixels=sys.maxsize)  # who rendered them has judged their size
     if images is None:
         raise DataError(
             f"images for the model in {model_dir}",
