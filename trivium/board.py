@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from trivium.checkpoint.atomic import writing
 from trivium.errors import SyncError
 
 Values = Mapping[str, Any]
@@ -160,8 +161,9 @@ class FileTable:
             if self.load()[0] != revision:
                 return False
             staging = self._path.with_suffix(".writing")
-            staging.write_text(json.dumps([revision + 1, values]), encoding="utf-8")
-            staging.replace(self._path)
+            with writing(self._path):
+                staging.write_text(json.dumps([revision + 1, values]), encoding="utf-8")
+                staging.replace(self._path)
             return True
 
     async def changed(self, revision: int, patience_s: float) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import trinity_savers
 from tests.e2e.trinity_savers import STEP, Start, intervals, on_ray
-from trivium.errors import ConfigError, DataError, RunDirError, SyncError, UnknownName
+from trivium.errors import ConfigError, DataError, RoleFailed, RunDirError, SyncError, UnknownName
 from trivium.frontdoors.trinity import CheckpointMonitor, SaveStrategy
 from trivium.frontdoors.trinity.actors import forget
 
@@ -153,3 +153,15 @@ def test_calls_as_users_of_ray_write_them(ray_address: str, directory: Path, nam
 
         asyncio.run(awaited())
         assert first.latest_state_dict_step == STEP + 1
+
+
+def test_a_process_that_has_left_ray_says_so(ray_address: str, directory: Path, namespace: str) -> None:
+    """Ray itself would start an instance of its own for the next call."""
+    import ray
+
+    with on_ray(ray_address, directory):
+        monitor = CheckpointMonitor.get_actor(namespace, None, str(directory))
+    with pytest.raises(RoleFailed, match="this process has left Ray"):
+        asyncio.run(monitor.monitor_step(1))
+    assert not ray.is_initialized()
+    assert CheckpointMonitor.get_actor(namespace, None, str(directory)) is not monitor

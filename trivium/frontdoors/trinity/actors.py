@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trivium.board import FileTable, SharedBoard
+from trivium.checkpoint.atomic import writing
 from trivium.errors import RunDirError
 from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
 
@@ -24,15 +25,16 @@ _made: dict[tuple[str, str, str], Any] = {}
 def made_once(namespace: str, name: str, make: Callable[[Shared], T]) -> T:
     """This process's object over the board of that name; `make` makes it."""
     with _lock:
-        key = (ray_session(), namespace, name)
-        if key not in _made:
-            shared = _shared(namespace, name)
-            try:
-                _made[key] = make(shared)
-            except BaseException:
-                shared.close()
-                raise
-        return _made[key]
+        keys = [(session, namespace, name) for session in dict.fromkeys(("", ray_session()))]
+        for key in keys:  # the one without Ray stays if this process has joined a cluster since
+            if key in _made:
+                return _made[key]
+        shared = _shared(namespace, name)
+        try:
+            return _made.setdefault(keys[-1], make(shared))
+        except BaseException:
+            shared.close()
+            raise
 
 
 def forget(namespace: str, name: str | None = None) -> None:
@@ -54,7 +56,8 @@ def _shared(namespace: str, name: str) -> Shared:
 def _directory() -> Path:
     """A directory of this user, the same for every process of the machine."""
     directory = Path(tempfile.gettempdir()) / f"trivium-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():
+    with writing(directory):
+        directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.lstat().st_uid != os.getuid():
         raise RunDirError(f"{directory}, for what processes share", "it belongs to another user", "set TMPDIR")
     return directory

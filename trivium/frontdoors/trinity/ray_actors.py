@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -69,10 +69,9 @@ class NamespaceHost(Host):
         self._users[key] = _User(life, time.monotonic())
         return True
 
-    async def beat(self, key: str) -> None:
+    async def beat(self, key: str, life: ProcessLife) -> None:
         """A process is there."""
-        if key in self._users:
-            self._users[key].seen = time.monotonic()
+        self._users[key] = _User(life, time.monotonic())
 
     async def leave(self, key: str) -> None:
         """A process does without the board from now on."""
@@ -106,11 +105,28 @@ class NamespaceHost(Host):
         return self._results.setdefault(key, asyncio.get_running_loop().create_future())
 
 
+@dataclass(frozen=True)
+class Handle:
+    """An actor as long as this process keeps the connection to Ray by which it was found."""
+
+    name: str
+    actor: ActorHandle[NamespaceHost]
+    session: str = field(default_factory=ray_session)
+
+    def __reduce__(self) -> tuple[type[Handle], tuple[object, ...]]:
+        return Handle, (self.name, self.actor)
+
+    def __getattr__(self, method: str) -> Any:
+        if ray_session() != self.session:  # for the call, Ray would start an instance of its own
+            raise RoleFailed(self.name, "this process has left Ray, or joined another cluster")
+        return getattr(self.actor, method)
+
+
 class RayCalls:
     """Makes references to the results of calls that run in this process."""
 
-    def __init__(self, actor: ActorHandle[NamespaceHost]) -> None:
-        self._actor: Any = actor
+    def __init__(self, actor: Handle) -> None:
+        self._actor = actor
 
     def submit(self, call: Callable[[], Any]) -> ray.ObjectRef[Any]:
         key = uuid.uuid4().hex
@@ -118,7 +134,8 @@ class RayCalls:
 
         def hand_over(done: Future[Any]) -> None:
             error = done.exception()
-            self._actor.set_result.remote(key, Answer(error=error) if error is not None else Answer(done.result()))
+            if ray_session() == self._actor.session:
+                self._actor.set_result.remote(key, Answer(error=error) if error is not None else Answer(done.result()))
 
         asyncio.run_coroutine_threadsafe(_result_of(call), _loop()).add_done_callback(hand_over)
         return reference
@@ -157,29 +174,23 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def join(namespace: str, name: str) -> Shared:
     """The board of a name. The first process that needs it starts the actor; Ray's own deadlines bound the start."""
-    key, deadline = f"{os.getpid()}-{uuid.uuid4().hex}", ProgressDeadline(_REPLACED_S)
+    key, life, deadline = uuid.uuid4().hex, ProcessLife.of(os.getpid()), ProgressDeadline(_REPLACED_S)
     while True:
-        actor: Any = start_host(name, None, 1, namespace=namespace, existing=True, kind=NamespaceHost, detached=True)
+        host: Any = start_host(name, None, 1, namespace=namespace, existing=True, kind=NamespaceHost, detached=True)
+        actor: Any = Handle(f"the {name} of {namespace!r}", host)
         try:
-            if ray.get(actor.join.remote(key, ProcessLife.of(os.getpid()))):
+            if ray.get(actor.join.remote(key, life)):
                 break
         except RayError as error:
             if not deadline.left_s:
                 raise ActorDied(f"{name} of {namespace!r}", death_cause(error)) from error
         time.sleep(_REPLACED_S / 100)  # the one before is about to end
-    session = ray_session()
-
-    def beat() -> None:
-        if ray_session() != session:  # Ray would start an instance for the call
-            raise RoleFailed(name, "this process has left Ray")
-        ray.get(actor.beat.remote(key))
-
-    heartbeat = Heartbeat(beat, USER_S / 4, name)
+    heartbeat = Heartbeat(lambda: ray.get(actor.beat.remote(key, life)), USER_S / 4, name)
     heartbeat.__enter__()
 
     def leave() -> None:
         heartbeat.__exit__()
-        if ray_session() == session:
+        if ray_session() == actor.session:
             ray.get(actor.leave.remote(key))
 
     table: Any = Proxy(actor, name, key)

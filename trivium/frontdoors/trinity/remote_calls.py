@@ -65,8 +65,8 @@ def ray_session() -> str:
 class Method(Generic[P, R]):
     """A method that is called as it is, or by `.remote(...)` as an actor's, for `ray.get` and `await`."""
 
-    def __init__(self, name: str, function: Callable[P, R], calls: Calls | None) -> None:
-        self.__name__ = name
+    def __init__(self, name: str, function: Callable[P, R], calls: Calls | None, doc: str | None) -> None:
+        self.__name__, self.__doc__ = name, doc
         self._function, self._calls = function, calls
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,7 +93,8 @@ class _RemoteMethod:
         if instance is None:
             return self._function
         shared: Shared | None = getattr(instance, "shared", None)
-        return Method(self._name, partial(self._function, instance), None if shared is None else shared.calls)
+        calls = None if shared is None else shared.calls
+        return Method(self._name, partial(self._function, instance), calls, self._function.__doc__)
 
 
 def actor_like(kind: type[T]) -> type[T]:
