@@ -28,10 +28,10 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
 
     name, options = source_of(name_or_path, kwargs)
     directory = Path(name)
-    if directory.is_dir() and not _may_have_processor(directory):
-        return None
     try:
         kind = _multimodal_kind(name, options)
+        if kind is None and directory.is_dir() and not _names_processor(directory):
+            return None
         if kind is not None:
             _require_packages(kind, name)
         processor = _load(name, options)
@@ -148,11 +148,12 @@ def _require_packages(kind: str, name: str) -> None:
             raise MissingPackage(package, "vision", f"the processor of {name}, a {kind} model")
 
 
-def _may_have_processor(directory: Path) -> bool:
-    """Whether anything in the directory could name a processor."""
-    if any((directory / file).is_file() for file in ("config.json", *_FILES)):
+def _names_processor(directory: Path) -> bool:
+    """Whether anything in the directory names a processor."""
+    if any((directory / file).is_file() for file in _FILES):
         return True
-    return "processor_class" in read_json(directory / "tokenizer_config.json")
+    configs = [read_json(directory / file) for file in ("config.json", "tokenizer_config.json")]
+    return any({"processor_class", "auto_map"} & config.keys() for config in configs)
 
 
 def read_json(path: Path) -> dict[str, Any]:
