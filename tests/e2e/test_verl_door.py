@@ -503,6 +503,30 @@ def test_registered_functions_train_as_those_that_ship(example: Any, connected: 
     assert trained("inner", "grpo", "inner")[1]["actor/grad_norm"] > 0
 
 
+def test_a_run_config_of_its_own_has_the_names_too(example: Any, connected: None, tmp_path: Path) -> None:
+    made = example.make_trainer("grpo", tmp_path, steps=2)
+    config = config_from_mapping(
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"kind": "hf", "path": str(tmp_path / "model")},
+            "tasks": {"train": {"kind": "parquet", "path": str(tmp_path / "train.parquet")}},
+            "rewards": ["exact"],
+            "engine": {"sampling": {"max_new_tokens": 3}},
+            "train": {"peak_flops": 1e12},
+            "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
+            "monitors": [{"kind": "jsonl"}],
+        }
+    )
+    fitted(
+        RayPPOTrainer(config, made.tokenizer, made.role_worker_mapping, device_name="cpu", **pools(1, "ActorRollout"))
+    )
+    (_, row) = [row for row in rows(tmp_path) if "train/version" in row]
+    assert row["critic/score/mean"] == row["critic/rewards/mean"] == row["reward/mean"]
+    assert row["timing_s/gen"] == row["time/wait"]
+    assert 0 < row["perf/mfu/actor"] < 1
+    assert "prompt_length/clip_ratio" not in row
+
+
 class Unheard(RayPPOTrainer):
     def _update_actor(self, batch: Any) -> Any: ...
 

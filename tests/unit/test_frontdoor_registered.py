@@ -166,6 +166,10 @@ def test_a_config_names_them_and_gives_them_keys_of_their_own() -> None:
     assert section["policy_loss"]["function"] == "tests.e2e.verl_user:my_loss"
     with pytest.raises(ConfigError, match="my_epsilon"):
         settings_of(config(algorithm={"adv_estimator": "grpo"}))
+    said = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": "yours", "my_clip_high": None}}})
+    del said["actor_rollout_ref"]["actor"]["policy_loss"]["my_clip_high"]
+    with pytest.raises(ConfigError, match=r"loss_mode(.|\n)*@register_policy_loss\('yours'\)"):
+        translated(settings_of(said), rows=8, has_validation=False, device="cpu")
 
 
 def test_a_file_without_the_decorator_is_told_which_one(tmp_path: Path) -> None:

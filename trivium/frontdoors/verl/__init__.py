@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from trivium.errors import MissingPackage
 
 if TYPE_CHECKING:
-    from trivium.algorithms import agg_loss, compute_policy_loss, kl_penalty
+    from trivium.algorithms import (
+        agg_loss,
+        compute_entropy_loss,
+        compute_policy_loss,
+        compute_value_loss,
+        get_kl_controller,
+        kl_penalty,
+    )
+    from trivium.algorithms.kl import AdaptiveKLController, FixedKLController
+    from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
     from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
     from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
     from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
@@ -44,10 +53,12 @@ __all__ = [
     "AbstractRewardManager",
     "AbstractSampler",
     "ActorRolloutRefWorker",
+    "AdaptiveKLController",
     "BatchRewardManager",
     "BatchView",
     "CriticWorker",
     "DAPORewardManager",
+    "FixedKLController",
     "NaiveRewardManager",
     "RayPPOTrainer",
     "RayWorkerGroup",
@@ -56,10 +67,13 @@ __all__ = [
     "Role",
     "Scored",
     "agg_loss",
+    "compute_entropy_loss",
     "compute_policy_loss",
     "compute_reward",
+    "compute_value_loss",
     "default_compute_score",
     "get_adv_estimator_fn",
+    "get_kl_controller",
     "get_policy_loss_fn",
     "hf_processor",
     "hf_tokenizer",
@@ -67,6 +81,9 @@ __all__ = [
     "living",
     "load_compute_score",
     "load_reward_manager",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
     "register_adv_est",
     "register_policy_loss",
     "score_groups",
@@ -74,7 +91,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "trivium.algorithms": ("agg_loss", "compute_policy_loss", "kl_penalty"),
+    "trivium.algorithms": (
+        "agg_loss",
+        "compute_entropy_loss",
+        "compute_policy_loss",
+        "compute_value_loss",
+        "get_kl_controller",
+        "kl_penalty",
+    ),
+    "trivium.algorithms.kl": ("AdaptiveKLController", "FixedKLController"),
+    "trivium.algorithms.stats": ("masked_mean", "masked_var", "masked_sum"),
     "trivium.frontdoors.verl.batch_view": ("BatchView", "Scored", "living", "scored_rows"),
     "trivium.frontdoors.verl.resource_pools": ("ResourcePoolManager", "Role"),
     "trivium.frontdoors.verl.reward_loading": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trivium.errors import Problem
@@ -11,6 +11,7 @@ from trivium.frontdoors.verl import registered
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
+from trivium.registry import CATALOGUE, suggest
 
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators that verl has twice."""
@@ -26,6 +27,8 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     estimator = str(verl["algorithm.adv_estimator"])
     kind, loss = _ESTIMATORS.get(estimator, estimator), _policy_loss(verl)
     own = advantage_address(estimator)
+    problems += _unknown(kind, "advantages", "algorithm.adv_estimator", "register_adv_est") if own is None else ()
+    problems += _unknown(loss["kind"], "policy_losses", f"{ACTOR}.policy_loss.loss_mode", "register_policy_loss")
     advantage = {"kind": kind, **_estimator_options(verl, kind, problems)} if own is None else _own(verl, own)
     epochs, mini_batches = verl[f"{ACTOR}.ppo_epochs"], _mini_batches(verl)
     algorithm: dict[str, Any] = {
@@ -60,6 +63,13 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
     if epochs * mini_batches > 1 and algorithm["policy_loss"]["kind"] == "reinforce" and not _weighed(algorithm):
         algorithm["policy_loss"] = {"kind": _PLAIN}
     return algorithm
+
+
+def _unknown(kind: str, catalogue: str, where: str, decorator: str) -> Iterator[Problem]:
+    """The problem of a name that nothing stands for."""
+    if ":" not in kind and kind not in CATALOGUE[catalogue]:
+        do = f"{suggest(kind, CATALOGUE[catalogue])}; or import the module that uses @{decorator}({kind!r}) first"
+        yield Problem(where, repr(kind), "no such name", do)
 
 
 def _own(verl: Settings, address: str, prefix: str = "algorithm", kind: str = "estimated") -> dict[str, Any]:

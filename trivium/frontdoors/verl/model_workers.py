@@ -43,6 +43,8 @@ HELD = {
 _SCORING = {"policy": "compute_log_prob", "reference": "compute_ref_log_prob", "critic": "compute_values"}
 _UPDATING = {"policy": "update_actor", "critic": "update_critic"}
 """Model -> the worker method that scores it, or trains it."""
+_POLICY_PHASES = {"update/policy": "actor", "score/old": "actor_infer"}
+"""Phase of the policy -> what verl calls the use that it makes of the hardware."""
 _GATHER_S = 0.002
 """How long the first request of a batch waits for others to go with it."""
 
@@ -148,6 +150,11 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_actor(self, data: Work) -> Metrics:
         """One optimizer step of the policy on a mini-batch."""
         return self.updated("policy", data)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
+        """The arithmetic of these phases over what the ranks could do in their time."""
+        return self.engine.utilisation(phases)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_weights(self, directory: Path) -> None:
@@ -297,10 +304,17 @@ class RoleTrainEngine(DistributedTrainEngine):
     """The train engine over worker groups: each verb goes to the group that holds the model."""
 
     def __init__(
-        self, groups: Mapping[str, RayWorkerGroup], algorithm: Algorithm, *, sequence: int, longest: int
+        self,
+        groups: Mapping[str, RayWorkerGroup],
+        algorithm: Algorithm,
+        *,
+        sequence: int,
+        longest: int,
+        measures_use: bool = False,
     ) -> None:
         """`groups` is by model: `policy`, and `critic` and `reference` where the algorithm has them; one group may hold
-        two. `longest` is the limit of one completion, in tokens."""
+        two. `longest` is the limit of one completion, in tokens. `measures_use` says that a rank's peak is its own."""
+        self._measures_use = measures_use
         ranks = {id(group): RoleRanks(group, sequence) for group in groups.values()}
         by_role = {role: ranks[id(group)] for role, group in groups.items()}
         super().__init__(by_role["policy"], algorithm, max_response_length=longest, groups=by_role)
@@ -331,9 +345,16 @@ class RoleTrainEngine(DistributedTrainEngine):
         del directory
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """Not measured: several groups may share a machine."""
-        del phases
-        return {}
+        """That of the policy's group by verl's names, and of all its phases. Not measured where processes share a CPU:
+        what each could do alone says nothing."""
+        if not self._measures_use:
+            return {}
+        own = {name: each for name, each in phases.items() if name in _POLICY_PHASES}
+        metrics = super().utilisation(own)
+        for phase, name in _POLICY_PHASES.items():
+            used = super().utilisation({phase: own[phase]}) if phase in own else {}
+            metrics |= {f"perf/mfu/{name}": value for key, value in used.items() if key == "perf/mfu"}
+        return metrics
 
 
 class WorkerChannel:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trivium.errors import DataError
 from trivium.frontdoors.verl.validation import Validator
 from trivium.metrics import declare_missing
 from trivium.protocols import Renderer
@@ -15,6 +17,22 @@ from trivium.types import Metrics
 
 _SHOWN = {"inputs": "input", "outputs": "output", "scores": "score"}
 """Argument of `_maybe_log_val_generations` -> the part of a sample that it is a list of."""
+
+
+def numbers(metrics: object, method: str) -> Metrics:
+    """What an overridden method measured. Raises DataError for anything but numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise DataError(f"metrics from {method}", f"a {type(metrics).__name__}", "return a mapping from name to number")
+    measured: Metrics = {}
+    for name, value in metrics.items():
+        try:
+            measured[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"the number {name!r} from {method}", f"{value!r:.60}", "leave it out, or measure it"
+            ) from None
+    declare_missing(measured, f"what an override of RayPPOTrainer.{method} measures")
+    return measured
 
 
 @dataclass(frozen=True)
@@ -51,8 +69,7 @@ class OverridableValidator(Validator):
     async def run(self, version: int) -> Metrics:
         self.owner._validating = asyncio.get_running_loop(), self, version
         self.results, self.samples_seen = {}, []
-        metrics = await asyncio.to_thread(self.owner._validate)
-        declare_missing(metrics, "what an override of RayPPOTrainer._validate measures")
+        metrics = numbers(await asyncio.to_thread(self.owner._validate), "_validate")
         if self.samples_seen:
             shown = {name: [sample[key] for sample in self.samples_seen] for name, key in _SHOWN.items()}
             await asyncio.to_thread(self.owner._maybe_log_val_generations, **shown)

@@ -1,9 +1,9 @@
 """Advantage estimators and policy losses with verl's signatures, registered by verl's decorators.
 
-An estimator is called with `token_level_rewards, response_mask, config, index` and, for ReMax, `reward_baselines`; it
-returns (advantages, returns). A loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode,
-config, rollout_is_weights`; it returns the loss of these sequences, averaged as `loss_agg_mode` says, alone or with
-metrics. Tensors are (B, R): B sequences, R tokens from the first sampled one on.
+An estimator is called with `token_level_rewards, response_mask, config, index`; it returns (advantages, returns). A
+loss is called with `old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights`; it
+returns the loss of these sequences, averaged as `loss_agg_mode` says, alone or with metrics. Tensors are (B, R): B
+sequences, R tokens from the first sampled one on.
 """
 
 from __future__ import annotations

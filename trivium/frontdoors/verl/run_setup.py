@@ -107,8 +107,10 @@ class RunSetup:
         if self.val_dataset is None:
             self.val_dataset = custom_dataset(verl, section, "val", self.tokenizer, self.processor)
         if self.train_sampler is None and verl.has("data.sampler.class_path"):
-            if self.train_dataset is None:
-                self.train_dataset = self._rows(None, "train")
+            rows = self._rows(self.train_dataset, "train")
+            kept = self._data(rows, taskset="train", origin="the training set", batch=1).rows
+            if self.train_dataset is None or len(kept) < len(rows):  # the sampler counts what is left
+                self.train_dataset = kept
             self.train_sampler = custom_sampler(verl, section, self.train_dataset)
 
     def _translated(self) -> RunConfig:

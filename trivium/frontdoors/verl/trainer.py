@@ -37,7 +37,7 @@ from trivium.frontdoors.verl.model_workers import (
     WorkerRolloutEngine,
     rm_scores,
 )
-from trivium.frontdoors.verl.overridable import OverridableTrainer, OverridableValidator, TrainerStage
+from trivium.frontdoors.verl.overridable import OverridableTrainer, OverridableValidator, TrainerStage, numbers
 from trivium.frontdoors.verl.registered import functions_here
 from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.reward_loading import compute_reward as call_manager
@@ -169,6 +169,8 @@ class RayPPOTrainer(Attributes):
                 algorithm_of(self.run_config),
                 longest=self.run_config.engine.sampling.max_new_tokens,
                 sequence=getattr(self.run_config.train, "sequence_parallel", 1),
+                measures_use=self.device_name == "cuda"
+                or getattr(self.run_config.train, "peak_flops", None) is not None,
             )
             if Role.RewardModel in self._views:
                 self._views[Role.RewardModel].init_model()
@@ -346,7 +348,7 @@ class RayPPOTrainer(Attributes):
             with self._within(view.meta_info["global_steps"]):
                 self._balance_batch(view, metrics)
         if self._dashboard is not None:
-            self._dashboard.observe(metrics)
+            self._dashboard.observe(numbers(metrics, "_balance_batch"))
 
     async def _run(self, parts: Parts) -> None:
         self._loop = asyncio.get_running_loop()
