@@ -1,5 +1,7 @@
 """`python -m trivium.frontdoors.verl a.b=c ...`: the command line of verl's `main_ppo`, with its overrides.
 
+Overrides are read as Hydra reads them (`a.b=c`, `+a.b=c`, `~a.b`, lists, mappings, quotes), over verl's defaults or the
+file of `--config-path DIR --config-name NAME`. docs/ray-ppo-trainer.md says what becomes of every key.
 Exit codes: 0 finished, 1 failed, 2 invalid config or arguments.
 """
 
@@ -16,6 +18,9 @@ from trivium.runtime.main_loop import exit_without_threads
 
 def main() -> int:
     """Trains; the exit code."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        typer.echo(__doc__)
+        return 0
     try:
         with Outcome(debug=False):
             show(train(config_of(sys.argv[1:])))
