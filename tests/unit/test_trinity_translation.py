@@ -13,13 +13,15 @@ from trivium.config import RunConfig, config_from_mapping
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
+from trivium.frontdoors.tables import Mapped, Restricted, Table
 from trivium.frontdoors.trinity.algorithm_section import ALGORITHMS
-from trivium.frontdoors.trinity.config_table import TABLE
+from trivium.frontdoors.trinity.config_table import TABLE, TRAINER_CONFIG
+from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trinity.translation import translate
 from trivium.text.tiny import TinyModel
 
 ROWS = 40
-TASKSET = "buffer.explorer_input.taskset"
+WHERE = "buffer.explorer_input.taskset"
 EXPERIENCES = "buffer.trainer_input.experience_buffer"
 Overrides = dict[str, Any]
 
@@ -111,9 +113,9 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({"buffer.train_batch_size": 16}, "schedule.steps", 10),
     ({"buffer.train_batch_size": 16, "synchronizer.explorer_sync_interval": 1}, "max_staleness", 1),
     ({}, "schedule.shuffle", False),
-    ({f"{TASKSET}.data_selector.selector_type": "shuffle"}, "schedule.shuffle", True),
+    ({f"{WHERE}.data_selector.selector_type": "shuffle"}, "schedule.shuffle", True),
     (
-        {f"{TASKSET}.data_selector": {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}},
+        {f"{WHERE}.data_selector": {"selector_type": "offline_easy2hard", "feature_keys": ["rate"]}},
         "schedule.curriculum.easy_first",
         False,
     ),
@@ -221,25 +223,25 @@ BECOMES: list[tuple[Overrides, str, Any]] = [
     ({}, "engine.max_context", 128),
     ({"model.max_response_tokens": None, "model.max_prompt_tokens": 100}, "engine.sampling.max_new_tokens", 28),
     ({"model.max_response_tokens": None}, "engine.sampling.max_new_tokens", 64),
-    ({f"{TASKSET}.rollout_args.max_tokens": 5}, "engine.sampling.max_new_tokens", 5),
-    ({f"{TASKSET}.rollout_args.temperature": 0.7}, "engine.sampling.temperature", 0.7),
+    ({f"{WHERE}.rollout_args.max_tokens": 5}, "engine.sampling.max_new_tokens", 5),
+    ({f"{WHERE}.rollout_args.temperature": 0.7}, "engine.sampling.temperature", 0.7),
     ({"explorer.max_timeout": 60}, "workflow.deadline_s", 60),
     ({"explorer.over_rollout.ratio": 0.2}, "schedule.over_rollout", 0.25),
-    ({f"{TASKSET}.format.system_prompt": "Say."}, "tasks.train.system", "Say."),
-    ({f"{TASKSET}.default_reward_fn_type": "countdown_reward"}, "rewards.0.name", "score"),
-    ({f"{TASKSET}.format.image_key": "pictures"}, "tasks.train.images", "pictures"),
+    ({f"{WHERE}.format.system_prompt": "Say."}, "tasks.train.system", "Say."),
+    ({f"{WHERE}.default_reward_fn_type": "countdown_reward"}, "rewards.0.name", "score"),
+    ({f"{WHERE}.format.image_key": "pictures"}, "tasks.train.images", "pictures"),
     (
-        {f"{TASKSET}.default_reward_fn_type": "my_rewards.py:Mine", f"{TASKSET}.reward_fn_args": {"a": 1}},
+        {f"{WHERE}.default_reward_fn_type": "my_rewards.py:Mine", f"{WHERE}.reward_fn_args": {"a": 1}},
         "rewards.0.args",
         {"a": 1},
     ),
-    ({f"{TASKSET}.default_reward_fn_type": "my.rewards.Mine"}, "rewards.0.function", "my.rewards:Mine"),
+    ({f"{WHERE}.default_reward_fn_type": "my.rewards.Mine"}, "rewards.0.function", "my.rewards:Mine"),
     (
         {"trainer.trainer_config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 99},
         "train.max_tokens_per_micro_batch",
         99,
     ),
-    ({f"{TASKSET}.default_workflow_type": "math_boxed_workflow"}, "algorithm.mask_truncated", True),
+    ({f"{WHERE}.default_workflow_type": "math_boxed_workflow"}, "algorithm.mask_truncated", True),
     (
         {
             "data_processor.experience_pipeline.operators": [
@@ -290,7 +292,7 @@ def test_every_algorithm_is_one_here(folder: Path, name: str) -> None:
         }
     if name in ("on_policy_distill", "jsd"):
         more |= {
-            f"{TASKSET}.default_workflow_type": "on_policy_distill_workflow",
+            f"{WHERE}.default_workflow_type": "on_policy_distill_workflow",
             "explorer.auxiliary_models": [{"model_path": str(folder / "model")}],
         }
     config = config_of(folder, more)
@@ -318,7 +320,7 @@ def problems_of(folder: Path, changes: Overrides) -> dict[str, str]:
 
 REFUSED: list[tuple[Overrides, str, str]] = [
     ({"trainer.save_intervall": 3}, "trainer.save_intervall", "trainer.save_interval"),
-    ({f"{TASKSET}.format.promt_key": "q"}, f"{TASKSET}.format.promt_key", "format.prompt_key"),
+    ({f"{WHERE}.format.promt_key": "q"}, f"{WHERE}.format.promt_key", "format.prompt_key"),
     ({"trainer.trainer_strategy": "megatron"}, "trainer.trainer_strategy", "Megatron"),
     ({"explorer.rollout_model.engine_type": "external"}, "explorer.rollout_model.engine_type", "behind an endpoint"),
     ({"trainer.trainer_type": "tinker"}, "trainer.trainer_type", "my_engine.py:Mine"),
@@ -334,15 +336,15 @@ REFUSED: list[tuple[Overrides, str, str]] = [
     ({"monitor.monitor_type": "swanlab"}, "monitor.monitor_type", "wandb"),
     ({"monitor.monitor_args": {"api_key": "secret"}}, "monitor.monitor_args.api_key", "environment"),
     ({"synchronizer.sync_style": "later"}, "synchronizer.sync_style", "fully_async"),
-    ({f"{TASKSET}.default_workflow_type": "alfworld_workflow"}, f"{TASKSET}.default_workflow_type", "multi_turn"),
-    ({f"{TASKSET}.default_workflow_type": "math_rm_workflow"}, f"{TASKSET}.default_workflow_type", "kind: model"),
-    ({f"{TASKSET}.default_workflow_type": "as_react_workflow"}, f"{TASKSET}.default_workflow_type", "run.mode serve"),
-    ({f"{TASKSET}.default_workflow_type": "simple_workflow"}, f"{TASKSET}.default_reward_fn_type", "math_reward"),
-    ({f"{TASKSET}.default_reward_fn_type": "accuracy"}, f"{TASKSET}.default_reward_fn_type", "accuracy_reward"),
-    ({f"{TASKSET}.format.reply_prefix": "<think>"}, f"{TASKSET}.format.reply_prefix", "leave it out"),
+    ({f"{WHERE}.default_workflow_type": "alfworld_workflow"}, f"{WHERE}.default_workflow_type", "multi_turn"),
+    ({f"{WHERE}.default_workflow_type": "math_rm_workflow"}, f"{WHERE}.default_workflow_type", "kind: model"),
+    ({f"{WHERE}.default_workflow_type": "as_react_workflow"}, f"{WHERE}.default_workflow_type", "run.mode serve"),
+    ({f"{WHERE}.default_workflow_type": "simple_workflow"}, f"{WHERE}.default_reward_fn_type", "math_reward"),
+    ({f"{WHERE}.default_reward_fn_type": "accuracy"}, f"{WHERE}.default_reward_fn_type", "accuracy_reward"),
+    ({f"{WHERE}.format.reply_prefix": "<think>"}, f"{WHERE}.format.reply_prefix", "leave it out"),
     (
-        {f"{TASKSET}.data_selector.selector_type": "difficulty_based"},
-        f"{TASKSET}.data_selector.selector_type",
+        {f"{WHERE}.data_selector.selector_type": "difficulty_based"},
+        f"{WHERE}.data_selector.selector_type",
         "shuffle",
     ),
     ({"data_processor.task_pipeline": {"operators": [{"name": "x"}]}}, "data_processor.task_pipeline", "Data-Juicer"),
@@ -430,15 +432,13 @@ def test_several_tasksets_are_one(folder: Path) -> None:
         "explorer.eval_interval": 25,
         "synchronizer.sync_interval": 10,
     }
-    config = config_of(folder, {TASKSET: {}, "buffer.explorer_input.tasksets": [one, one], **more})
+    config = config_of(folder, {WHERE: {}, "buffer.explorer_input.tasksets": [one, one], **more})
     assert (config.schedule.steps, config.schedule.shuffle) == (2 * ROWS // 8, True)
     assert (config.evaluation.taskset, config.evaluation.every, config.evaluation.k) == ("eval", 20, (1, 2, 4))
 
 
 def test_rows_that_are_elsewhere_are_counted_by_the_user(folder: Path) -> None:
-    translation = translate(
-        said(folder, {f"{TASKSET}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu"
-    )
+    translation = translate(said(folder, {f"{WHERE}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu")
     assert translation.config["schedule"]["steps"] == 3
     assert any("3 x rows / 8" in note for note in translation.notes)
 
@@ -457,10 +457,10 @@ def test_on_gpus_the_roles_are_placed_on_a_cluster(folder: Path) -> None:
 
 def test_serving_and_benchmarks_need_no_taskset_of_training(folder: Path) -> None:
     taskset = said(folder, {})["buffer"]["explorer_input"]["taskset"]
-    bench = config_of(folder, {"mode": "bench", TASKSET: None, "buffer.explorer_input.eval_tasksets": [taskset]})
+    bench = config_of(folder, {"mode": "bench", WHERE: None, "buffer.explorer_input.eval_tasksets": [taskset]})
     assert (bench.run.mode, bench.evaluation.taskset, len(bench.tasks)) == ("bench", "eval", 2)
-    serve = config_of(folder, {"mode": "serve", TASKSET: None, "explorer.proxy_port": 9000, "trainer.total_steps": 3})
-    trainer = {"mode": "train", TASKSET: None, "buffer.train_batch_size": 32, "trainer.total_steps": 3}
+    serve = config_of(folder, {"mode": "serve", WHERE: None, "explorer.proxy_port": 9000, "trainer.total_steps": 3})
+    trainer = {"mode": "train", WHERE: None, "buffer.train_batch_size": 32, "trainer.total_steps": 3}
     assert fingerprint(serve) == fingerprint(config_of(folder, trainer))
     assert (serve.tasks["train"].kind, serve.serve.port, serve.serve.host) == ("served", 9000, "127.0.0.1")
 
@@ -471,7 +471,32 @@ def test_overrides_reach_into_the_file(folder: Path) -> None:
     assert (translated["schedule"]["steps"], translated["train"]["optimizer"]["lr"]) == (2, 1e-3)
 
 
-def test_the_table_describes_every_key() -> None:
-    rows = dict(TABLE.rows())
-    assert len(rows) > 200
-    assert all(rows.values())
+def defaults_of(table: Table) -> dict[str, Any]:
+    """A config with every default of a table written out; keys without one are null."""
+    config: dict[str, Any] = {}
+    for key, entry in table.entries.items():
+        if key in table.sections:
+            continue
+        *above, last = key.split(".")
+        section = config
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = entry.default if isinstance(entry, Mapped | Restricted) else None
+    return config
+
+
+def test_a_config_that_writes_out_every_default_is_what_it_was(folder: Path) -> None:
+    config, named = defaults_of(TABLE), {"default_workflow_type": "math_workflow", "path": str(folder / "rows.jsonl")}
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    taskset = defaults_of(TASKSET)
+    config["buffer"]["explorer_input"]["taskset"] = {**taskset, **named, "format": {**taskset["format"], **columns}}
+    config["buffer"]["trainer_input"]["experience_buffer"] = defaults_of(EXPERIENCE_BUFFER)
+    config["trainer"]["trainer_config"] = trainer_config = defaults_of(TRAINER_CONFIG)
+    del trainer_config["actor_rollout_ref"]["actor"]["ppo_max_token_len_per_gpu"]  # verl's default, not Trinity-RFT's
+    config["model"] |= {"model_path": str(folder / "model"), "max_model_len": 128}
+    small = {
+        "model": {"model_path": str(folder / "model"), "max_model_len": 128},
+        "buffer": {"explorer_input": {"taskset": {**named, "format": columns}}},
+    }
+    assert translate(config, device="cpu").config == translate(small, device="cpu").config
+    config_from_mapping(translate(config, device="cpu").config)

@@ -177,7 +177,8 @@ class TrinityConfig:
     @property
     def run_dir(self) -> str:
         """Where the run keeps everything."""
-        return os.path.join(*(self.text(key) for key in ("checkpoint_root_dir", "project", "group", "name")))
+        parts = [self.text(key) for key in ("checkpoint_root_dir", "project", "group", "name")]
+        return os.path.expanduser(os.path.join(*parts))
 
     @property
     def run_name(self) -> str:
