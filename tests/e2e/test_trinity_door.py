@@ -327,6 +327,28 @@ async def test_an_engine_that_forgets_what_it_owes_is_told(tmp_path: Path) -> No
     await again.shutdown()
 
 
+async def test_the_last_step_of_an_engine_that_fails_is_saved(tmp_path: Path) -> None:
+    said = config(tmp_path, SUPERVISED, train={"kind": ENGINE})
+    trainer = Trainer(said)
+    engine: Any = trainer.engine
+    whole = engine.train_step
+
+    def train_step(batch: Experiences) -> Any:
+        if engine.steps == 2:
+            raise ZeroDivisionError("of a loss")
+        return whole(batch)
+
+    engine.train_step = train_step
+    with pytest.raises(ZeroDivisionError, match="of a loss"):
+        await trained(trainer)
+    await trainer.shutdown()
+    assert engine.calls[-1] == "save 2"
+    again = Trainer(said)
+    await trained(again)
+    await again.shutdown()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
 def test_an_engine_of_seven_members_is_driven_by_its_trainer_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Seven is no trivium.protocols.TrainEngine.*\n.*front door"):
         run(config(tmp_path, SUPERVISED, train={"kind": ENGINE}))
