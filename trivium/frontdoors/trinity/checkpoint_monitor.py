@@ -87,7 +87,7 @@ class CheckpointMonitor(save_monitor.CheckpointMonitor):
 
 def _strategy(strategy: str) -> SaveStrategy:
     try:
-        return SaveStrategy(strategy)
+        return SaveStrategy(str(strategy).lower())
     except ValueError as error:
         raise UnknownName(
             f"the save strategy {strategy!r}", "there is none", suggest(strategy, SaveStrategy)
