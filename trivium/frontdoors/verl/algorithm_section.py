@@ -114,8 +114,8 @@ def _estimator_options(verl: Settings, kind: str, problems: list[Problem]) -> di
 
 def _policy_loss(verl: Settings) -> dict[str, Any]:
     mode = str(verl[f"{ACTOR}.policy_loss.loss_mode"])
-    if own := loss_address(mode):
-        return {**_own(verl, own, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
+    if address := loss_address(mode):
+        return {**_own(verl, address, ACTOR, "computed"), "loss_agg_mode": verl[f"{ACTOR}.loss_agg_mode"]}
     loss: dict[str, Any] = {"kind": _LOSSES.get(mode, mode)}
     clips = {
         "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
