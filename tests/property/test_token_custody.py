@@ -6,6 +6,7 @@ episodes; its own log is the truth.
 
 import asyncio
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -13,15 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trivium.models.huggingface import PLAIN_TEMPLATE as PLAIN
+from trivium.models.images import images_of
 from trivium.policy import Policy
 from trivium.randomness import SampleKey, uniforms
-from trivium.text.renderer import ChatRenderer
+from trivium.tasks.drawings import png
+from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import tiny_tokenizer
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import (
     Capabilities,
     Completion,
     Experience,
     Group,
+    Media,
     Message,
     Request,
     Sampling,
@@ -59,6 +64,10 @@ def merging_tokenizer():
     )
 
 
+PICTURES = [
+    Media("image/png", png(np.full(shape, 60 * number, np.uint8)))
+    for number, shape in enumerate([(14, 14, 3), (28, 14, 3), (14, 28, 3), (14, 14, 3)])
+]
 TOKENIZERS = {"bytes": tiny_tokenizer("bytes"), "merges": merging_tokenizer()}
 RENDERERS = {
     f"{name}-{kind}": ChatRenderer(tokenizer, chat_template=template)
@@ -103,14 +112,22 @@ class IdEngine:
     async def close(self) -> None: ...
 
 
-def play(renderer: ChatRenderer, engine: IdEngine, asks: Sequence[str], length: int, seed: int) -> Policy:
-    """One episode: ask, reply, ask again; the reply goes into the conversation as text, as in any workflow."""
+def play(
+    renderer: ChatRenderer,
+    engine: IdEngine,
+    asks: Sequence[str],
+    length: int,
+    seed: int,
+    pictures: Sequence[tuple[Media, ...]] = (),
+) -> Policy:
+    """One episode: ask, reply, ask again; the reply goes into the conversation as text, as in any workflow. Each of the
+    asks may come with pictures."""
     policy = Policy(engine, renderer, Sampling(length), SampleKey(seed, "train", "t", "1"), max_context=10_000)
 
     async def episode() -> None:
         talk: list[Message] = []
-        for ask in asks:
-            talk.append(Message("user", ask))
+        for ask, shown in zip_longest(asks, pictures, fillvalue=()):
+            talk.append(Message("user", str(ask), tuple(shown)))  # pyright: ignore[reportArgumentType]
             turn = await policy.generate(talk)
             talk.append(Message("assistant", turn.text))
 
@@ -186,6 +203,52 @@ def test_text_would_have_lost_them(name):
     for seed in range(5):
         play(renderer, engine, ["a", "b", "c"], 10, seed)
     assert reencoded(name, engine)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """(renderer, images, size of the vocabulary) by family."""
+    made = {}
+    for family in ("qwen2_vl", "smolvlm"):
+        config = TinyVisionModel.Config(
+            architecture=family, layers=1, hidden=32, mlp=8, vision_layers=1, image_size=14, alphabet="bytes"
+        )
+        folder = TinyVisionModel(config, seed=0).materialize(tmp_path_factory.mktemp(family) / "model")
+        made[family] = renderer_of(folder), images_of(folder), len(config.tokenizer())
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
+@settings(max_examples=25)
+@given(
+    asks=st.lists(st.text(min_size=1, max_size=6), min_size=3, max_size=3),
+    shown=st.lists(st.lists(st.integers(0, 3), max_size=2), min_size=3, max_size=3),
+    length=st.integers(1, 12),
+    eos_rate=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**40),
+)
+def test_pictures_stay_at_their_tokens_whatever_is_sampled_between_them(
+    seeing, family, asks, shown, length, eos_rate, seed
+):
+    """An environment answers with pictures, and the policy samples any token at all, placeholders among them."""
+    renderer, images, vocabulary = seeing[family]
+    pictures = [tuple(PICTURES[number] for number in numbers) for numbers in shown]
+    engine = IdEngine(range(vocabulary), renderer.eos_token_ids, eos_rate)
+    policy = play(renderer, engine, asks, length, seed, pictures)
+    trajectory = Trajectory(0, policy.turns)
+    (experience,) = experiences_of(Group(0, Task("1", ()), (trajectory,)), trajectory)
+    assert trained(experience) == [token for _, done in engine.log for token in done.tokens.tolist()]
+    assert [item.sha256 for item in experience.media] == [item.sha256 for each in pictures for item in each]
+    for item in experience.media:
+        start, end = item.span
+        assert experience.tokens[start:end].tolist() == images.read(item).tokens.tolist()
+        assert not experience.response_mask[start:end].any()
+    for number, (request, _) in enumerate(engine.log):
+        assert request.media == experience.media[: sum(map(len, pictures[: number + 1]))]
+        assert request.media == trajectory.turns[number].media
+        if request.unexpanded is not None:
+            spare = sum(len(images.read(item).tokens) - 1 for item in request.media)
+            assert len(request.unexpanded) == len(request.prompt_tokens) - spare
 
 
 @settings(max_examples=20)
