@@ -53,6 +53,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",
         "dapo": "trivium.frontdoors.verl.reward_managers:DAPORewardManager",
         "batch": "trivium.frontdoors.verl.reward_managers:BatchRewardManager",
+        "prime": "trivium.frontdoors.verl.reward_managers:PrimeRewardManager",
     },
     "engines": {
         "torch": "trivium.engines.torch:TorchEngine",

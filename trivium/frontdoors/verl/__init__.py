@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from trivium.algorithms.kl import AdaptiveKLController, FixedKLController
     from trivium.algorithms.stats import masked_mean, masked_sum, masked_var
-    from trivium.frontdoors.verl.batch_view import BatchView, Scored, living, scored_rows
+    from trivium.frontdoors.verl.batch_view import BatchView, DataProto, Scored, living, scored_rows
     from trivium.frontdoors.verl.model_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
     from trivium.frontdoors.verl.orders import AbstractCurriculumSampler, AbstractSampler
     from trivium.frontdoors.verl.registered import (
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
         register_policy_loss,
     )
     from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
+    from trivium.frontdoors.verl.reward_bases import (
+        AbstractRewardManager,
+        RawRewardFn,
+        RewardManagerBase,
+        get_event_loop,
+        get_reward_manager_cls,
+        register,
+    )
     from trivium.frontdoors.verl.reward_loading import (
         compute_reward,
         load_compute_score,
@@ -38,14 +46,14 @@ if TYPE_CHECKING:
         score_groups,
     )
     from trivium.frontdoors.verl.reward_managers import (
-        AbstractRewardManager,
         BatchRewardManager,
         DAPORewardManager,
         NaiveRewardManager,
+        PrimeRewardManager,
     )
+    from trivium.frontdoors.verl.scorer import default_compute_score
     from trivium.frontdoors.verl.trainer import RayPPOTrainer
     from trivium.frontdoors.verl.worker_group import RayWorkerGroup
-    from trivium.rewards.by_source import default_compute_score
     from trivium.text import hf_processor, hf_tokenizer
 
 __all__ = [
@@ -58,11 +66,15 @@ __all__ = [
     "BatchView",
     "CriticWorker",
     "DAPORewardManager",
+    "DataProto",
     "FixedKLController",
     "NaiveRewardManager",
+    "PrimeRewardManager",
+    "RawRewardFn",
     "RayPPOTrainer",
     "RayWorkerGroup",
     "ResourcePoolManager",
+    "RewardManagerBase",
     "RewardModelWorker",
     "Role",
     "Scored",
@@ -73,8 +85,10 @@ __all__ = [
     "compute_value_loss",
     "default_compute_score",
     "get_adv_estimator_fn",
+    "get_event_loop",
     "get_kl_controller",
     "get_policy_loss_fn",
+    "get_reward_manager_cls",
     "hf_processor",
     "hf_tokenizer",
     "kl_penalty",
@@ -84,6 +98,7 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "register",
     "register_adv_est",
     "register_policy_loss",
     "score_groups",
@@ -101,7 +116,7 @@ _MODULES = {
     ),
     "trivium.algorithms.kl": ("AdaptiveKLController", "FixedKLController"),
     "trivium.algorithms.stats": ("masked_mean", "masked_var", "masked_sum"),
-    "trivium.frontdoors.verl.batch_view": ("BatchView", "Scored", "living", "scored_rows"),
+    "trivium.frontdoors.verl.batch_view": ("BatchView", "DataProto", "Scored", "living", "scored_rows"),
     "trivium.frontdoors.verl.resource_pools": ("ResourcePoolManager", "Role"),
     "trivium.frontdoors.verl.reward_loading": (
         "compute_reward",
@@ -109,11 +124,19 @@ _MODULES = {
         "load_reward_manager",
         "score_groups",
     ),
-    "trivium.frontdoors.verl.reward_managers": (
+    "trivium.frontdoors.verl.reward_bases": (
         "AbstractRewardManager",
+        "RawRewardFn",
+        "RewardManagerBase",
+        "get_event_loop",
+        "get_reward_manager_cls",
+        "register",
+    ),
+    "trivium.frontdoors.verl.reward_managers": (
         "BatchRewardManager",
         "DAPORewardManager",
         "NaiveRewardManager",
+        "PrimeRewardManager",
     ),
     "trivium.frontdoors.verl.registered": (
         "get_adv_estimator_fn",
@@ -121,11 +144,11 @@ _MODULES = {
         "register_adv_est",
         "register_policy_loss",
     ),
+    "trivium.frontdoors.verl.scorer": ("default_compute_score",),
     "trivium.frontdoors.verl.orders": ("AbstractCurriculumSampler", "AbstractSampler"),
     "trivium.frontdoors.verl.trainer": ("RayPPOTrainer",),
     "trivium.frontdoors.verl.worker_group": ("RayWorkerGroup",),
     "trivium.frontdoors.verl.model_workers": ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"),
-    "trivium.rewards.by_source": ("default_compute_score",),
     "trivium.text": ("hf_processor", "hf_tokenizer"),
 }
 

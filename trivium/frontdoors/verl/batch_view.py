@@ -129,6 +129,10 @@ class BatchView:
         return self.batch["attention_mask"][:, self.batch["prompts"].shape[-1] :].sum(-1)
 
 
+DataProto = BatchView
+"""verl's name of it."""
+
+
 def living(groups: Sequence[Group]) -> list[tuple[Group, Trajectory]]:
     """Every trajectory that did not fail, with its group: the rows of `BatchView.of`."""
     return [(group, member) for group in groups for member in group.alive]

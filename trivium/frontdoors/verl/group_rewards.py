@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import PrivateAttr
@@ -204,6 +204,8 @@ class RewardedOnTake(DefaultStrategy):
 def as_manager(reward_fn: object, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
     """A reward manager for each of these: a manager, `compute_score(data_source, solution_str, ground_truth,
     extra_info)`, or `f(prompt, completion, **columns)`."""
+    if hasattr(reward_fn, "run_single"):
+        return cast(RewardManager, reward_fn)
     if not callable(reward_fn):
         raise ConfigError(
             "a reward_fn",

@@ -10,7 +10,9 @@ from trivium.frontdoors.verl.keys_of_models import CUT, OFF
 
 _MANAGER: dict[str, Entry] = {
     "name": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the manager's name", "naive"),
-    "source": Restricted((None, "register", "importlib"), "set register, or importlib and module.path"),
+    "source": Restricted(
+        (None, "register", "importlib"), "set register, or importlib and module.path", default="register"
+    ),
     "module.path": Mapped("rewards.load_reward_manager: the manager's file or package", type=Path),
     "module.name": Ignored("modules go by their paths"),
 }
@@ -51,9 +53,9 @@ _REWARD_MODEL: dict[str, Entry] = {
     "megatron": Ignored("Megatron is not built here; reward_model.strategy must be fsdp or fsdp2"),
     "max_length": Restricted((None,), "leave it out: the reward model reads whole sequences"),
     "reward_kwargs": Mapped("what the reward manager is built with", {}),
-    "reward_loop_source": Restricted((None, "register"), "set reward_model.reward_manager"),
-    "reward_loop_module_path": Restricted((None,), "set reward_model.reward_manager"),
-    "reward_loop_class_name": Restricted((None,), "set reward_model.reward_manager"),
+    "reward_loop_source": Moved("reward_manager.source"),
+    "reward_loop_module_path": Moved("reward_manager.module.path"),
+    "reward_loop_class_name": Moved("reward_manager.name"),
     "use_reward_loop": Ignored("rewards are the reward manager's, one way"),
     "launch_reward_fn_async": Ignored("rewards are always made in a thread of their own"),
     "num_workers": Ignored("reward_kwargs.workers is the number of processes that score"),

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from trivium.errors import ConfigError, RewardError, TriviumError
+from trivium.frontdoors.plain_values import plain, resolved
+from trivium.frontdoors.tables import Settings, refuse
 from trivium.frontdoors.verl.batch_view import BatchView, Scored, scored_rows
-from trivium.frontdoors.verl.reward_managers import read
+from trivium.frontdoors.verl.config_table import TABLE
+from trivium.frontdoors.verl.reward_bases import each_single, get_reward_manager_cls
+from trivium.frontdoors.verl.scorer import default_compute_score
 from trivium.registry import resolve
-from trivium.rewards.by_source import default_compute_score
 from trivium.types import Group
 
 RewardManager = Callable[..., Any]
 
 
-def compute_reward(data: Sized, reward_fn: RewardManager) -> tuple[Tensor, dict[str, Any]]:
+def compute_reward(data: BatchView, reward_fn: RewardManager) -> tuple[Tensor, dict[str, Any]]:
     """The rewards (B, R) of a batch and the extra information, by name; `reward_fn` is called once.
 
     Raises what the manager raises, as a RewardError unless it is a TriviumError.
     """
     try:
-        given = reward_fn(data, return_dict=True) if _takes(reward_fn, "return_dict") else reward_fn(data)
+        if not callable(reward_fn) and hasattr(reward_fn, "run_single"):
+            given = each_single(reward_fn, data, return_dict=True)
+        else:
+            given = reward_fn(data, return_dict=True) if _takes(reward_fn, "return_dict") else reward_fn(data)
     except TriviumError:
         raise
     except Exception as error:
@@ -66,28 +72,34 @@ def score_groups(
     return scored_rows(rewards, view, extra)
 
 
-def load_reward_manager(config: object, tokenizer: object, num_examine: int, **reward_kwargs: object) -> RewardManager:
-    """The manager that a config names, with the scorer that it names. `config` is a mapping, or an object like one.
+def load_reward_manager(
+    config: object, tokenizer: object, num_examine: int = 0, **reward_kwargs: object
+) -> RewardManager:
+    """The manager that a config names, with the scorer that it names. `config` is a mapping, or an object like one, in
+    the layout of any version: sections have the same keys at the top, below `reward_model` and below `reward`.
 
-    - `reward_model.reward_manager`: `naive` (default), `dapo`, `batch`, or a class of your own (`file.py:Name`,
-      `package.module:Name`); or `reward_manager: {source: register | importlib, name, module: {path}}`.
-    - `reward_model.reward_kwargs`: its further arguments, which `reward_kwargs` override.
+    - `reward_manager`: `naive` (default), `dapo`, `batch`, `prime`, a name that is registered, or a class of your own
+      (`file.py:Name`, `package.module:Name`); or `{source: register | importlib, name, module: {path}}`.
+    - `reward_kwargs`: its further arguments, which those of the call override.
     - `custom_reward_function: {path, name, reward_kwargs}`: the scorer; `default_compute_score` where there is none.
-    - `reward_model.sandbox_fusion.memory_limit_mb`: for programs. A `url` there is refused: programs run here.
+    - `sandbox_fusion.memory_limit_mb`: for programs. A `url` there is refused: programs run here.
 
-    Raises ConfigError for what it cannot build, UnknownName for a name that there is not.
+    Raises ConfigError for what it cannot build and for keys that contradict each other, UnknownName for a name that
+    there is not.
     """
-    section = read(config, "reward_model", {})
-    kind = _manager_name(config, section)
-    manager = resolve("reward_managers", kind)
-    arguments = {**_mapping(read(section, "reward_kwargs", {})), **reward_kwargs}
-    arguments = {
-        "tokenizer": tokenizer,
-        "num_examine": num_examine,
-        "compute_score": load_compute_score(config),
-        "reward_fn_key": read(read(config, "data", {}), "reward_fn_key", "data_source"),
-        **arguments,
-    }
+    verl = _settings(config)
+    score = _scorer_of(verl)  # first: its file may register the manager
+    kind, manager = _manager_of(verl)
+    own = verl["reward_model.reward_kwargs"] or {}
+    if "config" in inspect.signature(manager).parameters:  # of one sample at a time: it reads its arguments there
+        beside = {name: value for name, value in reward_kwargs.items() if name not in own or value != own[name]}
+        arguments = {"config": _with_rewards(config, own), "tokenizer": tokenizer, "compute_score": score, **beside}
+        optional = {"reward_router_address": None, "reward_model_tokenizer": None}
+    else:
+        examined = {"tokenizer": tokenizer, "num_examine": num_examine, "compute_score": score}
+        arguments = {**examined, **own, **reward_kwargs}
+        optional = {"reward_fn_key": verl["data.reward_fn_key"]}
+    arguments = {name: value for name, value in optional.items() if _takes(manager, name)} | arguments
     try:
         inspect.signature(manager).bind(**arguments)
     except TypeError as error:
@@ -101,48 +113,78 @@ def load_reward_manager(config: object, tokenizer: object, num_examine: int, **r
 
 def load_compute_score(config: object) -> Callable[..., Any]:
     """The scorer that a config names (`custom_reward_function`), or `default_compute_score`."""
-    custom = read(config, "custom_reward_function", {})
-    path = read(custom, "path", "")
-    if path:
-        function = _from_file(path, read(custom, "name", "compute_score"))
-        options = _mapping(read(custom, "reward_kwargs", {}))
+    return _scorer_of(_settings(config))
+
+
+_SECTIONS = ("reward_manager", "reward_model", "custom_reward_function", "sandbox_fusion", "reward", "data")
+_READ = ("reward_manager", "custom_reward_function", "sandbox_fusion", "reward_kwargs", "reward_loop_", "reward_fn_key")
+"""What a key that is read here, or one of its parts, begins with."""
+
+
+def _settings(config: object) -> Settings:
+    """The sections of rewards. Raises ConfigError for what is wrong in what is read of them."""
+    whole = plain(config)
+    verl = TABLE.read(resolved(whole) if isinstance(whole, dict) else {})
+    parts = {problem.where: problem.where.split(".") for problem in verl.problems}
+    refuse(
+        [
+            problem
+            for problem in verl.problems
+            if parts[problem.where][0] in _SECTIONS and any(part.startswith(_READ) for part in parts[problem.where])
+        ],
+        "a reward manager that can be loaded",
+    )
+    return verl
+
+
+def _scorer_of(verl: Settings) -> Callable[..., Any]:
+    if path := verl["custom_reward_function.path"]:
+        function = resolve("rewards", address(path, verl["custom_reward_function.name"]))
+        options = verl["custom_reward_function.reward_kwargs"] or {}
         return functools.partial(function, **options) if options else function
-    fusion = read(read(config, "reward_model", {}), "sandbox_fusion", {})
-    if url := read(fusion, "url", ""):
-        raise ConfigError(
-            "reward_model.sandbox_fusion.url",
-            str(url),
-            "leave it out: programs run in a sandbox on this machine (docs/extend-rewards.md)",
-        )
-    limit = read(fusion, "memory_limit_mb")
+    limit = verl.values.get("reward_model.sandbox_fusion.memory_limit_mb")
     return functools.partial(default_compute_score, memory_limit_mb=limit) if limit else default_compute_score
 
 
-def _manager_name(config: object, section: object) -> str:
-    named = read(section, "reward_manager") or read(config, "reward_manager") or "naive"
-    if isinstance(named, str):
-        return named
-    name = read(named, "name", "naive")
-    if read(named, "source", "register") == "register":
-        return name
-    path = read(read(named, "module", {}), "path", "")
-    if not path:
-        raise ConfigError("reward_manager.module.path", "nothing", "say which file or package defines the manager")
-    return address(path, name)
+def _manager_of(verl: Settings) -> tuple[str, RewardManager]:
+    """(what the config calls it, the class)."""
+    name, path = verl["reward_manager.name"], verl["reward_manager.module.path"]
+    if verl["reward_manager.source"] == "importlib":
+        if not path:
+            raise ConfigError("reward_manager.module.path", "nothing", "say which file or package defines the manager")
+        return name, resolve("reward_managers", address(path, name))
+    if path:
+        raise ConfigError(
+            f"reward_manager.module.path {path!r}",
+            f"reward_manager.source is 'register', and {name!r} a name that is registered",
+            f"set source: importlib and name to a class of {path}, or leave module.path out",
+        )
+    return name, get_reward_manager_cls(name)
 
 
-def _from_file(path: str, name: str) -> Callable[..., Any]:
-    return resolve("rewards", address(path, name))
+def _with_rewards(config: Any, reward_kwargs: Mapping[str, Any]) -> Any:
+    """The config as a manager of the later kind reads it: with attributes, and a section `reward`."""
+    if isinstance(config, dict):
+        return _Attributes({"reward": {"reward_kwargs": dict(reward_kwargs)}, **config})
+    return config
+
+
+class _Attributes(dict[str, Any]):
+    """A mapping whose keys are attributes too, all the way down."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__({key: _Attributes(v) if isinstance(v, dict) else v for key, v in config.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the config has no key {name!r}; there are: {', '.join(self)}") from None
 
 
 def address(path: str, name: str) -> str:
     """The registry's kind of a name in a file or a package (`pkg://package.module`)."""
     return f"{path.removeprefix('pkg://').removeprefix('file://')}:{name}"
-
-
-def _mapping(config: Any) -> dict[str, Any]:
-    """A mapping, or what an object has for attributes."""
-    return dict(config) if hasattr(config, "keys") else dict(vars(config))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -6,45 +6,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trivium.algorithms.shaping import overlong_fraction
+from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl.batch_view import BatchView
-from trivium.frontdoors.verl.scorer import OnError, Result, Sample, Scorer
-from trivium.rewards.by_source import default_compute_score
+from trivium.frontdoors.verl.reward_bases import AbstractRewardManager, RawRewardFn, columns
+from trivium.frontdoors.verl.scorer import OnError, Result, Sample, Scorer, default_compute_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger("trivium")
-
-ScoreFunction = Callable[..., Any]
-"""`f(data_source=, solution_str=, ground_truth=, extra_info=)`: a number, or a dict with `score`."""
-
-
-class AbstractRewardManager(ABC):
-    """The interface of reward managers."""
-
-    @abstractmethod
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        num_examine: int,
-        compute_score: ScoreFunction | None,
-        reward_fn_key: str = "data_source",
-        **kwargs: object,
-    ) -> None: ...
-
-    @abstractmethod
-    def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]: ...
 
 
 class NaiveRewardManager(AbstractRewardManager):
@@ -53,16 +35,18 @@ class NaiveRewardManager(AbstractRewardManager):
     `num_examine` samples per data source and batch go to the log. `reward_fn_key` is the column with the data source
     of a task. A sample whose scorer raises, takes more than `deadline_s` or gives no finite number is a RewardError
     that names it; or, with a number as `on_error`, gets that reward, and the columns `reward_failed` and
-    `reward_error` of the extra information record it. `workers`: see `trivium.frontdoors.verl.scorer`.
+    `reward_error` of the extra information record it. A sample that takes more than `compute_score_timeout` seconds
+    gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.verl.scorer`.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
-        compute_score: ScoreFunction | None = None,
+        compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
         *,
+        compute_score_timeout: float | None = None,
         deadline_s: float = 300.0,
         workers: int = 0,
         on_error: OnError = "raise",
@@ -71,28 +55,31 @@ class NaiveRewardManager(AbstractRewardManager):
         self.num_examine = num_examine
         self.compute_score = default_compute_score if compute_score is None else compute_score
         self.reward_fn_key = reward_fn_key
-        self._scorer = Scorer(self.compute_score, deadline_s, workers, on_error)
-        self._counts_errors = on_error != "raise"
+        self.compute_score_timeout = compute_score_timeout
+        self._scorer = self._make_scorer(compute_score_timeout or deadline_s, workers, on_error)
+        self._counts_errors = on_error != "raise" or bool(compute_score_timeout)
+
+    def _make_scorer(self, deadline_s: float, workers: int, on_error: OnError) -> Scorer:
+        on_timeout = 0.0 if self.compute_score_timeout else on_error
+        return Scorer(self.compute_score, deadline_s, workers, on_error, on_timeout)
 
     def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
         """Rewards (B, R) float32, zero but for the last token of each response. An empty response has no token that
         could hold one: its row stays zero, and the log says so."""
-        extra: dict[str, Any] = {}
-        if "rm_scores" in data.batch:
-            rewards = data.batch["rm_scores"]
-            extra = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
-        else:
-            samples = self._samples(data)
-            results = self._results(samples, data)
-            rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-            extras: list[Mapping[str, Any]] = []
-            for sample, result in zip(samples, results, strict=True):
-                reward, entries = self._reward(sample, result) if result.error is None else (result.score, {})
-                extras.append(entries)
-                if sample.length:
-                    rewards[sample.row, sample.length - 1] = reward
-            extra = _columns(extras) | self._errors(results)
-            self._examine(samples, results)
+        given = self._extract_reward_from_rm_scores(data, return_dict)
+        if given is not None:
+            return given
+        samples = self._samples(data)
+        results = self._results(samples, data)
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        extras: list[Mapping[str, Any]] = []
+        for sample, result in zip(samples, results, strict=True):
+            reward, entries = self._reward(sample, result) if result.error is None else (result.score, {})
+            extras.append(entries)
+            if sample.length:
+                rewards[sample.row, sample.length - 1] = reward
+        extra = columns(extras) | self._errors(results)
+        self._examine(samples, results)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
 
     def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
@@ -189,7 +176,7 @@ class DAPORewardManager(NaiveRewardManager):
         self,
         tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
-        compute_score: ScoreFunction | None = None,
+        compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: object = None,
@@ -245,7 +232,7 @@ class BatchRewardManager(NaiveRewardManager):
         self,
         tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
-        compute_score: ScoreFunction,
+        compute_score: RawRewardFn,
         reward_fn_key: str = "data_source",
         *,
         deadline_s: float = 300.0,
@@ -270,6 +257,57 @@ class BatchRewardManager(NaiveRewardManager):
         return results
 
 
+class PrimeRewardManager(NaiveRewardManager):
+    """Scores the responses side by side, each in a process: `f(data_source, solution_str, ground_truth, extra_info)`,
+    called by position, gives a number or a sequence that begins with one.
+
+    One that raises or takes more than `deadline_s` earns `on_error`, and the extra information and the log say so. The
+    batch gets the scores as `acc` (B,).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        deadline_s: float = 300.0,
+        workers: int = 0,
+        on_error: OnError = 0.0,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            num_examine,
+            compute_score,
+            reward_fn_key,
+            deadline_s=deadline_s,
+            workers=workers,
+            on_error=on_error,
+        )
+
+    def _make_scorer(self, deadline_s: float, workers: int, on_error: OnError) -> Scorer:
+        function = functools.partial(_first_of, self.compute_score)
+        return Scorer(function, deadline_s, on_error=on_error, on_timeout=on_error, forks=workers or usable_cores())
+
+    def verify(self, data: BatchView) -> list[float]:
+        """The scores of a batch, which gets them as `acc`."""
+        return [result.score for result in self._results(self._samples(data), data)]
+
+    def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
+        results = super()._results(samples, data)
+        data.batch["acc"] = torch.tensor([result.score for result in results], dtype=torch.float32)
+        return results
+
+
+async def _first_of(
+    function: RawRewardFn, data_source: str, solution_str: str, ground_truth: object, extra_info: object
+) -> Any:
+    result = function(data_source, solution_str, ground_truth, extra_info)
+    result = await result if inspect.isawaitable(result) else result
+    return result[0] if isinstance(result, Sequence) and not isinstance(result, str) else result
+
+
 _MISSING = object()
 
 
@@ -277,9 +315,3 @@ def read(config: Any, key: str, default: object = None) -> Any:
     """A key of a mapping, or an attribute of an object shaped like one; the default where it is absent or None."""
     value = config.get(key, _MISSING) if hasattr(config, "get") else getattr(config, key, _MISSING)
     return default if value is _MISSING or value is None else value
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Per name one value per row; None where a row has none of that name."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}

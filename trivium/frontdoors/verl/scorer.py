@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar
@@ -22,8 +23,10 @@ from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError
 from trivium.policy import finite_number
 from trivium.registry import resolve
+from trivium.rewards import by_source
 from trivium.rewards.calls import RewardCall
-from trivium.rewards.isolated import IsolatedReward
+from trivium.rewards.forked import Forks
+from trivium.rewards.isolated import InProcesses, IsolatedReward
 
 T = TypeVar("T")
 
@@ -32,6 +35,8 @@ _WAITING = 32
 _START_S = 60.0
 """What a process may take to start and import the scorer; its own alarm keeps the deadline of the call."""
 _DO = "fix the scorer; the `on_error: NUMBER` of a manager gives such samples that reward, and counts them"
+
+PROGRAMS_RUN_HERE = "programs run in a sandbox on this machine (docs/extend-rewards.md)"
 
 OnError = float | Literal["raise"]
 """What a sample that cannot be scored means: an error, or this reward (and it is reported that it failed)."""
@@ -91,22 +96,34 @@ class Result:
 class Scorer:
     """A scorer, its deadline, and what becomes of samples that it cannot score.
 
-    `deadline_s` is for one call. Raises ConfigError for `workers` of a function that no other process could import.
+    `deadline_s` is for one call; `on_timeout` is what one that takes longer means (None: the same as `on_error`).
+    `forks` runs the function in that many forks of this process. Raises ConfigError for `workers` of a function that no
+    other process could import.
     """
 
     def __init__(
-        self, function: Callable[..., Any], deadline_s: float = 300.0, workers: int = 0, on_error: OnError = "raise"
+        self,
+        function: Callable[..., Any],
+        deadline_s: float = 300.0,
+        workers: int = 0,
+        on_error: OnError = "raise",
+        on_timeout: OnError | None = None,
+        forks: int = 0,
     ) -> None:
         if not (on_error == "raise" or (isinstance(on_error, Real) and math.isfinite(on_error))):
             raise ConfigError("on_error of a reward manager", repr(on_error), "say 'raise', or a finite number")
         if deadline_s <= 0:
             raise ConfigError("deadline_s of a reward manager", str(deadline_s), "say how many seconds a call may take")
         self._on_error = on_error
+        self._on_timeout = on_error if on_timeout is None else on_timeout
+        label = _label(function)
+        if forks:
+            function = InProcesses(Forks(label, function), forks)
         if workers:
             function = _isolated(function, deadline_s, workers)
         grace_s = _START_S if workers else 0.0
-        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=_label(function))
-        self._at_once = workers or (_WAITING if self._call.is_async else 1)
+        self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
+        self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
         """One call per sample. Raises RewardError, naming the first sample without a score, unless told otherwise."""
@@ -145,6 +162,8 @@ class Scorer:
         """The result of an outcome: what the scorer returned, or the exception it ended with."""
         if isinstance(outcome, Exception):
             named = _error(f"a score of {sample.name}", outcome)
+            if isinstance(outcome, TimeoutError) and self._on_timeout != "raise":
+                return Result(float(self._on_timeout), {}, named)
         else:
             extra: dict[str, Any] = dict(outcome) if isinstance(outcome, Mapping) else {}
             try:
@@ -165,6 +184,30 @@ def _error(asked: str, cause: Exception, *, raised: bool = True) -> RewardError:
     error = RewardError(asked, problem, _DO)
     error.__cause__ = cause
     return error
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: AbstractContextManager[object] | None = None,
+    memory_limit_mb: int | None = None,
+    **beside: object,
+) -> by_source.Score:
+    """`trivium.rewards.by_source.default_compute_score` with verl's arguments. A grader holds the
+    `concurrent_semaphore` while it runs; `beside` is what other scorers may ask for.
+
+    Raises ConfigError for a `sandbox_fusion_url`, and as that does.
+    """
+    del beside
+    if sandbox_fusion_url:
+        raise ConfigError("sandbox_fusion_url", sandbox_fusion_url, f"leave it out: {PROGRAMS_RUN_HERE}")
+    with concurrent_semaphore or nullcontext():
+        return by_source.default_compute_score(
+            data_source, solution_str, ground_truth, extra_info, memory_limit_mb=memory_limit_mb
+        )
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -234,10 +234,11 @@ class RayPPOTrainer(Attributes):
 
     def compute_reward(self, batch: BatchView, reward_fn: Callable[..., Any] | None = None) -> Any:
         """The same, by a reward manager: the one of the run, unless another is passed."""
-        if reward_fn is not None:
-            return call_manager(batch, reward_fn)
         setup = self._setup
-        rewards = setup.val_rewards if batch.meta_info.get("validate") else setup.rewards
+        if reward_fn is not None and reward_fn not in (self.reward_fn, self.val_reward_fn):
+            return call_manager(batch, reward_fn)
+        validates = batch.meta_info.get("validate") if reward_fn is None else reward_fn is not self.reward_fn
+        rewards = setup.val_rewards if validates else setup.rewards
         assert rewards is not None, "called where the RunConfig's own rewards are not used"
         return rewards.call_manager(batch)
 

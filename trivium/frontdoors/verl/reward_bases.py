@@ -1,0 +1,228 @@
+"""What users of verl derive reward managers from, and where they register them.
+
+There are two kinds. Until 0.6 a manager scores a whole batch (`AbstractRewardManager`); from 0.7 on it scores one
+sample in a coroutine (`RewardManagerBase.run_single`), and many wait side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trivium.concurrency import gather_or_cancel
+from trivium.errors import ConfigError, RewardError
+from trivium.frontdoors.verl.batch_view import BatchView
+from trivium.registry import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RawRewardFn = Callable[..., Any]
+"""A scorer: `f(data_source=, solution_str=, ground_truth=, extra_info=)`, a number or a dict with `score`."""
+
+C = TypeVar("C", bound=type)
+
+# --------------------------------------------------------------------------- by name
+
+_registered: dict[str, type] = {}
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Decorates a class of reward managers, which `reward_manager.name` then names.
+
+    Raises ConfigError for a name that another class has.
+    """
+
+    def decorated(manager: C) -> C:
+        known = _registered.get(name)
+        if known is not None and _place(known) != _place(manager):  # a file that is loaded again makes the class anew
+            raise ConfigError(
+                f"the reward manager {name!r}", f"{_place(known)} and {_place(manager)}", "give each a name of its own"
+            )
+        _registered[name] = manager
+        return manager
+
+    return decorated
+
+
+def get_reward_manager_cls(name: str) -> Any:
+    """The class of this name: registered, or one that ships. Raises UnknownName."""
+    return _registered.get(name) or resolve("reward_managers", name)
+
+
+def _place(manager: type) -> str:
+    return f"{inspect.getsourcefile(manager) or manager.__module__}:{manager.__qualname__}"
+
+
+# --------------------------------------------------------------------------- a batch at a time
+
+
+class AbstractRewardManager(ABC):
+    """The interface of reward managers that score a batch."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        num_examine: int,
+        compute_score: RawRewardFn | None,
+        reward_fn_key: str = "data_source",
+        **kwargs: object,
+    ) -> None: ...
+
+    @abstractmethod
+    def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]: ...
+
+    def _extract_reward_from_rm_scores(
+        self, data: BatchView, return_dict: bool = False
+    ) -> Tensor | dict[str, Any] | None:
+        """The rewards that a batch brings as `rm_scores` (B, R), with the columns `reward_extra_keys` of `meta_info`
+        where `return_dict`; None where it brings none."""
+        return _rm_scores(data, return_dict)
+
+
+def _rm_scores(data: BatchView, return_dict: bool) -> Tensor | dict[str, Any] | None:
+    if "rm_scores" not in data.batch:
+        return None
+    extra = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+    scores = data.batch["rm_scores"]
+    return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
+
+
+# --------------------------------------------------------------------------- a sample at a time
+
+
+class RewardManagerBase(ABC):
+    """The interface of reward managers that score one sample in a coroutine. Called with a batch, as the trainer does,
+    it scores every sample side by side."""
+
+    _class_initialized = False
+
+    def __init_subclass__(cls) -> None:
+        cls._class_initialized = False  # also where a class that it derives from has been initialized
+
+    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, compute_score: RawRewardFn | None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.compute_score = compute_score
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Makes what all managers of the class share, once."""
+        cls._class_initialized = True
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that `run_single` runs in."""
+        return get_event_loop()
+
+    @abstractmethod
+    async def run_single(self, data: BatchView) -> dict[str, Any]:
+        """`{"reward_score": number, "reward_extra_info": {name: value}}` of the last sample of the batch."""
+
+    @classmethod
+    def assemble_rm_scores(cls, data: BatchView, scores: Sequence[float]) -> Tensor:
+        """Rewards (B, R) with each score on the last token of its response; an empty response has none."""
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        lengths = data.response_lengths
+        rows = lengths.nonzero().flatten()
+        rewards[rows, lengths[rows] - 1] = rewards.new_tensor([float(score) for score in scores])[rows]
+        return rewards
+
+    def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        return each_single(self, data, return_dict)
+
+
+def each_single(manager: Any, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
+    """What the `run_single` of a manager gives each row, as a manager of whole batches returns it. Raises RewardError
+    for a row without a `reward_score`."""
+    given = _rm_scores(data, return_dict)
+    if given is not None:
+        return given
+    results = _run([functools.partial(manager.run_single, data[row : row + 1]) for row in range(len(data))])
+    for row, result in enumerate(results):
+        if not isinstance(result, Mapping) or "reward_score" not in result:
+            raise RewardError(
+                f"a reward_score of sample {row} from {type(manager).__name__}.run_single",
+                f"{result!r:.200}",
+                "return {'reward_score': number, 'reward_extra_info': {name: value}}",
+            )
+    assemble = getattr(manager, "assemble_rm_scores", RewardManagerBase.assemble_rm_scores)
+    rewards = assemble(data, [result["reward_score"] for result in results])
+    extra = columns([result.get("reward_extra_info") or {} for result in results])
+    return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Per name one value per row; None where a row has none of that name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+# --------------------------------------------------------------------------- the loop of coroutines
+
+_loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Lock]] = {}
+"""Process -> its event loop, and who runs it: one for all managers, because what they share (a semaphore of the class,
+say) belongs to one loop. A fork has its own."""
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The loop that runs in this thread, else the one that managers run in."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop()[0]
+
+
+def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Lock]:
+    if os.getpid() not in _loops:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(_Threads(thread_name_prefix="rewards"))
+        _loops[os.getpid()] = loop, threading.Lock()
+    return _loops[os.getpid()]
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that run a function in its caller's context; the main thread runs what it submits itself, because the
+    function may need one."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return super().submit(contextvars.copy_context().run, fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # whatever it raises is the future's
+            future.set_exception(error)
+        return future
+
+
+def _run(coroutines: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of coroutines side by side, in order."""
+
+    async def together() -> list[Any]:
+        return await gather_or_cancel([coroutine() for coroutine in coroutines])
+
+    def here() -> list[Any]:
+        loop, alone = _loop()
+        with alone:
+            return loop.run_until_complete(together())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return here()
+    with ThreadPoolExecutor(1, "rewards") as other:
+        return other.submit(contextvars.copy_context().run, here).result()
