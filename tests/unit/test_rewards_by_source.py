@@ -413,3 +413,22 @@ def test_its_limits_are_those_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are: memory"):
         by_source(sandbox_without=("everything",))
     assert GraderLimits(1, 128).sandbox() is GraderLimits(1, 128).sandbox()
+
+
+@pytest.mark.parametrize(
+    ("source", "completion", "truth", "score"),
+    [
+        ("openai/gsm8k", "#### 18.", "18", 1.0),
+        ("lighteval/MATH", "\\fbox{1/2}", "1/2", 1.0),
+        ("math_dapo", "\\boxed{5}", "5", 1.0),
+        ("numina_olympiads", "\\boxed{50\\%}", "1/2", 1.0),
+        ("numina_olympiads", "\\boxed{1000}", "10", 0.0),
+        ("numina_olympiads", "we get 2 apples", "2", 1.0),
+        ("hiyouga/geometry3k", "<think>a</think>\\boxed{\\sqrt{9}}", "3", 1.0),
+    ],
+)
+def test_where_graders_differ_from_verls(source: str, completion: str, truth: str, score: float) -> None:
+    """The table of docs/ray-ppo-trainer.md."""
+    pytest.importorskip("math_verify")
+    given = default_compute_score(source, completion, truth)
+    assert (given["score"] if isinstance(given, dict) else given) == score

@@ -194,6 +194,7 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: AbstractContextManager[object] | None = None,
     memory_limit_mb: int | None = None,
+    limits: by_source.GraderLimits | None = None,
     **beside: object,
 ) -> by_source.Score:
     """`trivium.rewards.by_source.default_compute_score` with verl's arguments. A grader holds the
@@ -206,7 +207,7 @@ def default_compute_score(
         raise ConfigError("sandbox_fusion_url", sandbox_fusion_url, f"leave it out: {PROGRAMS_RUN_HERE}")
     with concurrent_semaphore or nullcontext():
         return by_source.default_compute_score(
-            data_source, solution_str, ground_truth, extra_info, memory_limit_mb=memory_limit_mb
+            data_source, solution_str, ground_truth, extra_info, memory_limit_mb=memory_limit_mb, limits=limits
         )
 
 
