@@ -34,6 +34,7 @@ from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.load import load_backbone, load_lm
 from trivium.models.vision import vision_of
 from trivium.phases import collecting, phase
 from trivium.text.renderer import renderer_of
@@ -124,6 +125,13 @@ async def test_a_prompt_is_read_in_chunks_that_may_end_inside_an_image(tmp_path:
     said = await rolled_out(path, [(message,)])
     assert any(start < 512 < end for start, end in (item.span for item in said.experiences[0].media if item.span))
     assert gap(make_engine(path, temperature=1.0).score(said, "old"), [said.experiences[0].rollout_log_prob]) < 1e-4
+
+
+def test_the_length_of_a_files_header_moves_no_parameter(directories: dict[str, Path]) -> None:
+    """The bits of matrix products depend on where their factors begin."""
+    for load in (load_lm, load_backbone):
+        model = load(directories["llava"], dtype=torch.float32)
+        assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
 
 
 async def test_weights_are_those_of_the_tower_too(directories: dict[str, Path], batch: Batch, tmp_path: Path) -> None:
@@ -256,6 +264,11 @@ class TestTraining:
         again = make_engine(directories[family], PPO)
         again.load(tmp_path)
         assert gap(again.score(batch, "values"), engine.score(batch, "values")) == 0
+        for each in (engine, again):  # one that was loaded goes on with the bits of one that was not
+            each.update("policy", scored, PPO.objectives[0])
+        assert all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(engine.export_weights(), again.export_weights(), strict=True)
+        )
 
 
 _NAME = {"policy": "policy", "critic": "value"}

@@ -29,7 +29,7 @@ def load_lm(
         seeing = AutoModelForImageTextToText.from_pretrained(str(path), dtype=dtype, local_files_only=True)
         if attention is not None:
             decoder_of(seeing).set_attn_implementation(attention)
-        return seeing.to(device).eval()  # pyright: ignore[reportArgumentType]
+        return _aligned(seeing.to(device).eval())  # pyright: ignore[reportArgumentType]
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
@@ -48,7 +48,16 @@ def load_lm(
 def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The same model without its output layer, in eval mode."""
     model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    return model if family_in(path) is None else _aligned(model)
+
+
+def _aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its parameters in memory of their own. As they lie in a file, their addresses depend on the length
+    of its header, and with them the bits of a tower's matrix products: a resumed run would differ from its original."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
