@@ -439,10 +439,10 @@ async def test_saves_are_the_runs_and_do_not_block_unless_told_to(tmp_path: Path
         engine.wait_for_save()
         allowed.clear()
     assert steps(tmp_path) == [2, 3]  # `keep`
-    written = (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat()
+    written = (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat().st_mtime_ns
     engine.save_checkpoint()  # nothing waits for `allowed`
     engine.save_checkpoint(block_until_saved=True, save_as_hf=True)
-    assert (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat() == written
+    assert (tmp_path / "checkpoints" / "step-000003" / "manifest.json").stat().st_mtime_ns == written
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface" / "step-000003").num_parameters() > 0
     engine.shutdown()
     again = VerlPPOTrainerWrapper(config(tmp_path, EXPLORED))

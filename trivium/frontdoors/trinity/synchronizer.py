@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors.torch import load_file
 
 from trivium import synchronizer as core
-from trivium.board import Board, Values
+from trivium.board import MemoryBoard, Values
 from trivium.cluster.session import connect
 from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.config import RunConfig, config_from_mapping
@@ -69,7 +69,7 @@ class Synchronizer(core.Synchronizer):
 
         With a buffer that processes share it lies beside that buffer, where the commands of the run meet too. Else its
         processes are those of a Ray cluster where this one is connected to it, or those of this machine and user.
-        Raises ConfigError for another `sync` section, or another run directory, than it was made with.
+        Raises ConfigError for another `sync` section, or on one machine another run directory, than it was made with.
         """
         run_config = _run_config(config)
         if namespace is None and run_config is None:
@@ -79,8 +79,9 @@ class Synchronizer(core.Synchronizer):
             connect({} if address is None else {"address": address})
         namespace = namespace or _namespace(cast(RunConfig, run_config))
         synchronizer = made_once(namespace, ROLE, lambda shared: cls._made(shared, run_config))
-        for name, value in _options(run_config, synchronizer.board).items() if run_config is not None else ():
-            if name in ("style", "interval", "collective", "directory") and value != synchronizer._options[name]:
+        agreed = ["style", "interval", "collective", *(["directory"] if synchronizer.host is None else [])]
+        for name, value in _options(run_config).items() if run_config is not None else ():
+            if name in agreed and value != synchronizer._options[name]:
                 raise ConfigError(
                     f"the synchronizer of {namespace!r} with {name} {value!r}",
                     f"it has {synchronizer._options[name]!r}",
@@ -90,7 +91,7 @@ class Synchronizer(core.Synchronizer):
 
     @classmethod
     def _made(cls, shared: Shared, config: RunConfig | None) -> Synchronizer:
-        options = shared.agree(_RUN, None if config is None else _options(config, shared.board))
+        options = shared.agree(_RUN, None if config is None else _options(config))
         board = shared.board
         if options["in_database"]:
             if config is None:
@@ -416,20 +417,22 @@ def _read(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _options(config: RunConfig, board: Board) -> dict[str, Any]:
+def _options(config: RunConfig) -> dict[str, Any]:
     """What every process needs to stand for the synchronizer of a run. JSON values."""
+    in_database = shares_buffer(config) and config.cluster.kind != "ray"
     # On Ray, roles are given their config by the process that starts them, and have nothing to agree on.
-    like = build_synchronizer(config, board, "" if config.cluster.kind == "ray" else fingerprint(config))
+    like = build_synchronizer(config, MemoryBoard(), "" if config.cluster.kind == "ray" else fingerprint(config))
     return {
         "deadline_s": like.deadline_s,
         "style": like.style.value,
         "interval": like.interval,
         "collective": like.collective,
-        "heartbeat_s": like.heartbeat_s,
+        # Where only a database is shared, nothing else tells whether a role lives.
+        "heartbeat_s": config.sync.heartbeat_s if in_database else None,
         "settings": like.settings,
         "keep": kept_versions(config),
         "directory": str(Path(config.run.dir).absolute() / "state_dicts"),
-        "in_database": shares_buffer(config) and config.cluster.kind != "ray",
+        "in_database": in_database,
     }
 
 
