@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trivium.config import config_from_mapping, merged
-from trivium.errors import ConfigError
-from trivium.text import hf_tokenizer
+from trivium.errors import ConfigError, DataError
+from trivium.tasks.drawings import png
+from trivium.tasks.pictures import read_image
+from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.tiny import TinyModel
+from trivium.text.tiny_vision import TinyVisionModel
+from trivium.types import Message
 
 pytest.importorskip("ray")
 
@@ -72,3 +78,35 @@ def test_long_validation_prompts_are_left_out_of_their_one_batch(model: str, tmp
     }
     setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows[:1] * 2, rows))
     assert [vars(setup.run_config.tasks[name])["rows"] for name in ("train", "val")] == [2, 2]
+
+
+def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_path: Path) -> None:
+    def vision(size: int) -> str:
+        config = TinyVisionModel.Config(layers=1, hidden=32, mlp=8, vision_layers=1, image_size=size)
+        return str(TinyVisionModel(config, seed=0).materialize(tmp_path / str(size)))
+
+    path, uri = vision(56), f"data:image/png;base64,{base64.b64encode(png(np.zeros((56, 56, 3), np.uint8))).decode()}"
+    row = {
+        "data_source": "pictures",
+        "prompt": [{"role": "user", "content": "<image>?"}],
+        "pictures": [uri],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    config = {
+        "data": {"train_batch_size": 2, "image_key": "pictures", "max_prompt_length": 32, "max_response_length": 4},
+        "actor_rollout_ref": {"model": {"path": path}, "actor": {"ppo_mini_batch_size": 2}, "rollout": {"n": 2}},
+        "trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run"), "total_training_steps": 1},
+    }
+
+    def setup(processor: object) -> RunSetup:
+        return RunSetup(config, hf_tokenizer(path), score, sources=Sources([row] * 2), processor=processor)
+
+    def score(prompt: str, completion: str) -> float:
+        return 1.0
+
+    made = setup(hf_processor(path))
+    assert len(made.renderer.render([Message("user", "<image>?", (read_image(uri, ""),))])) == 22
+    with pytest.raises(ConfigError, match=r"the processor of the model(.|\n)*reads images otherwise"):
+        setup(hf_processor(vision(28)))
+    with pytest.raises(DataError, match="reads text only"):
+        setup(None)
