@@ -241,6 +241,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         try:
             self.wait_for_save()
         finally:
+            self._writer.shutdown()
             if self.engine is not None:
                 self.engine.close()
             if self.run is not None and self.state_of_run is None:
