@@ -251,10 +251,8 @@ class TorchTrainEngine(TrainEngine):
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else self._dtype
         peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
-        adapted = self.config.lora is not None
-        which = self.config.vision_tower
-        peak *= self.ranks.size
-        return utilisation(phases, self._shapes, role_of, peak, adapter=adapted, vision_tower=which)
+        trained: dict[str, Any] = {"adapter": self.config.lora is not None, "vision_tower": self.config.vision_tower}
+        return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, **trained)
 
     def _read_shapes(self) -> dict[str, ModelShape]:
         """By role; empty where a config.json does not have the sizes."""
