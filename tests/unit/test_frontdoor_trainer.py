@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trivium.config import config_from_mapping, merged
+from trivium.algorithms import build_algorithm
+from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
+from trivium.monitors.jsonl import JsonlMonitor
 from trivium.tasks.drawings import png
 from trivium.tasks.pictures import read_image
 from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
-from trivium.types import Message
+from trivium.types import Batch, Message
 
 pytest.importorskip("ray")
 
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, Role
+from trivium.frontdoors.verl.dashboard import Dashboard
+from trivium.frontdoors.verl.overridable import numbers
 from trivium.frontdoors.verl.run_setup import RunSetup
 from trivium.frontdoors.verl.user_data import Sources
 
@@ -110,3 +115,73 @@ def test_images_are_read_with_the_processor_that_is_the_models(model: str, tmp_p
         setup(hf_processor(vision(28)))
     with pytest.raises(DataError, match="reads text only"):
         setup(None)
+
+
+class NotASampler:
+    """What `data.sampler` must not name."""
+
+
+def verl_config(model: str, tmp_path: Path, **data: Any) -> dict[str, Any]:
+    return {
+        "data": {"train_batch_size": 2, "max_prompt_length": 8, "max_response_length": 4, **data},
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {
+            "model": {"path": model},
+            "actor": {"ppo_mini_batch_size": 2},
+            "rollout": {"name": "torch", "n": 2},
+        },
+        "trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run"), "total_training_steps": 1},
+    }
+
+
+def rows_of_pairs(*lengths: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": [{"role": "user", "content": "1" * length}], "extra_info": {"index": number}}
+        for number, length in enumerate(lengths)
+    ]
+
+
+SAMPLERS: list[tuple[dict[str, Any], str]] = [
+    ({"dataloader_num_workers": 8}, "dataloader_num_workers: 0"),
+    ({"sampler": {"class_name": "NotASampler", "class_path": f"pkg://{__name__}"}}, "derive from AbstractSampler"),
+    ({"sampler": {"class_name": None}}, "data.sampler.class_name"),
+]
+
+
+@pytest.mark.parametrize(("more", "says"), SAMPLERS)
+def test_a_sampler_of_the_config_that_cannot_work_is_refused(
+    model: str, tmp_path: Path, more: dict[str, Any], says: str
+) -> None:
+    sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
+    data = merged({**sampler, "dataloader_num_workers": 0, "filter_overlong_prompts": True}, more)
+    config = verl_config(model, tmp_path, **data)
+    with pytest.raises(ConfigError, match=says):
+        RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows_of_pairs(1, 1)))
+
+
+def test_a_sampler_of_the_config_counts_the_rows_that_are_left(model: str, tmp_path: Path) -> None:
+    sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
+    config = verl_config(model, tmp_path, **sampler, filter_overlong_prompts=True)
+    rows = Sources(rows_of_pairs(1, 30, 1))
+    setup = RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=rows)
+    assert setup.train is not None
+    assert [row["extra_info"]["index"] for row in setup.train.rows] == [0, 2]
+    assert len(setup.train_sampler) == 2
+
+
+def test_a_step_of_which_nothing_is_left_has_a_row_all_the_same(tmp_path: Path) -> None:
+    monitor = JsonlMonitor(JsonlMonitor.Config(), run_dir=tmp_path, resume_step=0)
+    dashboard = Dashboard(monitor, processes=2, max_response_length=4)
+    algorithm = build_algorithm(plugin("algorithms")({"kind": "grpo", "old_log_prob": "recompute"}))
+    dashboard.keep(algorithm, [], Batch(()).with_columns(old_log_prob=[], advantages=[]))
+    dashboard.log(3, {"train/version": 3.0, "time/step": 0.5, "time/wait": 0.25})
+    dashboard.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(encoding="utf-8"))
+    assert (row["step"], row["timing_s/gen"]) == (3, 0.25)
+    assert not any(key.startswith(("critic/", "response_length/", "perf/throughput")) for key in row)
+
+
+@pytest.mark.parametrize("metrics", [None, {"mine/text": "good"}])
+def test_an_override_that_measures_no_numbers_is_named(metrics: Any) -> None:
+    with pytest.raises(DataError, match="_validate"):
+        numbers(metrics, "_validate")

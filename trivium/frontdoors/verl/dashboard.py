@@ -305,8 +305,8 @@ def value_metrics(batch: Batch) -> Metrics:
 
 def probability_metrics(batch: Batch) -> Metrics:
     """How far apart engine and trainer are, in probabilities of trained tokens."""
-    rows = [e.rollout_log_prob[e.response_mask] for e in batch.experiences]
-    engine, trainer = np.exp(np.concatenate(rows, dtype=np.float64)), np.exp(trained(batch, "old_log_prob"))
+    rows = [np.asarray(e.rollout_log_prob, np.float64)[e.response_mask] for e in batch.experiences if not e.expert]
+    engine, trainer = np.exp(np.concatenate([np.empty(0), *rows])), np.exp(trained(batch, "old_log_prob"))
     if len(engine) < 2:
         return {}
     away = np.abs(engine - trainer)
