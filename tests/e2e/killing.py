@@ -22,6 +22,7 @@ import trivium.checkpoint.atomic as atomic
 import trivium.runtime.run_dir as run_dir_module
 from tests.processes import Forked, fork_server, trivium
 from trivium.buffers.journal import Journal
+from trivium.buffers.media import MediaFiles
 from trivium.checkpoint.store import CheckpointStore
 from trivium.engines.decoder import Decoder
 from trivium.monitors.jsonl import _RowFile
@@ -60,6 +61,11 @@ def half_a_record(original: Callable[..., Any], journal: Journal, step: int, gro
     original(journal, step, group)
     path = journal._path(step)
     os.truncate(path, path.stat().st_size - 10)
+
+
+def half_a_picture(original: Callable[..., Any], files: MediaFiles, media: Any) -> None:
+    files.folder.mkdir(parents=True, exist_ok=True)
+    (files.folder / f".{media.sha256}.writing").write_bytes(media.data[: len(media.data) // 2])
 
 
 def half_the_tensors(original: Callable[..., Any], decoder: Decoder, weights: Any) -> None:
@@ -117,6 +123,12 @@ BESIDE: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 """Moments of a save that training does not wait for."""
 
+PICTURES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "keep: half a picture": (MediaFiles, "keep", half_a_picture),
+    "keep: a picture, no record": (MediaFiles, "keep", whole),
+}
+"""Moments of runs whose rollouts hold pictures."""
+
 
 def launches(config: Path, run_dir: Path, kills: Sequence[Kill] = (), overrides: Sequence[str] = ()) -> list[str]:
     """`trivium run` once for each kill, and once more: the moment each launch was killed at, or `finished`.
@@ -152,7 +164,7 @@ def _command(arguments: Sequence[str], kill: Kill | None, report: Connection) ->
         case float():
             threading.Timer(kill, die, ["time"]).start()
         case moment, nth:
-            owner, name, deadly = (MOMENTS | BESIDE)[moment]
+            owner, name, deadly = (MOMENTS | BESIDE | PICTURES)[moment]
             arm(owner, name, moment, nth, deadly)
     trivium(*arguments)
 

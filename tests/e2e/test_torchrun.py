@@ -57,12 +57,13 @@ def pids(run_dir: Path) -> dict[int, int]:
     return found
 
 
-def assert_ranks_end(code: int, run_dir: Path, *arguments: str) -> list[str]:
+def assert_ranks_end(code: int, run_dir: Path, *arguments: str, config: Path = HERE / "ray.yaml") -> list[str]:
     """The commands that torchrun starts, in their environment, but forked: all end with this exit code. What they
     wrote, by rank."""
+    run_dir.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    command = ("run", str(HERE / "ray.yaml"), f"run.dir={run_dir}", *arguments)
+    command = ("run", str(config), f"run.dir={run_dir}", *arguments)
     ranks: list[Forked] = []
     for rank in range(2):
         environment = {**shared, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}

@@ -1,0 +1,97 @@
+"""Whole runs with pictures between the turns: killed anywhere and gone on with; one recording trained in one process,
+by ranks of which some have no picture, and on Ray."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.killing import PICTURES, launches
+from tests.e2e.shown import square, tasks
+from tests.e2e.test_kill import outcome_of
+from tests.e2e.test_three_ways import rows, tensors
+from tests.e2e.test_torchrun import assert_ranks_end
+from tests.processes import Forked, trivium
+from trivium.buffers.journal import Journal
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).with_name("shown.yaml")
+STEPS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run in one process; its rollouts are what others train on."""
+    run_dir = tmp_path_factory.mktemp("shown") / "live"
+    assert launches(CONFIG, run_dir) == ["finished"]
+    return run_dir
+
+
+def test_a_rollout_sees_a_picture_in_each_of_its_turns(live: Path) -> None:
+    records = Journal(live / "rollouts" / "stage-0")
+    groups = [group for step in STEPS for group in records.read_step(step)]
+    pictures = {row["id"]: [square(shade).sha256 for shade in row["shades"]] for row in tasks()}
+    for group in groups:
+        shown = pictures[group.task.task_id]
+        turns = group.trajectories[0].turns
+        assert len(turns) == 3
+        assert [item.sha256 for item in turns[-1].media] == [*shown, *shown[:1]]
+    stored = {path.name: path.read_bytes() for path in (live / "rollouts" / "media").iterdir()}
+    assert {*stored} == {sha256 for group in groups for sha256 in pictures[group.task.task_id]}
+    assert all(hashlib.sha256(data).hexdigest() == name for name, data in stored.items())
+
+
+@pytest.mark.parametrize("way", ["ranks", "ray"])
+def test_a_recording_is_trained_in_every_way_as_it_was_live(
+    way: str, live: Path, tmp_path: Path, ray_address: str
+) -> None:
+    """A mini-batch is a row for each of two ranks: where a step has an odd number of rollouts with pictures, a rank has
+    none."""
+    records = Journal(live / "rollouts" / "stage-0")
+    assert any(sum(bool(g.trajectories[0].turns[-1].media) for g in records.read_step(step)) % 2 for step in STEPS)
+    recorded = ["buffer.kind=recorded", f"buffer.path={live / 'rollouts'}"]
+    if way == "ranks":
+        assert_ranks_end(0, tmp_path / "run", *recorded, config=CONFIG)
+    else:
+        on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
+        run = Forked(
+            "ray", tmp_path / "out", trivium, "run", str(CONFIG), f"run.dir={tmp_path / 'run'}", *recorded, *on_ray
+        )
+        assert run.wait(200) == 0, run.text
+    mine, expected = rows(tmp_path / "run"), rows(live)
+    assert [*mine] == [*expected] == [*STEPS]
+    for step in STEPS:
+        trained = {key: value for key, value in expected[step].items() if not key.startswith("rollout/")}
+        assert {"train/loss/policy", "train/loss/value", "train/grad_norm/policy", "train/grad_norm/value"} <= {
+            *trained
+        }
+        assert {key: mine[step][key] for key in trained} == pytest.approx(trained, rel=1e-9, abs=1e-9)
+        found = tensors(tmp_path / "run", step)
+        for name, tensor in tensors(live, step).items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} of step {step}")
+
+
+def test_a_run_killed_where_pictures_are_stored_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    overrides = ("train.dtype=float32", "schedule.deterministic=true", "schedule.max_staleness=1")
+    assert launches(CONFIG, tmp_path / "whole", overrides=overrides) == ["finished"]
+    kills = [
+        ("keep: half a picture", 1),
+        ("keep: a picture, no record", 2),
+        ("put: half a record", 3),
+        ("update: step taken, no version", 2),
+        ("save: manifest half written", 1),
+    ]
+    outcomes = launches(CONFIG, tmp_path / "killed", kills, overrides)
+    assert outcomes[:-1] == [moment for moment, _ in kills]
+    assert {moment for moment, _ in kills} >= {*PICTURES}
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+    kept = [
+        {path.name: path.read_bytes() for path in (tmp_path / run / "rollouts" / "media").glob("[!.]*")}
+        for run in ("killed", "whole")
+    ]
+    assert kept[0] == kept[1]
