@@ -153,8 +153,18 @@ async def rows_of(tmp_path: Path, *rows: dict, group_size: int = 2, **columns: s
 SAID = [{"role": "user", "content": "1+1="}]
 
 
+PARTS = {"role": "assistant", "content": [{"type": "text", "text": "2", "image": None}]}
+
+
 @pytest.mark.parametrize(
-    "chosen", ["2", [{"role": "assistant", "content": "2"}], [*SAID, {"role": "assistant", "content": "2"}]]
+    "chosen",
+    [
+        "2",
+        [{"role": "assistant", "content": "2"}],
+        [*SAID, {"role": "assistant", "content": "2"}],
+        [PARTS],
+        [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}, PARTS],
+    ],
 )
 async def test_a_row_is_a_pair(chosen: object, tmp_path: Path) -> None:
     for prompt in ("1+1=", SAID):
@@ -186,6 +196,8 @@ async def test_the_columns_of_a_pair_have_names(tmp_path: Path) -> None:
         [{"role": "assistant", "content": None}],
         [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "2"}],
         [*SAID, *SAID, {"role": "assistant", "content": "2"}],
+        [{"role": "assistant", "content": [{"type": "image"}, {"type": "text", "text": "2"}]}],
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1+1="}]}, PARTS],
     ],
 )
 async def test_a_reply_that_is_none_is_an_error_that_names_the_column(rejected: object, tmp_path: Path) -> None:

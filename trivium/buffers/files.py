@@ -13,7 +13,7 @@ from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
-from trivium.types import EXPERT_VERSION, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, IMAGE, Group, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 """Group size -> the options that name its columns."""
@@ -118,9 +118,17 @@ def _completion(task: Task, value: object) -> str | None:
     """The completion in a column: text, or the last message of a conversation; None for anything else."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         return value if isinstance(value, str) else None
-    messages = [(entry.get("role"), entry.get("content")) for entry in value]
+    messages = [(entry.get("role"), _text(entry.get("content"), IMAGE)) for entry in value]
     before = messages[:-1]
     prompt = [(message.role, message.content) for message in task.prompt]
     if not messages or messages[-1][0] != "assistant" or before != prompt[len(prompt) - len(before) :]:
         return None
-    return messages[-1][1] if isinstance(messages[-1][1], str) else None
+    return _text(value[-1].get("content"))
+
+
+def _text(content: object, image: str | None = None) -> str | None:
+    """A message's text, where it is text or a list of parts; `image` stands for each part that is none."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if part.get("type") == "text" else image for part in content if isinstance(part, dict)]
+    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None
