@@ -3,19 +3,26 @@ by ranks of which some have no picture, and on Ray."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+import yaml
 
 from tests.e2e.killing import PICTURES, launches
 from tests.e2e.shown import square, tasks
 from tests.e2e.test_kill import outcome_of
 from tests.e2e.test_three_ways import rows, tensors
 from tests.e2e.test_torchrun import assert_ranks_end
-from tests.processes import Forked, trivium
+from tests.processes import Forked, eventually, trivium
 from trivium.buffers.journal import Journal
+from trivium.config import config_from_mapping
+from trivium.runtime.launch import run
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +36,23 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("shown") / "live"
     assert launches(CONFIG, run_dir) == ["finished"]
     return run_dir
+
+
+def assert_equal_training(run_dir: Path, live: Path, steps: Sequence[int]) -> None:
+    """The metrics of training and the weights of both models and optimizers, to the rounding of double precision."""
+    mine, expected = rows(run_dir), rows(live)
+    assert [*mine] == [*expected] == [*steps]
+    for step in steps:
+        trained = {key: value for key, value in expected[step].items() if not key.startswith("rollout/")}
+        assert {"train/loss/policy", "train/loss/value", "train/grad_norm/policy", "train/grad_norm/value"} <= {
+            *trained
+        }
+        assert {key: mine[step][key] for key in trained} == pytest.approx(trained, rel=1e-9, abs=1e-9)
+        found, tensors_of_live = tensors(run_dir, step), tensors(live, step)
+        assert found.keys() == tensors_of_live.keys()
+        for name, tensor in tensors_of_live.items():
+            scale = float(tensor.abs().max())
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} of step {step}")
 
 
 def test_a_rollout_sees_a_picture_in_each_of_its_turns(live: Path) -> None:
@@ -62,18 +86,7 @@ def test_a_recording_is_trained_in_every_way_as_it_was_live(
             "ray", tmp_path / "out", trivium, "run", str(CONFIG), f"run.dir={tmp_path / 'run'}", *recorded, *on_ray
         )
         assert run.wait(200) == 0, run.text
-    mine, expected = rows(tmp_path / "run"), rows(live)
-    assert [*mine] == [*expected] == [*STEPS]
-    for step in STEPS:
-        trained = {key: value for key, value in expected[step].items() if not key.startswith("rollout/")}
-        assert {"train/loss/policy", "train/loss/value", "train/grad_norm/policy", "train/grad_norm/value"} <= {
-            *trained
-        }
-        assert {key: mine[step][key] for key in trained} == pytest.approx(trained, rel=1e-9, abs=1e-9)
-        found = tensors(tmp_path / "run", step)
-        for name, tensor in tensors(live, step).items():
-            scale = float(tensor.abs().max())
-            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9 * scale, msg=f"{name} of step {step}")
+    assert_equal_training(tmp_path / "run", live, STEPS)
 
 
 def test_a_run_killed_where_pictures_are_stored_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -95,3 +108,36 @@ def test_a_run_killed_where_pictures_are_stored_ends_with_the_same_bytes(tmp_pat
         for run in ("killed", "whole")
     ]
     assert kept[0] == kept[1]
+
+
+def test_pictures_of_agents_are_trained_on_live_and_recorded(tmp_path: Path) -> None:
+    said = yaml.safe_load(CONFIG.read_text())
+    del said["workflow"]
+    said |= {"serve": {"port": 0}, "schedule": {"steps": 1, "groups_per_step": 2, "group_size": 1}}
+    said["train"] |= {"vision_tower": "projector"}
+    run_dir = tmp_path / "served"
+    server = {"run": {"dir": str(run_dir), "mode": "serve"}, "tasks": {"train": {"kind": "served"}}}
+    (tmp_path / "served.yaml").write_text(yaml.safe_dump(said | server))
+    command = Forked("serve", tmp_path / "out", trivium, "run", str(tmp_path / "served.yaml"))
+    try:
+        path = run_dir / "serve.json"
+        eventually(path.is_file, 120, lambda: command.text, command)
+        with httpx.Client(base_url=json.loads(path.read_text())["url"], timeout=120) as client:
+            for number, shade in enumerate((10, 200)):
+                uri = f"data:image/png;base64,{base64.b64encode(square(shade).data).decode()}"
+                parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "1"}]
+                body = {"model": "policy", "messages": [{"role": "user", "content": parts}]}
+                done = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+                client.post("/feedback", json={"id": done["id"], "reward": number}).raise_for_status()
+        assert command.wait(120) == 0, command.text
+    finally:
+        command.kill()
+    (records,) = (run_dir / "rollouts").glob("stage-*")
+    media = [g.trajectories[0].turns[0].media for g in Journal(records).read_step(1)]
+    assert [[item.sha256 for item in items] for items in media] == [[square(shade).sha256] for shade in (10, 200)]
+    recorded = {
+        "run": {"dir": str(tmp_path / "again")},
+        "buffer": {"kind": "recorded", "path": str(run_dir / "rollouts")},
+    }
+    run(config_from_mapping({**said, **recorded, "tasks": {"train": {"kind": "arithmetic"}}}))
+    assert_equal_training(tmp_path / "again", run_dir, (1,))
