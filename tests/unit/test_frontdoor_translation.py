@@ -109,6 +109,19 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
     ({ACTOR + "fsdp_config__mixed_precision": {"param_dtype": "bf16"}}, "train.dtype", "bfloat16"),
     ({"trainer__critic_warmup": 3}, "algorithm.critic_warmup", 3),
+    ({ACTOR + "policy_loss__loss_mode": "cispo", ACTOR + "clip_ratio_low": 10}, "algorithm.policy_loss.clip_low", 1.0),
+    ({ACTOR + "policy_loss__loss_mode": "geo_mean", ACTOR + "clip_ratio_low": 2}, "algorithm.policy_loss.clip_low", 2),
+    ({}, "algorithm.refill", 0),
+    ({"algorithm__filter_groups": {"enable": False, "metric": "acc"}}, "algorithm.filters", ()),
+    ({"actor_rollout_ref__model__override_config": {"max_position_embeddings": 64}}, "engine.max_context", None),
+    (
+        {
+            "algorithm__filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 10},
+            "data__gen_batch_size": 24,
+        },
+        "algorithm.refill",
+        29,
+    ),
     ({}, "engine.sampling.max_new_tokens", 4),
     ({ROLLOUT + "temperature": 0.7}, "engine.sampling.temperature", 0.7),
     ({ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
@@ -184,7 +197,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
     ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),
     ({"algorithm__use_pf_ppo": True}, "algorithm.use_pf_ppo", "PF-PPO"),
-    ({"algorithm__filter_groups": {"enable": True}}, "algorithm.filter_groups.enable", "dapo"),
+    (
+        {"algorithm": {"filter_groups": {"enable": True, "metric": "seq_final_reward"}, "use_kl_in_reward": True}},
+        "algorithm.filter_groups.metric",
+        "use seq_reward",
+    ),
     ({"trainer__logger": ["swanlab"]}, "trainer.logger", "swanlab"),
     ({"actor_rollout_ref__model__lora": {"rank": 8}}, "actor_rollout_ref.model.lora", "Megatron"),
     ({ACTOR + "ppo_epoch": 2}, "actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
@@ -407,6 +424,13 @@ def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
         return translate(said(model, data=files, trainer__total_training_steps=2, **more)).config
 
     assert rewards()["rewards"] == ["by_source"]
+    buffer = {"enable": True, "len": 1, "penalty_factor": 0.5}
+    of_manager = rewards(reward_model={"reward_manager": "dapo", "overlong_buffer": buffer})["algorithm"]["shaping"]
+    assert of_manager == [{"kind": "overlong_penalty", "factor": 0.5, "buffer": 0.25, "limit": 4}]
+    by_acc = {"enable": True, "metric": "acc"}
+    assert rewards(algorithm__filter_groups=by_acc)["algorithm"]["filters"][0]["metric"] == "acc"
+    with pytest.raises(ConfigError, match="keeps the score of a completion alone"):
+        rewards(algorithm__filter_groups=by_acc, custom_reward_function={"path": str(tmp_path / "f.py")})
     scorer = {"path": str(tmp_path / "f.py"), "name": "score", "reward_kwargs": {"a": 1}}
     (tmp_path / "f.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info, a):\n"

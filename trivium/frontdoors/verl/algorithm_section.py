@@ -19,6 +19,9 @@ _LOSSES = {"vanilla": "ppo", "gpg": "reinforce", "geo_mean": "gmpo"}
 """Policy losses that have another name here."""
 _PLAIN = "trivium.frontdoors.verl.plain_loss:plain"
 """The loss without a ratio, where a step has several updates."""
+_FILTER = "trivium.frontdoors.verl.group_filter:varied"
+_UNLIMITED = 1_000_000
+"""How often refused groups are replaced where nothing limits it."""
 _PER_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences whatever loss_agg_mode is."""
 
@@ -59,10 +62,25 @@ def algorithm_of(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
                 "leave it out, or use gae",
             )
         )
-    algorithm |= _correction(verl, loss, problems)
+    algorithm |= _correction(verl, loss, problems) | _dynamic_sampling(verl, problems)
     if epochs * mini_batches > 1 and algorithm["policy_loss"]["kind"] == "reinforce" and not _weighed(algorithm):
         algorithm["policy_loss"] = {"kind": _PLAIN}
     return algorithm
+
+
+def _dynamic_sampling(verl: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """The filter of `filter_groups`, and how often refused groups are replaced: as many prompts as its generation
+    batches have, the first batch of the step among them."""
+    where = "algorithm.filter_groups"
+    if not verl[f"{where}.enable"]:
+        return {}
+    metric, batches = str(verl[f"{where}.metric"]), verl[f"{where}.max_num_gen_batches"]
+    if metric == "seq_final_reward" and verl["algorithm.use_kl_in_reward"]:
+        found = "groups are filtered before the KL is taken off their rewards"
+        problems.append(Problem(f"{where}.metric", repr(metric), found, "use seq_reward"))
+    of_step = max(1, (verl["data.gen_batch_size"] or 0) // verl["data.train_batch_size"])
+    refill = batches * of_step - 1 if batches > 0 else _UNLIMITED
+    return {"filters": [{"kind": _FILTER, "metric": metric}], "refill": refill}
 
 
 def _unknown(kind: str, catalogue: str, where: str, decorator: str) -> Iterator[Problem]:
@@ -121,6 +139,8 @@ def _policy_loss(verl: Settings) -> dict[str, Any]:
         "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
         "clip_high": verl.first(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"),
     }
+    if loss["kind"] != "gmpo":  # which clips logarithms; a ratio is above 0, so 1 leaves it as it is, as more does
+        clips["clip_low"] = min(1.0, clips["clip_low"])
     own: dict[str, Callable[[], dict[str, Any]]] = {
         "ppo": lambda: clips | {"dual_clip": verl[f"{ACTOR}.clip_ratio_c"]},
         "gspo": lambda: clips,

@@ -30,7 +30,9 @@ DATA: dict[str, Entry] = {
     "prompt_key": Mapped("the column with the prompt", "prompt"),
     "reward_fn_key": Mapped("the column that validation is told apart by", "data_source"),
     "train_batch_size": Mapped("schedule.groups_per_step", 1024),
-    "gen_batch_size": Mapped("must be data.train_batch_size", type=int),
+    "gen_batch_size": Mapped(
+        "with algorithm.filter_groups, the prompts of max_num_gen_batches; else must be data.train_batch_size", type=int
+    ),
     "val_batch_size": Ignored("the whole validation set is one batch"),
     "max_prompt_length": Mapped("the longest prompt, by data.truncation", 512),
     "max_response_length": Mapped("engine.sampling.max_new_tokens", 512),
@@ -83,7 +85,10 @@ ALGORITHM: dict[str, Entry] = {
     "kl_ctrl.horizon": Mapped("algorithm.kl.horizon", 10000),
     "kl_ctrl.target_kl": Mapped("algorithm.kl.target", 0.1),
     "use_pf_ppo": Restricted(OFF, "PF-PPO is not built here: leave it out"),
-    "filter_groups.enable": Restricted(OFF, "dynamic sampling is algorithm.kind dapo in a RunConfig"),
+    "filter_groups.enable": Mapped("algorithm.filters: groups of one result; algorithm.refill", False),
+    "filter_groups.metric": Mapped("the filter's metric: the reward, or a number that the scorer gives", "reward"),
+    "filter_groups.max_num_gen_batches": Mapped("algorithm.refill, in batches of data.gen_batch_size", 0),
+    "filter_groups": Ignored("the buffer has rollouts as soon as they are there"),
     "rollout_correction.rollout_is": Mapped("algorithm.correction.weights"),
     "rollout_correction.rollout_is_threshold": Mapped("algorithm.correction.threshold", 2.0, type=object),
     "rollout_correction.rollout_is_batch_normalize": Mapped("algorithm.correction.normalise", False),
@@ -103,7 +108,7 @@ ALGORITHM: dict[str, Entry] = {
     "rollout_is": Restricted(OFF, "set algorithm.rollout_correction.rollout_is: token or sequence"),
     **ignored(
         "off",
-        "pf_ppo filter_groups rollout_is_level rollout_is_mode rollout_is_threshold rollout_is_threshold_lower",
+        "pf_ppo rollout_is_level rollout_is_mode rollout_is_threshold rollout_is_threshold_lower",
         "rollout_is_veto_threshold",
     ),
 }

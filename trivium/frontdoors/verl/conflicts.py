@@ -21,12 +21,12 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
             f"a step has {batch} (data.train_batch_size)",
             "make it a divisor of data.train_batch_size",
         )
-    if verl["data.gen_batch_size"] not in (None, batch):
+    if verl["data.gen_batch_size"] not in (None, batch) and not verl["algorithm.filter_groups.enable"]:
         yield Problem(
             "data.gen_batch_size",
             repr(verl["data.gen_batch_size"]),
             f"a step has {batch} prompts (data.train_batch_size)",
-            "leave it out; refill is algorithm.kind dapo in a RunConfig",
+            "leave it out, or set algorithm.filter_groups.enable",
         )
     if "megatron" in str(verl.values.get("defaults")):
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not built here", "use the FSDP configs")

@@ -190,6 +190,9 @@ MODEL: dict[str, Entry] = {
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
     },
     "override_config.use_cache": Ignored("the rollout engine alone has a cache"),
+    "override_config.max_position_embeddings": Ignored(
+        "a sequence longer than config.json of the model says is refused"
+    ),
     "override_config.attn_implementation": _ATTENTION,
     "enable_gradient_checkpointing": Mapped("train.gradient_checkpointing", True),
     "gradient_checkpointing_kwargs": Ignored("layers are computed again, without reentrant autograd"),

@@ -53,6 +53,7 @@ _REWARD_MODEL: dict[str, Entry] = {
     "megatron": Ignored("Megatron is not built here; reward_model.strategy must be fsdp or fsdp2"),
     "max_length": Restricted((None,), "leave it out: the reward model reads whole sequences"),
     "reward_kwargs": Mapped("what the reward manager is built with", {}),
+    "overlong_buffer": Mapped("reward_kwargs: overlong_buffer_cfg, and data.max_response_length as max_resp_len", {}),
     "reward_loop_source": Moved("reward_manager.source"),
     "reward_loop_module_path": Moved("reward_manager.module.path"),
     "reward_loop_class_name": Moved("reward_manager.name"),

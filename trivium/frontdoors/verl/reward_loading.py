@@ -80,7 +80,7 @@ def load_reward_manager(
 
     - `reward_manager`: `naive` (default), `dapo`, `batch`, `prime`, a name that is registered, or a class of your own
       (`file.py:Name`, `package.module:Name`); or `{source: register | importlib, name, module: {path}}`.
-    - `reward_kwargs`: its further arguments, which those of the call override.
+    - `reward_kwargs`: its further arguments, which those of the call override; `overlong_buffer` is two of them.
     - `custom_reward_function: {path, name, reward_kwargs}`: the scorer; `default_compute_score` where there is none.
     - `sandbox_fusion.memory_limit_mb`: for programs. A `url` there is refused: programs run here.
 
@@ -90,7 +90,7 @@ def load_reward_manager(
     verl = _settings(config)
     score = _scorer_of(verl)  # first: its file may register the manager
     kind, manager = _manager_of(verl)
-    own = verl["reward_model.reward_kwargs"] or {}
+    own = reward_kwargs_of(verl)
     if "config" in inspect.signature(manager).parameters:  # of one sample at a time: it reads its arguments there
         beside = {name: value for name, value in reward_kwargs.items() if name not in own or value != own[name]}
         arguments = {"config": _with_rewards(config, own), "tokenizer": tokenizer, "compute_score": score, **beside}
@@ -117,7 +117,10 @@ def load_compute_score(config: object) -> Callable[..., Any]:
 
 
 _SECTIONS = ("reward_manager", "reward_model", "custom_reward_function", "sandbox_fusion", "reward", "data")
-_READ = ("reward_manager", "custom_reward_function", "sandbox_fusion", "reward_kwargs", "reward_loop_", "reward_fn_key")
+_READ = (
+    *("reward_manager", "custom_reward_function", "sandbox_fusion", "reward_kwargs", "overlong_buffer"),
+    *("reward_loop_", "reward_fn_key"),
+)
 """What a key that is read here, or one of its parts, begins with."""
 
 
@@ -135,6 +138,13 @@ def _settings(config: object) -> Settings:
         "a reward manager that can be loaded",
     )
     return verl
+
+
+def reward_kwargs_of(verl: Settings) -> dict[str, Any]:
+    """What the manager is built with besides: an `overlong_buffer` is that of the longest response."""
+    buffer = verl["reward_model.overlong_buffer"] or {}
+    longest = {"overlong_buffer_cfg": buffer, "max_resp_len": verl["data.max_response_length"]}
+    return (longest if buffer.get("enable") else {}) | (verl["reward_model.reward_kwargs"] or {})
 
 
 def _scorer_of(verl: Settings) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from typing import Any
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import read_files
+from trivium.frontdoors.verl.group_filter import OF_REWARD
+from trivium.frontdoors.verl.reward_loading import reward_kwargs_of
 
 _HERE = "set it, or use RayPPOTrainer (python -m trivium.frontdoors.verl)"
 
@@ -47,6 +49,10 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
     if manager not in ("naive", "dapo", "prime") or verl["reward_manager.source"] == "importlib":
         found = "a RunConfig calls a reward for each completion"
         problems.append(Problem("reward_manager.name", repr(manager), found, f"use naive, or {_HERE}"))
+    metric, scorer = verl["algorithm.filter_groups.metric"], verl["custom_reward_function.path"]
+    if verl["algorithm.filter_groups.enable"] and metric not in (OF_REWARD if scorer else (*OF_REWARD, "acc")):
+        found = "a RunConfig keeps the score of a completion alone"
+        problems.append(Problem("algorithm.filter_groups.metric", repr(metric), found, f"use reward, or {_HERE}"))
     if verl["reward_model.enable"]:
         return [{"kind": "model", "path": verl["reward_model.model.path"]}]
     if path := verl["custom_reward_function.path"]:
@@ -60,10 +66,11 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
 
 def shaping_of(verl: Settings) -> list[dict[str, Any]]:
     """The overlong buffer of the manager `dapo`."""
-    buffer = (verl["reward_model.reward_kwargs"] or {}).get("overlong_buffer_cfg") or {}
+    options = reward_kwargs_of(verl)
+    buffer = options.get("overlong_buffer_cfg") or {}
     if verl["reward_manager.name"] != "dapo" or not buffer.get("enable"):
         return []
-    longest = verl["reward_model.reward_kwargs"].get("max_resp_len") or verl["data.max_response_length"]
+    longest = options.get("max_resp_len") or verl["data.max_response_length"]
     factor = buffer.get("penalty_factor", 1.0)
     return [{"kind": "overlong_penalty", "factor": factor, "buffer": buffer.get("len", 0) / longest, "limit": longest}]
 
