@@ -130,5 +130,11 @@ def _text(content: object, image: str | None = None) -> str | None:
     """A message's text, where it is text or a list of parts; `image` stands for each part that is none."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
-    texts = [part.get("text") if part.get("type") == "text" else image for part in content if isinstance(part, dict)]
-    return "".join(texts) if len(texts) == len(content) and all(isinstance(text, str) for text in texts) else None
+    texts: list[str] = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        text = part.get("text") if is_text else image
+        if not isinstance(part, dict) or not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts)
