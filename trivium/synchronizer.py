@@ -56,14 +56,14 @@ class Synchronizer:
         interval: int = 1,
         collective: bool = False,
         heartbeat_s: float | None = None,
-        settings: str = "",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.board, self.deadline_s = board, deadline_s
         self.style, self.interval = style, interval
         self.collective = collective
         """Whether weights travel by an exchange that both sides enter, instead of lying somewhere to be fetched."""
-        self.settings = settings
-        """A digest of what trainer and explorers must agree on."""
+        self.settings = dict(settings or {})
+        """A digest of each section that trainer and explorers must agree on."""
         self.heartbeat_s = heartbeat_s
         """A role that is silent for so long is dead; None where process handles tell, or one process has all roles."""
         self._incarnation = ""
@@ -118,7 +118,7 @@ class Synchronizer:
         if ready(values) and values.get("settings") != self.settings:
             raise ConfigError(
                 f"explore with this config, as {name!r}",
-                "the trainer runs another one",
+                f"the trainer runs another one: {', '.join(self._differing(values['settings']))} differ(s)",
                 "give both the same file and the same overrides (what may differ is `free` in docs/config.md, "
                 "`schedule.steps` excepted)",
             )
@@ -130,6 +130,10 @@ class Synchronizer:
             )
         self._incarnation = values["incarnation"]
         return values["stage"]
+
+    def _differing(self, settings: Mapping[str, str]) -> list[str]:
+        """The sections of which the trainer's `settings` have another digest, or none, or one that this role lacks."""
+        return sorted({name for name, _ in settings.items() ^ self.settings.items()})
 
     async def join(self, name: str) -> bool:
         """Enters an explorer into the run, once an earlier one of that name is dead and reaped. False where the stage

@@ -147,7 +147,7 @@ def test_an_explorer_with_another_config_is_refused(tmp_path: Path) -> None:
         start("train", "run", str(path), "run.mode=train")
         stranger = start("explore", "run", str(path), "run.mode=explore", "run.seed=1")
         assert stranger.wait(90) == 2
-        assert "the trainer runs another one" in stranger.text
+        assert "the trainer runs another one: run differ(s)" in stranger.text
 
 
 def test_what_a_dead_explorer_was_playing_another_one_plays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.e2e.trinity_savers import Start
+from tests.e2e.trinity_savers import Start, forked
 from tests.processes import eventually
 from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.errors import ConfigError, SyncError, UnknownName
@@ -75,6 +75,24 @@ def test_processes_share_statuses_weights_and_exchanges(start: Start, directory:
     eventually(lambda: counts(synchronizer) == {STOPPED: 1}, 60, lambda: str(counts(synchronizer)))
     assert asyncio.run(synchronizer.ready_to_nccl_sync("trainer", 6)) is None  # its only explorer is gone
     assert synchronizer.get_latest_model_version() == 5  # and nothing was delivered
+    forget(str(directory))
+
+
+def train(directory: str) -> None:
+    """A trainer of another process that is killed."""
+    Synchronizer.get_actor(namespace=directory).set_trainer_status(REQUIRE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trainer_whose_process_is_gone_is_stopped(directory: Path) -> None:
+    synchronizer = Synchronizer.get_actor(config_in(directory))
+    synchronizer.set_trainer_status(RUNNING)
+    with forked(directory) as start:
+        assert start(train)() == -9
+    assert synchronizer.board.read()["trainer"] == REQUIRE.value
+    assert synchronizer.get_trainer_status() is STOPPED
+    synchronizer.set_trainer_status(RUNNING)
+    assert synchronizer.get_trainer_status() is RUNNING
     forget(str(directory))
 
 

@@ -523,7 +523,9 @@ def test_separate_commands_agree_on_what_a_resumed_run_may_not_change_and_on_its
     for change in ("train.optimizer.lr=0.5", "train.tokens_per_micro_batch=9"):  # the trainer's alone
         assert fingerprint(load_config(folder / "run.yaml", [change])) == here, change
     for change in ("run.seed=7", "schedule.steps=999", "schedule.max_staleness=6", "engine.sampling.temperature=2.0"):
-        assert fingerprint(load_config(folder / "run.yaml", [change])) != here, change
+        other = fingerprint(load_config(folder / "run.yaml", [change]))
+        where = change if change.startswith("schedule.steps") else change.partition(".")[0]
+        assert {name for name in here if other[name] != here[name]} == {where.partition("=")[0]}
 
 
 @pytest.mark.parametrize("name", ["trainer", "a/b", "a b"])

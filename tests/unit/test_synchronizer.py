@@ -399,7 +399,7 @@ async def test_explorers_meet_a_trainer_that_is_alive(role: Make) -> None:
 
 
 async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None:
-    trainer, a, late = (role(heartbeat_s=HEARTBEAT_S, settings="these") for _ in range(3))
+    trainer, a, late = (role(heartbeat_s=HEARTBEAT_S, settings={"tasks": "these"}) for _ in range(3))
     trainer.open(stage=0, last=False)
     with trainer.heartbeat(TRAINER):
         assert await soon(a.wait_for_trainer("a")) is not None
@@ -409,15 +409,21 @@ async def test_explorers_of_a_run_that_has_ended_are_told_so(role: Make) -> None
         assert not await soon(a.join("a"))  # its engine took so long to load that its stage is over
         assert await soon(a.wait_for_trainer("a")) is None
     assert await soon(late.wait_for_trainer("b")) is None
-    longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings="more steps")
+    longer = role(0.5, heartbeat_s=HEARTBEAT_S, settings={"tasks": "these", "schedule.steps": "more"})
     with pytest.raises(SyncError, match="none appeared within"):  # that trainer is yet to come
         await longer.wait_for_trainer("c")
 
 
 async def test_an_explorer_with_another_config_is_refused(role: Make) -> None:
-    trainer, other = role(heartbeat_s=HEARTBEAT_S, settings="these"), role(heartbeat_s=HEARTBEAT_S, settings="others")
+    trainer, other = (
+        role(heartbeat_s=HEARTBEAT_S, settings=settings)
+        for settings in (
+            {"tasks.train": "these", "sync": "same"},
+            {"tasks.train": "others", "sync": "same", "evaluation": "any"},
+        )
+    )
     trainer.open()
-    with trainer.heartbeat(TRAINER), pytest.raises(ConfigError, match="the trainer runs another one"):
+    with trainer.heartbeat(TRAINER), pytest.raises(ConfigError, match=r"another one: evaluation, tasks\.train differ"):
         await soon(other.wait_for_trainer("a"))
 
 

@@ -437,6 +437,19 @@ def test_several_tasksets_are_one(folder: Path) -> None:
     assert (config.evaluation.taskset, config.evaluation.every, config.evaluation.k) == ("eval", 20, (1, 2, 4))
 
 
+def test_the_penalty_of_training_is_not_one_of_evaluation(folder: Path) -> None:
+    """As DAPO's users write it: only the taskset of training has the options."""
+    taskset = said(folder, {})["buffer"]["explorer_input"]["taskset"]
+    penalty = {"enable_overlong_penalty": True, "max_response_length": 4, "cache_length": 2}
+    both = {"mode": "explore", "buffer.explorer_input.eval_tasksets": [taskset]}
+    result = translate(said(folder, {**both, f"{WHERE}.reward_fn_args": penalty}), device="cpu")
+    assert [shaping["kind"] for shaping in result.config["algorithm"]["shaping"]] == ["overlong_penalty"]
+    assert result.config["evaluation"]["taskset"] == "eval"
+    assert any("eval_tasksets: evaluated when the trainer says so" in note for note in result.notes)
+    of_evaluation = {**both, "buffer.explorer_input.eval_tasksets": [{**taskset, "reward_fn_args": penalty}]}
+    assert "buffer.explorer_input.eval_tasksets" in problems_of(folder, of_evaluation)
+
+
 def test_rows_that_are_elsewhere_are_counted_by_the_user(folder: Path) -> None:
     translation = translate(said(folder, {f"{WHERE}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu")
     assert translation.config["schedule"]["steps"] == 3

@@ -24,23 +24,33 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def fingerprint(config: RunConfig) -> str:
-    """A digest of what separate commands of one run must agree on: what a resumed run may not change, and its length.
+def fingerprint(config: RunConfig) -> dict[str, str]:
+    """A digest by section of what separate commands of one run must agree on: what a resumed run may not change, and
+    its length.
 
     Paths count by their last part, for they differ between machines; the address of a buffer does not count at all, nor
     does what the trainer alone reads: how it updates the models, and with which loss.
     """
-    stages = [(_agreed(stage), stage.schedule.steps) for stage in config.stage_configs()]
-    return hashlib.blake2b(json.dumps(stages, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return {
+        f"stages[{number}].{name}" if config.stages else name: _digest(value)
+        for number, stage in enumerate(config.stage_configs())
+        for name, value in _agreed(stage).items()
+    }
 
 
-def _agreed(stage: RunConfig) -> object:
-    """The fields of a stage that both halves of a run read, as JSON values. Of the algorithm an explorer reads which
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _agreed(stage: RunConfig) -> dict[str, object]:
+    """The sections of a stage that both halves of a run read, as JSON values. Of the algorithm an explorer reads which
     estimator judges its groups: whether it needs rewards, or a greedy completion beside them."""
     fields = type(stage).model_fields.items()
     read = {name: getattr(stage, name) for name, field in fields if _resume_rule(field) != "free" and name != "train"}
     estimator = getattr(stage.algorithm, "advantage", None)
-    return _lasting(read | {"algorithm": {"kind": stage.algorithm.kind, "advantage": estimator}})
+    read |= {"algorithm": {"kind": stage.algorithm.kind, "advantage": estimator}}
+    tasks = {f"tasks.{name}": source for name, source in read.pop("tasks").items()}
+    return {name: _lasting(value) for name, value in (read | tasks).items()} | {"schedule.steps": stage.schedule.steps}
 
 
 def _lasting(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ def claim_name(config: RunConfig, run_dir: Path) -> None:
             buffer.claim(stage.buffer, name=run_name(config), run_dir=run_dir)
 
 
-def build_synchronizer(config: RunConfig, board: Board, settings: str = "") -> Synchronizer:
+def build_synchronizer(config: RunConfig, board: Board, settings: Mapping[str, str] | None = None) -> Synchronizer:
     """One role's view of the board; `settings` is what separate commands must agree on.
 
     On a shared board roles may be processes without a handle: heartbeats show that they live. On

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,8 @@ def workflow_of(trinity: TrinityConfig) -> dict[str, Any]:
     limits = {"deadline_s": trinity["explorer.max_timeout"], "max_retries": trinity["explorer.max_retry_times"]}
     judge = judged_in_training(trinity)
     evaluated = {repr(judged(trinity, taskset, f"{INPUT}.eval_tasksets")) for taskset in trinity.eval_tasksets}
-    if trinity.tasksets and not trinity.offline and evaluated - {repr(judge)}:
+    alike = {repr(judge), repr(replace(judge, shaping=()))}  # evaluation has no penalties of training
+    if trinity.tasksets and not trinity.offline and evaluated - alike:
         do = "set the workflow and reward of training in eval_tasksets as well, or leave default_eval_workflow_type out"
         trinity.problem(f"{INPUT}.eval_tasksets", "another workflow or reward", "evaluation judges as training", do)
     rewards = {"rewards": [*judge.rewards]} if judge.rewards else {}
@@ -317,6 +319,10 @@ def evaluation_of(trinity: TrinityConfig, interval: int) -> dict[str, Any] | Non
         if any(value != values[0] for value in values):
             do = "give all of them the same, or evaluate the others with `trivium eval`"
             trinity.problem(f"{where}.{name}", "several values", "the tasksets are evaluated as one", do)
+    if trinity.mode == "explore":
+        trinity.notes.append(
+            f"{where}: evaluated when the trainer says so: its file names the same, and the same explorer.eval_interval"
+        )
     number, every = samples[0], trinity["explorer.eval_interval"]
     powers = [2**power for power in range(number.bit_length())]
     return {

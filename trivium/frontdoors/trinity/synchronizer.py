@@ -142,8 +142,23 @@ class Synchronizer(core.Synchronizer):
 
     # ------------------------------------------------------------------ statuses
 
+    def open(self, stage: int = 0, *, last: bool = True) -> None:
+        super().open(stage, last=last)
+        self.set_trainer_status(RunningStatus.RUNNING)
+
+    def set_trainer_status(self, status: RunningStatus) -> None:
+        """The trainer is in a status: until the next call, or the end of the process that makes this one."""
+        me = asdict(ProcessLife.of(os.getpid()))
+        self._write(lambda values: {**values, "trainer": status.value, _TRAINS: me})
+
+    @property
+    def trainer_status(self) -> RunningStatus:
+        """STOPPED until a trainer is there, and once its process is gone."""
+        self._stop_dead()
+        return super().trainer_status
+
     def get_trainer_status(self) -> RunningStatus:
-        """STOPPED until a trainer is there."""
+        """`trainer_status`, as Trinity-RFT calls it."""
         return self.trainer_status
 
     def set_explorer_status(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -397,13 +412,17 @@ class Synchronizer(core.Synchronizer):
         return await wait_until(poll, lambda: Waiting(who, whom), self.deadline_s)
 
     def _stop_dead(self) -> None:
-        """The explorers of processes that are gone count as stopped."""
-        for name, entry in live_explorers(self.board.read()).items():
+        """The trainer and the explorers of processes that are gone count as stopped."""
+        values = self.board.read()
+        for name, entry in live_explorers(values).items():
             if "alive" in entry and not ProcessLife(**entry["alive"])():
                 self._explorer(name, status=_STOPPED, dead="its process is gone")
+        trains = values.get(_TRAINS)
+        if trains is not None and _trainer(values) != _STOPPED and not ProcessLife(**trains)():
+            self._write(lambda values: {**values, "trainer": _STOPPED} if values.get(_TRAINS) == trains else values)
 
 
-_RUN, _REFUSALS, _SHARDS, _PAIRED = "run", "refusals", "shards", "paired"
+_RUN, _REFUSALS, _SHARDS, _PAIRED, _TRAINS = "run", "refusals", "shards", "paired", "trains"
 """What a Synchronizer of this front door adds to the board."""
 
 
@@ -421,7 +440,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
     """What every process needs to stand for the synchronizer of a run. JSON values."""
     in_database = shares_buffer(config) and config.cluster.kind != "ray"
     # On Ray, roles are given their config by the process that starts them, and have nothing to agree on.
-    like = build_synchronizer(config, MemoryBoard(), "" if config.cluster.kind == "ray" else fingerprint(config))
+    like = build_synchronizer(config, MemoryBoard(), None if config.cluster.kind == "ray" else fingerprint(config))
     return {
         "deadline_s": like.deadline_s,
         "style": like.style.value,

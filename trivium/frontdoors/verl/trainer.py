@@ -380,7 +380,7 @@ class RayPPOTrainer(Attributes):
         """The stage, rendering as the user's tokenizer does."""
         return TrainerStage(**vars(stage), user_renderer=self._setup.renderer)
 
-    def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: str) -> Endpoints:
+    def _endpoints(self, stage: Stage, board: MemoryBoard, *fingerprints: Mapping[str, str]) -> Endpoints:
         synchronizer = build_synchronizer(stage.config, board, *fingerprints)
         return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, WorkerChannel(self._actor))
 
