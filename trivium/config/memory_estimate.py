@@ -189,7 +189,7 @@ def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, a
     """Bytes that a pass of the tower over images of so many tokens needs: about one and a half numbers for each that a
     patch is multiplied with, in all of its layers or in those at work, and the input of each layer."""
     layer = 3 * vision.block // (2 * vision.hidden)
-    patch = layer * ((vision.layers + 1) if all_layers else 3) + vision.layers * vision.hidden
+    patch = layer * (vision.layers + 1 if all_layers else min(3, vision.layers + 1)) + vision.layers * vision.hidden
     return image_tokens * vision.patches_per_token * patch * _BYTES[dtype]
 
 
@@ -312,6 +312,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
     device = "cpu" if train.device == "cpu" or (train.device == "auto" and not machine.gpus) else "cuda"
     longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
     tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
+    seen = tokens * (batch.ranks // batch.data_ranks)  # ranks that share a sequence run the tower over all its images
     trained, frozen = models_of(config, shape)
     lora = getattr(train, "lora", None)
     if lora is not None:
@@ -326,7 +327,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         adapter_rank=0 if lora is None else lora.rank,
         shards=train.shard or batch.ranks,
         vision_tower=getattr(train, "vision_tower", None),
-        image_tokens=tokens * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
+        image_tokens=seen * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}
     if getattr(train, "cpu_offload", False) and batch.ranks > 1 and device != "cpu":
