@@ -13,7 +13,9 @@ import torch
 
 from trivium.frontdoors.verl import (
     AbstractRewardManager,
+    DAPORewardManager,
     DataProto,
+    NaiveRewardManager,
     RawRewardFn,
     RewardManagerBase,
     default_compute_score,
@@ -275,3 +277,22 @@ class TokenLevelRewardManager(SingleRewardManager):
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         rewards[:, 0] = torch.tensor(scores)
         return rewards
+
+
+@register("bonus")
+class BonusRewardManager(NaiveRewardManager):
+    """The one that ships, and a bonus for what is not empty."""
+
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer, compute_score, reward_router_address, reward_model_tokenizer)
+        self.bonus = self.config.reward.reward_kwargs.bonus
+
+    async def run_single(self, data):
+        result = await super().run_single(data)
+        return {**result, "reward_score": result["reward_score"] + self.bonus}
+
+
+@register("shorter")
+class ShorterRewardManager(DAPORewardManager):
+    def __init__(self, config, tokenizer, compute_score, **kwargs):
+        super().__init__(config=config, tokenizer=tokenizer, compute_score=compute_score, **kwargs)

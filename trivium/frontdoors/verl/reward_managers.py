@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +19,52 @@ from torch import Tensor
 from trivium.algorithms.shaping import overlong_fraction
 from trivium.concurrency import usable_cores
 from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.plain_values import plain
 from trivium.frontdoors.verl.batch_view import BatchView
-from trivium.frontdoors.verl.reward_bases import AbstractRewardManager, RawRewardFn, columns
+from trivium.frontdoors.verl.reward_bases import (
+    AbstractRewardManager,
+    RawRewardFn,
+    columns,
+    each_single,
+    get_event_loop,
+)
 from trivium.frontdoors.verl.scorer import OnError, Result, Sample, Scorer, default_compute_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger("trivium")
+
+
+def _of_a_config(
+    config: Any,
+    tokenizer: Any,
+    compute_score: Any,
+    reward_router_address: Any = None,
+    reward_model_tokenizer: Any = None,
+) -> None:
+    """The arguments of these managers from verl 0.7 on, which have their options in `config.reward.reward_kwargs`."""
+
+
+def _either_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, which takes the arguments of both kinds of managers."""
+    named_options = set(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def construct(self: Any, *arguments: Any, **named: Any) -> None:
+        has_tokenizer_second = len(arguments) > 1 and not isinstance(arguments[1], int)
+        if "config" not in named and not has_tokenizer_second and not (arguments and "tokenizer" in named):
+            init(self, *arguments, **named)
+            return
+        given = inspect.signature(_of_a_config).bind(*arguments, **named)
+        given.apply_defaults()
+        vars(self).update(given.arguments)
+        options = plain(read(read(given.arguments["config"], "reward", {}), "reward_kwargs", {}))
+        options = {name: value for name, value in options.items() if name in named_options}
+        init(self, given.arguments["tokenizer"], 0, given.arguments["compute_score"], **options)
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+
+    return construct
 
 
 class NaiveRewardManager(AbstractRewardManager):
@@ -37,8 +75,17 @@ class NaiveRewardManager(AbstractRewardManager):
     that names it; or, with a number as `on_error`, gets that reward, and the columns `reward_failed` and
     `reward_error` of the extra information record it. A sample that takes more than `compute_score_timeout` seconds
     gets the reward 0 in the same way. `workers`: see `trivium.frontdoors.verl.scorer`.
+
+    A class of verl 0.7 or later that derives from it passes `(config, tokenizer, compute_score)` instead, and may
+    override `run_single`, which then scores each sample.
     """
 
+    config: Any
+    """The config that it was given, if it was."""
+    loop = property(lambda self: get_event_loop())
+    """The event loop that `run_single` runs in."""
+
+    @_either_arguments
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -66,6 +113,8 @@ class NaiveRewardManager(AbstractRewardManager):
     def __call__(self, data: BatchView, return_dict: bool = False) -> Tensor | dict[str, Any]:
         """Rewards (B, R) float32, zero but for the last token of each response. An empty response has no token that
         could hold one: its row stays zero, and the log says so."""
+        if type(self).run_single is not NaiveRewardManager.run_single:
+            return each_single(self, data, return_dict)
         given = self._extract_reward_from_rm_scores(data, return_dict)
         if given is not None:
             return given
@@ -81,6 +130,13 @@ class NaiveRewardManager(AbstractRewardManager):
         extra = columns(extras) | self._errors(results)
         self._examine(samples, results)
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+    async def run_single(self, data: BatchView) -> dict[str, Any]:
+        """`{"reward_score": number, "reward_extra_info": {name: value}}` of the last sample of the batch."""
+        (sample,) = self._samples(data[-1:])
+        result = await self._scorer.one(sample)
+        reward, extra = self._reward(sample, result) if result.error is None else (result.score, {})
+        return {"reward_score": reward, "reward_extra_info": dict(extra) or {"acc": result.score}}
 
     def _results(self, samples: Sequence[Sample], data: BatchView) -> list[Result]:
         """The scorer's result of each."""
@@ -172,6 +228,7 @@ class DAPORewardManager(NaiveRewardManager):
     length limit in tokens. The extra information has `acc`: the scorer's, or its number.
     """
 
+    @_either_arguments
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

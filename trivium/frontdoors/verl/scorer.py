@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from trivium.concurrency import Threads, gather_or_cancel
 from trivium.config import RewardConfig
@@ -124,6 +125,7 @@ class Scorer:
         grace_s = _START_S if workers else 0.0
         self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
         self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
         """One call per sample. Raises RewardError, naming the first sample without a score, unless told otherwise."""
@@ -146,6 +148,13 @@ class Scorer:
         if self._on_error == "raise":
             raise _error(f"scores of {len(samples)} samples, the first being {samples[0].name}", outcome)
         return [self._result(sample, outcome) for sample in samples]
+
+    async def one(self, sample: Scorable) -> Result:
+        """The result of one sample, for callers that wait side by side in an event loop; raises as `each`. Its deadline
+        begins when its turn comes."""
+        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
+        async with places:
+            return self._result(sample, await self._call(**sample.arguments))
 
     async def _all(self, samples: Sequence[Scorable]) -> list[Result]:
         places = asyncio.Semaphore(self._at_once)
