@@ -59,8 +59,8 @@ log-probabilities, those of transformers (tests/unit/test_vision_engines.py), wi
   Unset it is trained, and with `train.lora` frozen, for adapters lie in the language part; a name with a dot in
   `train.lora.targets` reaches layers of the tower. `trivium check` prints it with the number of parameters, and the
   memory plan assumes that prompts are images.
-- **Placeholder tokens outside an image**, written in a prompt or sampled by the policy, are ordinary tokens, in the
-  engine and in the trainer alike.
+- **Placeholder tokens outside an image**, sampled by the policy, are ordinary tokens, in the engine and in the trainer
+  alike. Their text in a message is refused.
 - **Prompts are told apart** by their tokens and the hashes of their images. A chunk of a long prompt may end inside an
   image. Positions in several dimensions (M-RoPE) come from the model's own `get_rope_index`.
 - **Ranks**: where some have images and others none, all run the tower. `train.sequence_parallel` works; each of the

@@ -822,6 +822,8 @@ def test_the_commands_of_the_documents_exist() -> None:
             continue
         options = {name for option in commands.commands[command].params for name in option.opts}
         assert {word for word in words if word.startswith("-")} <= options, line
+        if command == "translate":  # its keys are another trainer's
+            continue
         for key in (word.partition("=")[0] for word in words if re.match(r"[a-z]+\.[a-z_.]+=", word)):
             section = key.partition(".")[0] in ("tasks", "stages", "model")
             assert section or any(f"{each}.".startswith(f"{key}.") for each in keys), line

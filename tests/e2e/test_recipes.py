@@ -36,6 +36,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "lora.yaml": {},
     "own_reward/run.yaml": {},
     "reasoning_gym.yaml": {"tasks": {"train": {"size": 32}, "test": {"size": 16}}},
+    "vision.yaml": {"tasks": {"test": {"count": 20}}},
 }
 """Every recipe of supervised steps and then RL, and what keeps it within a second or two."""
 OVER_ROWS = {"sft.yaml": 15, "dpo.yaml": 12, "reward_model.yaml": 12, "distill.yaml": 15}
