@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -32,8 +33,8 @@ def run_ranks(
     if parent.is_alive():
         parent.kill()
         parent.join()
-    troubles = [file.read_text() for file in sorted(folder.glob("*.txt"))]
-    assert not troubles, "\n".join(troubles)
+    troubles = [file.read_text() for suffix in ("txt", "exit", "crash") for file in sorted(folder.glob(f"*.{suffix}"))]
+    assert not any(troubles), "\n".join(troubles)
     assert parent.exitcode == 0, f"exit code {parent.exitcode}, {deadline - time.monotonic():.0f} s before the deadline"
     return {
         size: [torch.load(folder / f"{size}-{rank}.pt", weights_only=False) for rank in range(size)] for size in sizes
@@ -61,16 +62,20 @@ def _start(
             process.kill()
         if late and not failed:
             (folder / f"{size}-late.txt").write_text(f"ranks {late} of {size} were not done after {deadline_s} s")
+        for rank in failed:
+            (folder / f"{size}-{rank}.exit").write_text(
+                f"rank {rank} of {size} ended with exit code {ranks[rank].exitcode}"
+            )
         if late or failed:
             raise SystemExit(1)
 
 
 def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
     """Until all are done, one has failed, or it is late."""
-    while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+    while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in ranks):
             return
-        next(process for process in ranks if process.is_alive()).join(0.05)
+        alive[0].join(0.05)
 
 
 def _rank(rank: int, size: int, port: int, work: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
@@ -83,6 +88,7 @@ def _rank(rank: int, size: int, port: int, work: Callable[..., Any], folder: Pat
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's, as it is under torchrun
     )
     torch.set_num_threads(1)
+    faulthandler.enable((folder / f"{size}-{rank}.crash").open("w"))
     try:
         torch.save(work(rank, size, *args), folder / f"{size}-{rank}.pt")
     except BaseException:
