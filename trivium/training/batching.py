@@ -7,7 +7,7 @@ memory one forward and backward pass takes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ import torch
 from trivium.errors import DataError
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
-from trivium.models.vision import PixelReader, Pixels, PlacedImages, Vision
-from trivium.types import AnyArray, Batch, Experience
+from trivium.models.sight import Sight
+from trivium.types import AnyArray, Batch
 
 
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
@@ -157,40 +157,3 @@ def collate(
             **{name: grid([batch.columns[name][row] for row in rows], dtype) for name in wanted},
         },
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """How the images of experiences reach a model."""
-
-    vision: Vision
-    read: PixelReader
-
-    def check(self, batch: Batch) -> None:
-        """Raises DataError for an image that is not whole in its sequence, and for media that are no images."""
-        for experience in batch.experiences:
-            self.vision.places(experience.tokens, experience.media)
-
-    def shown(self, packed: Pack, experiences: Sequence[Experience], *, blank: bool = False) -> Pack:
-        """The pack of these experiences with their images; without any as it is, or with a `blank` one."""
-        if not any(experience.media for experience in experiences):
-            return replace(packed, images=self.vision.blank()) if blank else packed
-        pixels: list[Pixels] = []
-        places: list[AnyArray] = []
-        positions: list[torch.Tensor] = []
-        start = 0
-        for experience in experiences:
-            own = self.vision.places(experience.tokens, experience.media)
-            read = [self.read(item) for item in experience.media]
-            if self.vision.family.mrope:
-                positions.append(self.vision.positions(experience.tokens, own, read))
-            pixels += read
-            places += [start + place.astype(np.int64) for place in own]
-            start += len(experience)
-        device = packed.tokens.device
-        images = PlacedImages(
-            tuple(pixels), torch.from_numpy(np.concatenate(places)).to(device), tuple(map(len, places))
-        )
-        if not positions:
-            return replace(packed, images=images)
-        return replace(packed, images=images, positions=torch.cat(positions, 1).to(device))

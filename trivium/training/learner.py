@@ -19,9 +19,10 @@ from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
+from trivium.models.sight import Sight
 from trivium.models.vision import pixel_reader, refuse_images
 from trivium.protocols import Objective
-from trivium.training.batching import MicroBatch, Sight, check_lengths, collate, count, cut, units
+from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
 from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import ALONE, Ranks
@@ -176,7 +177,7 @@ class Learner:
         trouble: DataError | None = None
         try:
             if self._sight is not None:
-                self._sight.check(batch)
+                self._sight.check(batch.experiences)
             elif seen:
                 raise refuse_images(self.model.module)
         except DataError as error:

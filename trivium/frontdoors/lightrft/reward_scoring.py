@@ -1,0 +1,285 @@
+"""The reward of each sample of a rollout: by a user's function, by a recipe for its label, or by one reward model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trivium.errors import ConfigError, RewardError, TriviumError, described, text_of
+from trivium.frontdoors.lightrft.reward_rules import RULES, Rule
+from trivium.frontdoors.lightrft.reward_sources import Sample, numbers_in, sources_of
+from trivium.registry import resolve
+from trivium.types import AnyArray
+
+__all__ = ["RewardScorer", "Sample", "Scored"]
+
+_MODEL = "model"
+"""The type of a recipe's component that stands for a number in `model_reward_list`."""
+_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What B samples earned."""
+
+    rewards: AnyArray
+    """(B,) float64."""
+    metrics: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
+    """Name -> (B,); 0 where the recipe of a sample does not have the component."""
+
+
+class _Component(NamedTuple):
+    """One entry of a label's recipe."""
+
+    type: str
+    rule: Rule | None
+    source: int
+    """Of a model: its place in `model_reward_list`."""
+    weight: float
+
+
+class RewardScorer:
+    """Calls what the trainer was given for rewards, in the forms of LightRFT.
+
+    With `reward_fn(model_reward_list, labels, queries, refs, label_map)`, that decides. `queries` are the whole
+    sequences, as in the original: prompt and special tokens included. Without it, `reward_recipe` does: {label: [(type,
+    key, weight), ...]}, where the type `model` is `model_reward_list[label_map[key]]`, and any other is a rule, which
+    reads the completion alone: a name of `reward_rules.RULES`, a function, or `package.module:name`. Without either,
+    there is one reward model.
+
+    `model_reward_list` has the reward models in their order, then what `remote_rm_url` names. A model gets the samples
+    whose recipe gives it a weight other than 0; those of labels that have no recipe go to every model.
+    """
+
+    def __init__(
+        self,
+        reward_model: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        reward_fn_label_map: Mapping[Any, int] | None = None,
+        reward_recipe: Mapping[Any, Sequence[Any]] | None = None,
+        remote_rm_url: str | Sequence[str] | None = None,
+        *,
+        strategy: Any = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+    ) -> None:
+        """Raises ConfigError for a recipe that cannot be followed, and for several models that nothing combines."""
+        if tokenizer is None and processor is not None:
+            tokenizer = processor.tokenizer
+        batch_size = getattr(getattr(strategy, "args", None), "micro_rollout_batch_size", None) or _BATCH_SIZE
+        self._sources = sources_of(reward_model, remote_rm_url, tokenizer=tokenizer, batch_size=int(batch_size))
+        self._reward_fn, self._label_map = reward_fn, reward_fn_label_map
+        parsed = _components if reward_fn is None else _models_of  # a function reads the rest as it likes
+        self._recipes = {
+            label: parsed(f"the recipe of {label!r}", entries, self._label_map or {}, len(self._sources))
+            for label, entries in (reward_recipe or {}).items()
+        }
+        if reward_fn is None and not self._recipes and len(self._sources) > 1:
+            raise ConfigError(
+                f"one reward from {len(self._sources)} reward models",
+                "neither `reward_fn` nor `reward_recipe` combines them",
+                "give reward_fn(model_reward_list, labels, queries, refs, label_map), or a recipe for each label",
+            )
+
+    def score(self, samples: Sequence[Sample]) -> Scored:
+        """The reward of each sample. Raises RewardError for a label without a recipe, a number that is missing or not
+        finite, and whatever a reward raises: no sample is scored 0 instead."""
+        if self._reward_fn is None and not self._recipes and not self._sources:
+            raise ConfigError(
+                "rewards of a rollout",
+                "no reward_model, reward_fn, reward_recipe or remote_rm_url",
+                "give the trainer one of them",
+            )
+        if not samples:
+            return Scored(np.zeros(0))
+        if self._reward_fn is None and self._recipes:
+            self._check_labels(samples)
+        numbers = [self._source_scores(place, samples) for place in range(len(self._sources))]
+        if self._reward_fn is not None:
+            return self._combined(self._reward_fn, samples, numbers)
+        return self._mixed(samples, numbers) if self._recipes else Scored(numbers[0], {"model_reward": numbers[0]})
+
+    def _check_labels(self, samples: Sequence[Sample]) -> None:
+        unknown = [sample.label for sample in samples if not _has(self._recipes, sample.label)]
+        if unknown:
+            raise RewardError(
+                "a recipe for each sample's label",
+                f"{len(unknown)} of {len(samples)} samples have none, one with the label {unknown[0]!r}",
+                f"there are recipes for {', '.join(map(repr, self._recipes))}: add one, or correct the label column",
+            )
+
+    def _source_scores(self, place: int, samples: Sequence[Sample]) -> AnyArray:
+        """(B,) numbers of a source; 0 for the samples whose recipe does not use it."""
+        wanted = [row for row, sample in enumerate(samples) if self._uses(sample.label, place)]
+        scores = np.zeros(len(samples))
+        if wanted:
+            scores[wanted] = self._sources[place].score([samples[row] for row in wanted])
+        return scores
+
+    def _uses(self, label: object, place: int) -> bool:
+        if not _has(self._recipes, label):
+            return True
+        return any(component.rule is None and component.source == place for component in self._recipes[label])
+
+    def _combined(self, reward_fn: Callable[..., Any], samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
+        columns = {name: [getattr(sample, name) for sample in samples] for name in ("label", "query", "reference")}
+        models = [torch.from_numpy(each).float() for each in numbers]
+        result = _called("reward_fn", reward_fn, models, *columns.values(), self._label_map)
+        rewards, metrics = result, dict[str, Any]()
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping | NoneType):
+            rewards, metrics = result[0], dict(result[1] or {})
+        by_name = {
+            str(name): numbers_in(each, len(samples), f"reward_fn, metric {name!r}") for name, each in metrics.items()
+        }
+        return Scored(numbers_in(rewards, len(samples), "reward_fn"), by_name)
+
+    def _mixed(self, samples: Sequence[Sample], numbers: list[AnyArray]) -> Scored:
+        """The weighted sums of the components of each sample's recipe."""
+        rewards, metrics = np.zeros(len(samples)), dict[str, AnyArray]()
+
+        def add(name: str, row: int, value: float) -> None:
+            metrics.setdefault(name, np.zeros(len(samples)))[row] += value
+
+        for row, sample in enumerate(samples):
+            for component in self._recipes[sample.label]:
+                if component.rule is None:
+                    value, parts = float(numbers[component.source][row]), {}
+                else:
+                    value, parts = _by_rule(component.type, component.rule, sample)
+                weighted = component.weight * value
+                rewards[row] += weighted
+                add("model_reward" if component.rule is None else "rule_reward", row, weighted)
+                for name, part in parts.items():
+                    add(name, row, part)
+        return Scored(rewards, metrics)
+
+
+def _has(recipes: Mapping[Any, object], label: object) -> bool:
+    """Whether there is a recipe for a label, which may be unhashable."""
+    try:
+        return label in recipes
+    except TypeError:
+        return False
+
+
+# --------------------------------------------------------------------------- recipes
+
+
+def _components(where: str, entries: Any, label_map: Mapping[Any, int], num_sources: int) -> list[_Component]:
+    """A label's recipe, without what has no weight. Raises ConfigError for an entry that cannot be followed."""
+    if not isinstance(entries, list | tuple) or not entries:
+        raise ConfigError(where, described(entries), "give a list of (type, key or None, weight), at least one")
+    components: list[_Component] = []
+    for entry in entries:
+        if not _is_component(entry):
+            raise ConfigError(where, repr(entry)[:80], "write each component as (type, key or None, weight)")
+        kind, key, weight = entry
+        rule, place = None, -1
+        if kind == _MODEL:
+            place = _place(where, key, label_map, num_sources)
+        else:
+            rule = _rule(where, kind)
+        components.append(_Component(str(kind), rule, place, float(weight)))
+    return [component for component in components if component.weight]
+
+
+def _models_of(where: str, entries: Any, label_map: Mapping[Any, int], num_sources: int) -> list[_Component]:
+    """The reward models of a label's recipe that a function follows."""
+    models = [entry for entry in entries if _is_component(entry) and entry[0] == _MODEL]
+    return _components(where, models, label_map, num_sources) if models else []
+
+
+def _is_component(entry: Any) -> bool:
+    if not isinstance(entry, list | tuple) or len(entry) != 3:
+        return False
+    weight = entry[2]
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
+
+
+def _place(where: str, key: Any, label_map: Mapping[Any, int], count: int) -> int:
+    """Which number of `model_reward_list` a key stands for; without a key, the only one."""
+    if key is None and count == 1:
+        return 0
+    place = key if isinstance(key, int) and not isinstance(key, bool) else label_map.get(key)
+    if not isinstance(place, int) or not 0 <= place < count:
+        known = ", ".join(f"{name!r}: {index}" for name, index in label_map.items()) or "nothing"
+        raise ConfigError(
+            f"{where}: the model {key!r}",
+            f"reward_fn_label_map holds {known}, and there are {count} reward models (remote ones included)",
+            "map the key to a place in the list of reward models",
+        )
+    return place
+
+
+def _rule(where: str, kind: Any) -> Rule:
+    rule: Any = RULES.get(kind) if isinstance(kind, str) else kind
+    if isinstance(kind, str) and rule is None and ":" in kind:
+        rule = resolve("rewards", kind)
+    if not callable(rule):
+        raise ConfigError(
+            f"{where}: a component of the type {kind!r}",
+            f"there are: {_MODEL}, {', '.join(RULES)}",
+            "use one of them, a function, or its path (package.module:name, file.py:name), or register it with "
+            "@register_rule",
+        )
+    _parameters_of(where, rule)
+    return rule
+
+
+def _parameters_of(where: str, rule: Rule) -> Collection[str]:
+    """What to call a rule with. Raises ConfigError for a parameter that there is nothing for."""
+    known = _columns(Sample("", "", "", np.zeros(0, np.int32), np.zeros(0, np.int32)))
+    parameters = inspect.signature(rule).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return known.keys()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.name not in known and p.default is p.empty]
+    if missing or len(named) < len(parameters):
+        raise ConfigError(
+            f"{where}: the rule {getattr(rule, '__name__', rule)}",
+            f"it takes ({', '.join(p.name for p in parameters)})",
+            f"name its parameters from: {', '.join(known)}",
+        )
+    return [p.name for p in named if p.name in known]
+
+
+def _columns(sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "query": sample.query,
+        "reference": sample.reference,
+        "answer": sample.reference,
+        "label": sample.label,
+        "images": sample.images,
+        "truncated": sample.truncated,
+    }
+
+
+def _by_rule(kind: str, rule: Rule, sample: Sample) -> tuple[float, Mapping[str, float]]:
+    """What a rule gives a sample, and its metrics."""
+    columns = _columns(sample)
+    result = _called(kind, rule, **{name: columns[name] for name in _parameters_of(kind, rule)})
+    parts: Mapping[str, Any] = result if isinstance(result, Mapping) else {"reward": result}
+    if "reward" not in parts:
+        raise RewardError(f"the reward of {kind}", f"a mapping of {', '.join(parts)}", "return it as `reward`")
+    numbers = {str(name): float(numbers_in([part], 1, f"{kind}, {name}")[0]) for name, part in parts.items()}
+    return numbers.pop("reward"), numbers
+
+
+def _called(label: str, function: Callable[..., Any], /, *args: Any, **columns: Any) -> Any:
+    try:
+        return function(*args, **columns)
+    except TriviumError:
+        raise
+    except Exception as error:
+        raise RewardError(
+            f"a result of {label}", f"{type(error).__name__}: {text_of(error)}", "fix the reward: nothing is scored 0"
+        ) from error

@@ -1,0 +1,288 @@
+"""Where the numbers in a reward function's `model_reward_list` come from: modules, functions, directories, files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trivium.errors import ConfigError, DataError, RewardError, described, text_of
+from trivium.models.classifier import load_score_model
+from trivium.models.heads import ScoreModel
+from trivium.models.images import decoded
+from trivium.models.scoring import Conversation, SequenceScorer
+from trivium.registry import resolve
+from trivium.text import hf_tokenizer
+from trivium.training.engine import device_of
+from trivium.types import AnyArray, IntArray, Media
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout, as rewards see it."""
+
+    prompt: str
+    """Text of the prompt, as it was rendered."""
+    completion: str
+    """Text of the response, without special tokens."""
+    query: str
+    """Text of the whole sequence, special tokens included."""
+    tokens: IntArray
+    """(L,) prompt and response."""
+    response_tokens: IntArray
+    label: Any = None
+    """Which recipe scores it."""
+    reference: Any = None
+    """The right answer."""
+    images: tuple[Media, ...] = ()
+    """In order, each with its span in `tokens`."""
+    truncated: bool = False
+    """Whether the response ended at its length limit."""
+
+
+class RewardSource(Protocol):
+    """Gives each sample a number."""
+
+    label: str
+
+    def score(self, samples: Sequence[Sample]) -> AnyArray:
+        """(B,) finite numbers. Raises RewardError for anything else."""
+        ...
+
+
+def sources_of(reward_model: object, remote_rm_url: object, *, tokenizer: Any, batch_size: int) -> list[RewardSource]:
+    """One source for each reward model, then one for each address, in order."""
+    models, addresses = _listed(reward_model), _listed(remote_rm_url)
+    sources = [_model_source(model, i, tokenizer, batch_size) for i, model in enumerate(models)]
+    return sources + [_address_source(address, i) for i, address in enumerate(addresses)]
+
+
+def _listed(value: object) -> list[Any]:
+    if value is None or (isinstance(value, str) and not value):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | nn.ModuleList) else [value]
+
+
+def _model_source(model: object, number: int, tokenizer: Any, batch_size: int) -> RewardSource:
+    label = f"reward_model[{number}]"
+    if isinstance(model, str | Path):
+        return DirectorySource(label, Path(model), tokenizer)
+    if isinstance(model, ScoreModel):
+        return DirectorySource(label, model, tokenizer)
+    if callable(model):
+        return CallSource(label, model, tokenizer, batch_size)
+    raise ConfigError(label, described(model), "give a module, a function or the directory of a reward model")
+
+
+def _address_source(address: object, number: int) -> RewardSource:
+    label = f"remote_rm_url[{number}]"
+    if not isinstance(address, str):
+        raise ConfigError(label, described(address), "give a URL, or a .py file with a function `reward_func`")
+    if address.endswith(".py"):
+        return CallSource(label, resolve("rewards", f"{Path(address).resolve()}:reward_func"), None, 0)
+    raise ConfigError(label, address, "give the path of a .py file with a function `reward_func`")
+
+
+# --------------------------------------------------------------------------- modules and functions
+
+_OF_LIGHTRFT = ("sequences", "attention_mask", "prompt_and_output", "raw_images", "img_num", "extra")
+"""What the original calls a reward model with."""
+
+
+class CallSource:
+    """A module or a function, called with what its signature names of the samples' tensors and texts.
+
+    Sequences are padded as in the original, prompts on the left and responses on the right; on the right alone for a
+    model of transformers, which is called with tokens and mask.
+    """
+
+    def __init__(self, label: str, function: Callable[..., Any], tokenizer: Any, batch_size: int) -> None:
+        """`batch_size` samples at a time; 0 gives it all of them."""
+        self.label, self._function, self._batch_size = label, function, batch_size
+        module: Any = function  # whichever of the two it is
+        self._is_huggingface = isinstance(function, PreTrainedModel)
+        self._device, self._pad = torch.device("cpu"), getattr(tokenizer, "pad_token_id", None) or 0
+        if isinstance(function, nn.Module):
+            module.eval()
+            self._device = next((p.device for p in module.parameters()), self._device)
+        if self._is_huggingface:
+            pad = module.config.get_text_config().pad_token_id
+            self._pad, self._batch_size = pad or 0, batch_size if pad is not None else 1
+        self._names = _parameters(function, label)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> AnyArray:
+        """(B,) finite numbers. Raises RewardError for anything else."""
+        step = self._batch_size or max(1, len(samples))
+        parts = [self._scored(samples[at : at + step]) for at in range(0, len(samples), step)]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _scored(self, samples: Sequence[Sample]) -> AnyArray:
+        try:
+            result = self._function(**self._arguments(samples))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {text_of(error)}"
+            raise RewardError(f"scores from {self.label}", cause, "fix the reward: nothing is scored 0") from error
+        return numbers_in(result, len(samples), self.label)
+
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        if self._is_huggingface and any(sample.images for sample in samples):
+            raise DataError(
+                "scores of samples with images",
+                f"{type(self._function).__name__} is called with tokens alone",
+                "give the directory of the model, whose processor prepares images, or a module that takes raw_images",
+            )
+        known = _known(samples, self._pad, self._device, aligned=not self._is_huggingface)
+        return {name: known[name]() for name in self._names}
+
+
+def _parameters(function: Callable[..., Any], label: str) -> tuple[str, ...]:
+    """The parameters that a call fills in; one that takes any gets what the original's models get as well."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(target).parameters.values()
+    known = _known((), 0, torch.device("cpu"))
+    variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    missing = [name for name in required if name not in known]
+    if missing or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        raise ConfigError(
+            f"call {label}, {getattr(target, '__qualname__', type(function).__name__)}",
+            f"it takes ({', '.join(p.name for p in parameters)})",
+            f"name its parameters from: {', '.join(known)}",
+        )
+    if isinstance(function, PreTrainedModel):
+        return "input_ids", "attention_mask"
+    # An optional parameter of a module may mean something else, as `labels` does where a loss is computed.
+    optional = {*_OF_LIGHTRFT, "input_ids"} if isinstance(function, nn.Module) else known.keys()
+    chosen = [p.name for p in parameters if p.name in known and (p.default is p.empty or p.name in optional)]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return tuple(dict.fromkeys((*chosen, *_OF_LIGHTRFT)))
+    if not chosen:
+        raise ConfigError(f"call {label}", "it has no parameters", f"let it take some of: {', '.join(known)}")
+    return tuple(chosen)
+
+
+def _known(
+    samples: Sequence[Sample], pad: int, device: torch.device, *, aligned: bool = True
+) -> dict[str, Callable[[], Any]]:
+    """Everything that a module or a function may ask for, by the names it has in LightRFT, OpenRLHF and here."""
+
+    def tokens() -> torch.Tensor:
+        return _padded(samples, pad, aligned)[0].to(device)
+
+    def texts(name: str) -> Callable[[], list[Any]]:
+        return lambda: [getattr(sample, name) for sample in samples]
+
+    def images() -> list[list[Any]]:
+        return [[decoded(item) for item in sample.images] for sample in samples]
+
+    return {
+        "sequences": tokens,
+        "input_ids": tokens,
+        "attention_mask": lambda: _padded(samples, pad, aligned)[1].to(device),
+        "prompt_and_output": texts("query"),
+        "raw_images": images,
+        "images": images,
+        "img_num": lambda: [len(sample.images) for sample in samples],
+        "extra": lambda: {"references": texts("reference")(), "labels": texts("label")()},
+        "queries": texts("query"),
+        "prompts": texts("prompt"),
+        "completions": texts("completion"),
+        "labels": texts("label"),
+        "references": texts("reference"),
+        "refs": texts("reference"),
+    }
+
+
+def _padded(samples: Sequence[Sample], pad: int, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """((B, S) tokens, (B, S) mask), on the right; where they are aligned, responses begin in one column."""
+    prompts = [len(sample.tokens) - len(sample.response_tokens) if aligned else 0 for sample in samples]
+    width = max(prompts) + max(len(s.tokens) - prompt for s, prompt in zip(samples, prompts, strict=True))
+    tokens, mask = torch.full((len(samples), width), pad), torch.zeros(len(samples), width, dtype=torch.int64)
+    for row, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+        start = max(prompts) - prompt
+        tokens[row, start : start + len(sample.tokens)] = torch.from_numpy(np.asarray(sample.tokens, np.int64))
+        mask[row, start : start + len(sample.tokens)] = 1
+    return tokens, mask
+
+
+# --------------------------------------------------------------------------- directories
+
+
+class DirectorySource:
+    """A reward model in a directory: its backbone, head and processor, over the tokens of the rollout."""
+
+    def __init__(self, label: str, model: Path | ScoreModel, tokenizer: Any) -> None:
+        """Raises DataError for a directory without a reward model, ConfigError for one with another tokenizer."""
+        self.label, self._eos = label, getattr(tokenizer, "eos_token_id", None)
+        if isinstance(model, Path) and tokenizer is not None:
+            own = hf_tokenizer(model, correct_pad_token=False)
+            if own.get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"{label}: {model}",
+                    "its tokenizer is not the policy's, so the tokens of a rollout mean something else to it",
+                    "use a reward model with the policy's tokenizer, or serve it and name it in remote_rm_url",
+                )
+        if isinstance(model, Path):
+            loaded = load_score_model(model, dtype=torch.float32, device=device_of("auto"))
+            self._scorer = SequenceScorer(loaded, model_dir=model)
+        else:
+            self._scorer = SequenceScorer(model)
+
+    def score(self, samples: Sequence[Sample]) -> AnyArray:
+        """(B,) scores of the last tokens; a response that was cut off is ended first."""
+        scores = self._scorer.scores([self._ended(sample) for sample in samples])
+        return numbers_in(scores, len(samples), self.label)
+
+    def _ended(self, sample: Sample) -> Conversation:
+        tokens = np.asarray(sample.tokens, np.int32)
+        if sample.truncated and self._eos is not None:
+            tokens = np.append(tokens, np.int32(self._eos))
+        return Conversation(tokens, tuple(sample.images))
+
+
+# --------------------------------------------------------------------------- results
+
+
+def numbers_in(result: object, count: int, label: str) -> AnyArray:
+    """(B,) float64 of a tensor, an array, a list, or what holds one as `score`, `scores`, `rewards` or `logits`.
+
+    Raises RewardError where it is not one finite number for each of `count` samples.
+    """
+    values = _held(result)
+    if isinstance(values, torch.Tensor):
+        values = values.detach().float().cpu().numpy()
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise _refusal(label, count, described(result)) from error
+    if array.shape == (count, 1):
+        array = array[:, 0]
+    if array.shape != (count,):
+        raise _refusal(label, count, f"an array of shape {array.shape}")
+    if not np.isfinite(array).all():
+        row = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise _refusal(label, count, f"{array[row]} for sample {row}")
+    return array
+
+
+def _held(result: Any) -> Any:
+    for name in ("score", "scores", "rewards", "logits"):
+        if isinstance(result, Mapping) and name in result:
+            return result[name]
+    return getattr(result, "logits", result)
+
+
+def _refusal(label: str, count: int, found: str) -> RewardError:
+    return RewardError(
+        f"{count} finite numbers from {label}, one for each sample", found, "fix the reward: nothing is scored 0"
+    )

@@ -1,0 +1,78 @@
+"""The score that a reward model gives whole sequences, of tokens and images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trivium.errors import DataError
+from trivium.models.heads import ScoreModel
+from trivium.models.load import max_positions
+from trivium.models.packed import pack
+from trivium.models.sight import Seen, Sight
+from trivium.models.vision import pixel_reader, refuse_images
+from trivium.types import IntArray, Media
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Tokens of a prompt and its completion, and the images that stand in them."""
+
+    tokens: IntArray
+    media: tuple[Media, ...] = ()
+
+
+class SequenceScorer:
+    """Scores by a reward model.
+
+    One sequence goes through the model at a time unless `max_tokens` says how many tokens may: a score depends on what
+    is scored beside it then, by rounding errors.
+    """
+
+    def __init__(self, model: ScoreModel, *, model_dir: Path | None = None, max_tokens: int = 1) -> None:
+        """`model_dir` holds the processor of the images that sequences may have."""
+        self.model = model
+        vision = model.backbone.vision
+        self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
+        self._max_tokens = max_tokens
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequence[Seen]) -> list[float]:
+        """The score of the last token of each. Raises DataError for a sequence that the model was not built for."""
+        self._check(sequences)
+        return [score for some in self._passes(sequences) for score in self._pass(some)]
+
+    def _check(self, sequences: Sequence[Seen]) -> None:
+        limit = max_positions(self.model.module)
+        longest = max((len(sequence.tokens) for sequence in sequences), default=0)
+        if limit is not None and longest > limit:
+            raise DataError(
+                f"a score for a conversation of {longest} tokens",
+                f"the reward model was built for {limit} (max_position_embeddings)",
+                "lower the length of completions, leave out the longest tasks, or use another reward model",
+            )
+        if self._sight is not None:
+            self._sight.check(sequences)
+        elif any(sequence.media for sequence in sequences):
+            raise refuse_images(self.model.module)
+
+    def _passes(self, sequences: Sequence[Seen]) -> Iterator[list[Seen]]:
+        some: list[Seen] = []
+        for sequence in sequences:
+            if some and sum(len(each.tokens) for each in [*some, sequence]) > self._max_tokens:
+                yield some
+                some = []
+            some.append(sequence)
+        if some:
+            yield some
+
+    def _pass(self, sequences: Sequence[Seen]) -> list[float]:
+        packed = pack([sequence.tokens for sequence in sequences], self.model.device)
+        if self._sight is not None:
+            packed = self._sight.shown(packed, sequences)
+        last = np.cumsum([len(sequence.tokens) for sequence in sequences]) - 1
+        return self.model(packed, torch.from_numpy(last).to(self.model.device)).float().tolist()

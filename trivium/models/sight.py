@@ -1,0 +1,61 @@
+"""How the images of packed sequences reach a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from trivium.models.packed import Pack
+from trivium.models.vision import PixelReader, Pixels, PlacedImages, Vision
+from trivium.types import AnyArray, IntArray, Media
+
+
+class Seen(Protocol):
+    """Tokens, and the media that stand in them."""
+
+    @property
+    def tokens(self) -> IntArray: ...
+
+    @property
+    def media(self) -> tuple[Media, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How the images of sequences reach a model."""
+
+    vision: Vision
+    read: PixelReader
+
+    def check(self, sequences: Iterable[Seen]) -> None:
+        """Raises DataError for an image that is not whole in its sequence, and for media that are no images."""
+        for sequence in sequences:
+            self.vision.places(sequence.tokens, sequence.media)
+
+    def shown(self, packed: Pack, sequences: Sequence[Seen], *, blank: bool = False) -> Pack:
+        """The pack of these sequences with their images; without any as it is, or with a `blank` one."""
+        if not any(sequence.media for sequence in sequences):
+            return replace(packed, images=self.vision.blank()) if blank else packed
+        pixels: list[Pixels] = []
+        places: list[AnyArray] = []
+        positions: list[torch.Tensor] = []
+        start = 0
+        for sequence in sequences:
+            own = self.vision.places(sequence.tokens, sequence.media)
+            read = [self.read(item) for item in sequence.media]
+            if self.vision.family.mrope:
+                positions.append(self.vision.positions(sequence.tokens, own, read))
+            pixels += read
+            places += [start + place.astype(np.int64) for place in own]
+            start += len(sequence.tokens)
+        device = packed.tokens.device
+        images = PlacedImages(
+            tuple(pixels), torch.from_numpy(np.concatenate(places)).to(device), tuple(map(len, places))
+        )
+        if not positions:
+            return replace(packed, images=images)
+        return replace(packed, images=images, positions=torch.cat(positions, 1).to(device))
