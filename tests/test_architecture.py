@@ -81,6 +81,7 @@ SAME_BASENAME = {
     "memory": "the implementation of a protocol that keeps everything in memory",
     "preference": "preference learning: the losses, and their config section",
     "ranks": "the processes that train together: in one of them, and from the driver",
+    "remote": "what is on another machine: copies of checkpoints, and what computes rewards",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
     "synchronizer": "statuses and versions of the roles of a run: the core's, and Trinity's over it",

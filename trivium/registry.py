@@ -48,6 +48,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "reasoning_gym": "trivium.rewards.functions:ReasoningGym",
         "by_source": "trivium.rewards.by_source:BySource",
         "model": "trivium.rewards.model:ModelReward",
+        "remote": "trivium.rewards.remote:RemoteReward",
     },
     "reward_managers": {
         "naive": "trivium.frontdoors.verl.reward_managers:NaiveRewardManager",

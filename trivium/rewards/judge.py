@@ -5,8 +5,9 @@
 
 `prompt` is the last user message of the task, `completion` the text of the last turn, and the columns of the task are
 passed by the names in the signature (all of them where it has `**columns`). A parameter `prompt_messages` gets the
-task's whole prompt, a list of {role, content}. `kind: my_rewards.py:mine` in the config is enough to use one. A result
-that is not a finite number is an error of that trajectory, never a score of 0.
+task's whole prompt, a list of {role, content}; `prompt_media` gets its images and other media. `kind:
+my_rewards.py:mine` in the config is enough to use one. A result that is not a finite number is an error of that
+trajectory, never a score of 0.
 
 A reward of the first kind starts as soon as its trajectory is finished. One of the second kind waits for the whole
 group, and gets the members that have not failed so far, in order.
@@ -35,6 +36,8 @@ _THREADS = 32
 """Plain rewards that may compute at the same time."""
 _MESSAGES = "prompt_messages"
 """The parameter that gets the task's whole prompt."""
+_MEDIA = "prompt_media"
+"""The parameter that gets the media of the prompt, in order."""
 
 _FOREIGN_SIGNATURES = {
     "prompts": "TRL's (prompts, completions, **columns) is here (prompt, completions, **columns), called for one group "
@@ -60,6 +63,7 @@ class _Component:
     optional: frozenset[str]
     takes_all: bool
     takes_messages: bool
+    takes_media: bool
     compares: bool
     """Whether it judges the members of a group against each other."""
 
@@ -73,6 +77,8 @@ class _Component:
         given: dict[str, Any] = {"prompt": _prompt(task), **completion}
         if self.takes_messages:
             given[_MESSAGES] = [{"role": message.role, "content": message.content} for message in task.prompt]
+        if self.takes_media:
+            given[_MEDIA] = [media for message in task.prompt for media in message.media]
         wanted = task.columns.keys() if self.takes_all else self.required | self.optional
         columns = {name: task.columns[name] for name in wanted if name in task.columns and name not in given}
         return await self.call(**given, **columns)
@@ -212,7 +218,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
             _FOREIGN_SIGNATURES.get(next((n for n in parameters if n in _FOREIGN_SIGNATURES), ""), "")
             + "call its parameters `prompt` and `completion` (or `completions`, of a group), then the columns it reads",
         )
-    columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, *judged)}
+    columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, _MEDIA, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
     return _Component(
         config.label,
@@ -222,6 +228,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
         frozenset(columns) - required,
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         takes_messages=_MESSAGES in by_name,
+        takes_media=_MEDIA in by_name,
         compares="completions" in judged,
     )
 

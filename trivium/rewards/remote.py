@@ -1,0 +1,133 @@
+"""The reward that a service gives over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivium.concurrency import Threads
+from trivium.config import RunConfig
+from trivium.config.schema import free
+from trivium.errors import DataError, Problem, RewardError
+from trivium.models.hub import ModelPath
+from trivium.rewards.batcher import Batcher
+from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError, TokenRefused
+from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
+from trivium.types import Media
+
+_ENCODERS = 2
+"""Threads that encode images."""
+Conversation = Sequence[Mapping[str, str]]
+
+
+class RemoteReward:
+    """The number that a service gives the completion. Samples that arrive close together travel in one request.
+
+    A sample that gets no finite number is an error of its trajectory, never a score: see
+    `trivium.rewards.http_client` for what is tried again.
+    """
+
+    class Config(EndpointConfig):
+        kind: str = "remote"
+        protocol: Protocol = "trivium"
+        """What the service reads: `trivium` {samples}, `lightrft` {queries, prompts, references, images}, `openrlhf`
+        {query, prompts, labels}."""
+        max_batch: int = free(32, ge=1)
+        """Samples of one request at most."""
+        window_s: float = free(0.02, ge=0)
+        """How long the first sample of a request waits for others, in seconds."""
+        chat_template: ModelPath | None = None
+        """Directory of a tokenizer whose chat template writes the prompt of `lightrft` and `openrlhf`, special tokens
+        included; unset sends the last user message."""
+        label_column: str = "answer"
+        """The task's column that `openrlhf` sends as `labels`; null for tasks without it."""
+        reference_column: str = "reference"
+        """The task's column that `lightrft` sends as `references`; left out where no task of a request has it."""
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            if self.chat_template is not None and self.protocol == "trivium":
+                do = "leave chat_template out: `trivium` sends the messages"
+                yield Problem(f"{where}.chat_template", "a template for `trivium`", str(self.chat_template), do)
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError where there is no token, DataError for a tokenizer without a chat template."""
+        self._config, self._client = config, EndpointClient(config)
+        self._text = _last_user if config.chat_template is None else _templated(Path(config.chat_template))
+        self._threads = Threads(_ENCODERS, "a request for rewards")
+        self._batcher = Batcher(self._post, config.max_batch, config.window_s, config.max_concurrent)
+
+    async def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_messages: Conversation,
+        prompt_media: Sequence[Media],
+        **columns: Any,
+    ) -> float:
+        """Raises EndpointError."""
+        del prompt
+        config = self._config
+        text = self._text(prompt_messages)
+        sample = RemoteSample(
+            text,
+            completion,
+            messages=prompt_messages,
+            columns=columns,
+            label=columns.get(config.label_column),
+            reference=columns.get(config.reference_column),
+            images=prompt_media,
+        )
+        result = await self._batcher(sample)
+        if isinstance(result, RewardError):
+            raise result
+        return result.reward
+
+    async def score_batch(self, samples: Sequence[RemoteSample]) -> list[RemoteScore | EndpointError]:
+        """Per sample, in order: what the service gave it, or why it gave nothing. They are sent in requests of at most
+        `max_batch`, side by side. Raises TokenRefused: no sample can be scored then."""
+        results = await asyncio.gather(*(self._batcher(sample) for sample in samples), return_exceptions=True)
+        scored: list[RemoteScore | EndpointError] = []
+        for result in results:
+            if isinstance(result, BaseException) and (
+                isinstance(result, TokenRefused) or not isinstance(result, EndpointError)
+            ):
+                raise result
+            scored.append(result)
+        return scored
+
+    async def _post(self, samples: list[RemoteSample]) -> list[RemoteScore | EndpointError]:
+        protocol = self._config.protocol
+        if any(sample.images for sample in samples):  # which may have to be encoded
+            body = await self._threads.run(lambda: request(protocol, samples))
+        else:
+            body = request(protocol, samples)
+        url, value = await self._client.post(body)
+        do = f"correct the service: it must answer as the protocol {protocol!r} says"
+        try:
+            results = scores(protocol, value, len(samples))
+        except FormError as error:
+            raise self._client.malformed(url, str(error), do) from None
+        return [self._client.malformed(url, r, do) if isinstance(r, str) else r for r in results]
+
+
+def _last_user(messages: Conversation) -> str:
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return (texts or [message["content"] for message in messages])[-1] if messages else ""
+
+
+def _templated(path: Path) -> Callable[[Conversation], str]:
+    """What writes messages in the chat template of a tokenizer."""
+    from transformers import AutoTokenizer  # here: reading a config must not wait for it
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.chat_template is None:
+        do = "save chat_template.jinja in the directory, or leave chat_template out"
+        raise DataError(f"a chat template of {path}", "its tokenizer has none", do)
+
+    def text(messages: Conversation) -> str:
+        return tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+
+    return text

@@ -1,0 +1,193 @@
+"""The forms of requests to a reward service and of its responses, as JSON values.
+
+`trivium` (documented in docs/remote-rewards.md), `lightrft` and `openrlhf`: what those trainers send to, and expect of,
+their reward servers. No sample's reward is guessed: a response that is not of the form is an error for all samples of a
+request, a value that is not a finite number is one for its sample.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trivium.errors import described, text_of
+from trivium.policy import finite_number
+from trivium.rewards.isolated import require
+from trivium.types import Media
+
+Protocol = Literal["trivium", "lightrft", "openrlhf"]
+_SHOWN = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSample:
+    """One completion to be scored, with everything that a protocol may send."""
+
+    prompt: str
+    """The prompt as text: the last user message, or all messages in a chat template."""
+    completion: str
+    query: str = ""
+    """Prompt and completion as one text; empty: the one after the other."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """The prompt as {role, content}; empty: one user message with `prompt`."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The task's other columns (JSON values)."""
+    label: Any = None
+    reference: Any = None
+    images: Sequence[Media] = ()
+    """The images of the prompt, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteScore:
+    """What a service gives one sample."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What it says besides: OpenRLHF's `scores` (as `score`) and `extra_logs`, our `metrics`."""
+
+
+class FormError(ValueError):
+    """A response that is not of the protocol's form: what came, and what should have."""
+
+    def __init__(self, received: str, wanted: str) -> None:
+        super().__init__(f"{received}, where {wanted} is wanted")
+
+
+Scored = RemoteScore | str
+"""What one sample gets, or why it gets nothing."""
+
+
+def request(protocol: Protocol, samples: Sequence[RemoteSample]) -> dict[str, Any]:
+    """The JSON body that asks for the rewards of samples. Raises MissingPackage for images of another type than JPEG
+    in the form `lightrft`, without pillow."""
+    return _FORMS[protocol][0](samples)
+
+
+def scores(protocol: Protocol, value: object, count: int) -> list[Scored]:
+    """What a response gives each of `count` samples. Raises FormError."""
+    if not isinstance(value, dict):
+        raise FormError(described(value), "a JSON object")
+    return _FORMS[protocol][1](value, count)
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def _request_trivium(samples: Sequence[RemoteSample]) -> dict[str, Any]:
+    return {
+        "samples": [
+            {
+                "messages": [dict(m) for m in sample.messages] or [{"role": "user", "content": sample.prompt}],
+                "completion": sample.completion,
+                "columns": dict(sample.columns),
+                "images": [f"data:{image.mime};base64,{_base64(image.data)}" for image in sample.images],
+            }
+            for sample in samples
+        ]
+    }
+
+
+def _request_lightrft(samples: Sequence[RemoteSample]) -> dict[str, Any]:
+    body: dict[str, Any] = {"queries": _queries(samples), "prompts": [sample.prompt for sample in samples]}
+    if any(sample.reference is not None for sample in samples):
+        body["references"] = [sample.reference for sample in samples]
+    if any(sample.images for sample in samples):
+        body["images"] = [[_base64(jpeg(image)) for image in s.images] or None for s in samples]
+    return body
+
+
+def _request_openrlhf(samples: Sequence[RemoteSample]) -> dict[str, Any]:
+    prompts, labels = [sample.prompt for sample in samples], [sample.label for sample in samples]
+    return {"query": _queries(samples), "prompts": prompts, "labels": labels}
+
+
+def _queries(samples: Sequence[RemoteSample]) -> list[str]:
+    return [sample.query or sample.prompt + sample.completion for sample in samples]
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+@functools.lru_cache(maxsize=32)  # the members of a group have the same images
+def jpeg(image: Media) -> bytes:
+    """The image as JPEG without transparency: its own bytes where it is one."""
+    if image.mime == "image/jpeg":
+        return image.data
+    require("PIL", "pillow", "vision", "send images as JPEG")
+    from PIL import Image
+
+    written = io.BytesIO()
+    with Image.open(io.BytesIO(image.data)) as picture:
+        picture.convert("RGB").save(written, format="JPEG", quality=95)
+    return written.getvalue()
+
+
+# --------------------------------------------------------------------------- responses
+
+
+def _scores_trivium(value: Mapping[str, Any], count: int) -> list[Scored]:
+    return [_entry(entry) for entry in _one_each(value, "results", count)]
+
+
+def _entry(entry: object) -> Scored:
+    if not isinstance(entry, dict) or not ({"reward", "error"} & entry.keys()):
+        return f"{described(entry)} where {{reward}} or {{error}} is wanted"
+    if "error" in entry:
+        return f"the service says: {text_of(entry['error'], _SHOWN)}"
+    metrics = entry.get("metrics", {})
+    if not isinstance(metrics, dict):
+        return f"metrics: {described(metrics)}, where a mapping is wanted"
+    return _score(entry["reward"], metrics)
+
+
+def _scores_lightrft(value: Mapping[str, Any], count: int) -> list[Scored]:
+    return [_score(reward, {}) for reward in _one_each(value, "rewards", count)]
+
+
+def _scores_openrlhf(value: Mapping[str, Any], count: int) -> list[Scored]:
+    columns: dict[str, Sequence[Any]] = {}
+    if value.get("scores") is not None:
+        columns["score"] = _one_each(value, "scores", count)
+    logs = value.get("extra_logs") or {}
+    if not isinstance(logs, dict):
+        raise FormError(f"extra_logs: {described(logs)}", "a mapping from name to one number per sample")
+    columns |= {name: _one_each(logs, name, count) for name in logs}
+    rewards = _one_each(value, "rewards", count)
+    return [_score(reward, {n: column[i] for n, column in columns.items()}) for i, reward in enumerate(rewards)]
+
+
+def _one_each(value: Mapping[str, Any], key: str, count: int) -> Sequence[Any]:
+    """The list under a key, one entry for each sample; for a single sample, its entry alone will do."""
+    if key not in value:
+        raise FormError(f"the keys {', '.join(map(repr, value)) or 'none'}", f"{key!r}")
+    entries = value[key]
+    if count == 1 and isinstance(entries, int | float):
+        return [entries]
+    if not isinstance(entries, list):
+        raise FormError(f"{key}: {described(entries)}", "a list")
+    if len(entries) != count:
+        raise FormError(f"{len(entries)} {key} for {count} samples", "one for each, in their order")
+    return entries
+
+
+def _score(reward: object, metrics: Mapping[str, Any]) -> Scored:
+    try:
+        return RemoteScore(finite_number(reward), {name: finite_number(number) for name, number in metrics.items()})
+    except ValueError as error:
+        return str(error)
+
+
+_FORMS: dict[
+    Protocol,
+    tuple[Callable[[Sequence[RemoteSample]], dict[str, Any]], Callable[[Mapping[str, Any], int], list[Scored]]],
+] = {
+    "trivium": (_request_trivium, _scores_trivium),
+    "lightrft": (_request_lightrft, _scores_lightrft),
+    "openrlhf": (_request_openrlhf, _scores_openrlhf),
+}
