@@ -9,6 +9,7 @@ from pathlib import Path
 from trivium.config.hints import FOREIGN
 from trivium.config.memory_estimate import engine_memory, memory_plan
 from trivium.config.model_shape import ModelShape
+from trivium.frontdoors.lightrft.config_table import TABLE as LIGHTRFT
 from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
@@ -90,7 +91,13 @@ def _verl() -> str:
     return _rows_of(VERL.rows())
 
 
+def _lightrft() -> str:
+    """What becomes of every flag of LightRFT's launchers; flags with one answer share a line."""
+    return _rows_of(LIGHTRFT.rows())
+
+
 TABLES = {
+    "lightrft.md": partial(with_table, "lightrft.md", _lightrft),
     "trinity.md": partial(with_table, "trinity.md", _trinity),
     "coming-from.md": partial(with_table, "coming-from.md", _keys),
     "memory.md": partial(with_table, "memory.md", _memory),

@@ -156,8 +156,15 @@ def evaluate(
 
 @app.command(context_settings=_CONFIGURED)
 def translate(
-    origin: Annotated[Literal["verl", "trinity"], typer.Option("--from", help="Whose config it is.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)],
+    origin: Annotated[Literal["verl", "trinity", "lightrft"], typer.Option("--from", help="Whose config it is.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Its YAML file. Of lightrft also a shell script, a JSON list, or `--` and the flags themselves.",
+            show_default=False,
+        ),
+    ],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:

@@ -33,63 +33,66 @@ class DatasetsTasks(RowTasks):
 
     config: Config
 
-    def __init__(self, config: Config, *, name: str, seed: int) -> None:
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise _no_datasets(f"tasks.{name}") from error
-        if not Path(config.path).is_dir():
-            problem = _no_folder(config.path, f"tasks.{name}")
-            raise DataError(f"{problem.where}: {problem.asked}", problem.found, problem.do)
-        self._datasets = datasets
-        super().__init__(config, name=name, seed=seed)
-
     @property
     def origin(self) -> str:
         return self.config.path
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        for number, row in enumerate(self._encoded(self._split(self._load()))):
-            yield f"{self.config.path}, row {number}", row
+        return dataset_rows(self.config.path, f"tasks.{self.name}", self.config.subset, self.config.split)
 
-    def _encoded(self, data: Any) -> Iterable[Any]:
-        """The rows with images as they are stored, not decoded: the bytes are the image's identity."""
-        for name, feature in (getattr(data, "features", None) or {}).items():
-            inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
-            if isinstance(inner, self._datasets.Image):
-                encoded = self._datasets.Image(decode=False)
-                data = data.cast_column(name, encoded if inner is feature else self._datasets.List(encoded))
+
+def dataset_rows(path: str, where: str, subset: str | None, split: str | None) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of a dataset's folder; `where` is who asks. Raises MissingPackage without `datasets`."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise _no_datasets(where) from error
+    if not Path(path).is_dir():
+        problem = _no_folder(path, where)
+        raise DataError(f"{problem.where}: {problem.asked}", problem.found, problem.do)
+    for number, row in enumerate(_encoded(datasets, _split(_load(datasets, path, subset), path, split))):
+        yield f"{path}, row {number}", row
+
+
+def _encoded(datasets: Any, data: Any) -> Iterable[Any]:
+    """The rows with images as they are stored, not decoded: the bytes are the image's identity."""
+    for name, feature in (getattr(data, "features", None) or {}).items():
+        inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) and feature else feature)
+        if isinstance(inner, datasets.Image):
+            encoded = datasets.Image(decode=False)
+            data = data.cast_column(name, encoded if inner is feature else datasets.List(encoded))
+    return data
+
+
+def _load(datasets: Any, path: str, subset: str | None) -> Iterable[Any]:
+    folder = Path(path)
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return datasets.load_from_disk(path)
+    try:
+        return datasets.load_dataset(path, subset)
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(
+            f"a dataset in {folder}",
+            str(error),
+            "give a folder written by save_to_disk, or one that holds data files (Parquet, JSON, CSV)",
+        ) from error
+
+
+def _split(data: Iterable[Any], path: str, wanted: str | None) -> Iterable[Any]:
+    """The rows of the split that is wanted; `data` is a dataset or a mapping from split to dataset."""
+    if not isinstance(data, dict):
+        if wanted is not None:
+            raise DataError(f"split {wanted!r} of {path}", "a dataset without splits", "leave `split` out")
         return data
-
-    def _load(self) -> Iterable[Any]:
-        folder = Path(self.config.path)
-        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-            return self._datasets.load_from_disk(self.config.path)
-        try:
-            return self._datasets.load_dataset(self.config.path, self.config.subset)
-        except (FileNotFoundError, ValueError) as error:
-            raise DataError(
-                f"a dataset in {folder}",
-                str(error),
-                "give a folder written by save_to_disk, or one that holds data files (Parquet, JSON, CSV)",
-            ) from error
-
-    def _split(self, data: Iterable[Any]) -> Iterable[Any]:
-        """The rows of the split that is wanted; `data` is a dataset or a mapping from split to dataset."""
-        wanted, path = self.config.split, self.config.path
-        if not isinstance(data, dict):
-            if wanted is not None:
-                raise DataError(f"split {wanted!r} of {path}", "a dataset without splits", "leave `split` out")
-            return data
-        if wanted is None and len(data) == 1:
-            return next(iter(data.values()))
-        if wanted not in data:
-            raise DataError(
-                f"split {wanted!r} of {path}" if wanted else f"one split of {path}",
-                f"{len(data)} splits",
-                suggest(wanted or "", data),
-            )
-        return data[wanted]
+    if wanted is None and len(data) == 1:
+        return next(iter(data.values()))
+    if wanted not in data:
+        raise DataError(
+            f"split {wanted!r} of {path}" if wanted else f"one split of {path}",
+            f"{len(data)} splits",
+            suggest(wanted or "", data),
+        )
+    return data[wanted]
 
 
 def _no_folder(path: str, where: str) -> Problem:

@@ -1,0 +1,129 @@
+"""The task sources of LightRFT's data flags: sets of rows in files and folders, several of them in a mix."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivium.errors import Problem, TriviumError
+from trivium.frontdoors.lightrft.prompt_sets import is_here, mixed_places, rows_of, sets_of, source_of
+from trivium.frontdoors.tables import Settings
+
+MIXED = "trivium.frontdoors.lightrft.mixed_tasks:mixed"
+_IMAGES = "images"
+"""The column that a task source reads images from where none is named and rows have it."""
+_FIRST = 100
+"""Rows that are looked at for a column."""
+
+
+def probabilities_of(value: object, sets: Sequence[str], where: str, problems: list[Problem]) -> list[float] | None:
+    """How often each set is drawn from, adding up to 1; None where nothing says it."""
+    if value is None or len(sets) < 2:
+        return None
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    try:
+        weights = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        weights = []
+    if len(weights) != len(sets) or min(weights, default=0) < 0 or not sum(weights) > 0:
+        do = f"give {len(sets)} numbers, separated by commas, as many as sets"
+        problems.append(Problem(where, repr(value), f"{len(sets)} sets", do))
+        return None
+    return [weight / sum(weights) for weight in weights]
+
+
+def has_split(name: str, split: str) -> bool | None:
+    """Whether a folder has a split; None where it is not on this machine, false for a file."""
+    source = source_of(name, split)
+    folder = Path(source["path"])
+    if source["kind"] != "datasets":
+        return False
+    if not folder.is_dir():
+        return None
+    if (folder / "dataset_dict.json").is_file():
+        return split in json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", ())
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return any(split in re.split(r"[^A-Za-z0-9]+", file) for file in files)
+
+
+def tasks_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
+    """The section `tasks`: `train`, and `eval` where there is something to evaluate."""
+    if not lightrft["prompt_data"]:
+        problems.append(Problem("prompt_data", "prompts to train on", "nothing", "name a file or a folder"))
+        return {}
+    limit = lightrft["max_samples"] if lightrft.has("max_samples") else None
+    try:
+        tasks = {"train": _taskset(lightrft, "prompt", lightrft["prompt_data"], limit, problems)}
+        if named := evaluated(lightrft):
+            tasks["eval"] = _taskset(lightrft, "eval", named, lightrft["max_eval_samples"], problems)
+    except TriviumError as error:
+        problems.append(Problem("prompt_data", error.asked, error.found, error.do))
+        return {}
+    return tasks
+
+
+def evaluated(lightrft: Settings) -> str | None:
+    """The sets to evaluate: `eval_data`, else those of `prompt_data` that have the split."""
+    if lightrft["eval_data"]:
+        return lightrft["eval_data"]
+    wanted = any(lightrft.has(name) for name in ("eval_split", "eval_steps", "max_eval_samples"))
+    having = [has_split(name, lightrft["eval_split"]) for name in sets_of(lightrft["prompt_data"])]
+    there = bool(having) and all(wanted if each is None else each for each in having)
+    return lightrft["prompt_data"] if there else None
+
+
+def _taskset(lightrft: Settings, which: str, named: str, limit: int | None, problems: list[Problem]) -> dict[str, Any]:
+    """The task source of the sets that a flag names."""
+    sets = sets_of(named)
+    sources = [_columns(lightrft, source_of(name, lightrft[f"{which}_split"])) for name in sets]
+    key = f"{which}_data_probs"
+    weights = probabilities_of(lightrft.values.get(key), sets, key, problems)
+    most = {} if limit is None else {"limit": limit}
+    if len(sources) == 1:
+        return sources[0] | most
+    sources = [{**source, "path": str(Path(source["path"]).absolute())} for source in sources]
+    args = {"sources": sources, "seed": lightrft["seed"]} | ({"probabilities": weights} if weights else {})
+    return {"kind": "python", "source": MIXED, "args": args, **most}
+
+
+def _columns(lightrft: Settings, source: Mapping[str, Any]) -> dict[str, Any]:
+    """How a row of a source becomes a task."""
+    columns: dict[str, Any] = dict(source)
+    template = lightrft["input_template"]
+    if template and not lightrft["apply_chat_template"]:
+        field = "{" + lightrft["input_key"] + "}"
+        columns["template"] = field.join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{}"))
+    else:
+        columns["prompt"] = lightrft["input_key"]
+    images = _images(lightrft, source)
+    if images is not None:
+        columns["images"] = images
+    if images != "" and source["kind"] == "datasets":
+        columns["image_root"] = source["path"]
+    if lightrft["system_prompt"]:
+        columns["system"] = lightrft["system_prompt"]
+    return columns
+
+
+def _images(lightrft: Settings, source: Mapping[str, Any]) -> str | None:
+    """The column with the images of a source's prompts, "" for none; None for `images`, where rows have it."""
+    key = lightrft["images_key"]
+    if lightrft["text_only"]:
+        return ""
+    if key == _IMAGES or not is_here(source):
+        return None if key in (_IMAGES, lightrft.table.default_of("images_key")) else key
+    return key if any(key in row for row in rows_of(source, _FIRST)) else ""
+
+
+def prompts(lightrft: Settings) -> int | None:
+    """The prompts of an episode; None where one of the sets is not on this machine."""
+    sets = sets_of(lightrft["prompt_data"])
+    sources = [source_of(name, lightrft["prompt_split"]) for name in sets]
+    if not all(map(is_here, sources)):
+        return None
+    weights = probabilities_of(lightrft.values.get("prompt_data_probs"), sets, "prompt_data_probs", [])
+    lengths = [len(rows_of(source)) for source in sources]
+    return min(sum(1 for _ in mixed_places(lengths, weights, lightrft["seed"])), lightrft["max_samples"])

@@ -1,0 +1,179 @@
+"""How a launcher of LightRFT is called, as a mapping from flag to value: words, a line of a shell script, a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivium.config import read_yaml
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.overrides import overridden
+from trivium.frontdoors.tables import Ignored, Restricted
+
+PROCESSES = "torchrun"
+"""The key of a mapping that says how many processes the command line starts."""
+_LAUNCHERS = ("torchrun", "python", "python3", "deepspeed", "accelerate", "env", "nohup", "bash", "sh")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_DO = "write the flags of train_colocate.py: --pretrain MODEL --prompt_data DATA ..."
+
+
+def read(words: Sequence[str]) -> dict[str, Any]:
+    """The flags of a call as a mapping: `--flag value ...`, a whole command line, or a file with flags or overrides
+    (`flag=value`) after it.
+
+    A file is a list of words (.json), a mapping from flag to value (.json, .yaml), or a shell script. Raises
+    ConfigError for what cannot be read.
+    """
+    first, *rest = words
+    if first.startswith("-") or Path(first).name in _LAUNCHERS or _ASSIGNMENT.fullmatch(first):
+        return flags_of(words)
+    flags = _flags_in(Path(first).expanduser())
+    cut = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return overridden(flags, rest[:cut]) | (flags_of(rest[cut:]) if rest[cut:] else {})
+
+
+def _flags_in(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the launch arguments in {path}", str(error), f"name a file, or {_DO}") from error
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        return flags_of(_command(text, path))
+    if path.suffix != ".json" and not text.lstrip().startswith("-"):
+        return {flag.removeprefix("--"): value for flag, value in read_yaml(path).items()}
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"the launch arguments in {path}", str(error), "correct the file") from error
+    if isinstance(content, Mapping):
+        return {str(flag).removeprefix("--"): value for flag, value in content.items()}
+    if isinstance(content, list):
+        return flags_of([str(word) for word in content])
+    raise ConfigError(
+        f"the launch arguments in {path}", f"a {type(content).__name__}", "give a list of words, or {flag: value}"
+    )
+
+
+# --------------------------------------------------------------------------- words
+
+
+def flags_of(words: Sequence[str]) -> dict[str, Any]:
+    """The flags of a command line, which may begin with `torchrun ... train_colocate.py`; of two equal ones the last.
+
+    A flag without a value is True, one with several is a list. Raises ConfigError for words that no flag comes before.
+    """
+    launcher, arguments = _separated([word for word in words if word.strip()])
+    flags: dict[str, Any] = {}
+    name = None
+    for word in arguments:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.removeprefix("--").partition("=")
+            flags[name] = [value] if equals else []
+        elif name is None or (word.startswith("-") and word[1:2].isalpha()):
+            raise ConfigError(f"the argument {word!r}", "it is no flag, and belongs to none", _DO)
+        else:
+            flags[name].append(word)
+    values = {flag: _value(flag, given) for flag, given in flags.items()}
+    processes = _processes(launcher)
+    return values | ({PROCESSES: processes} if processes > 1 else {})
+
+
+def _separated(words: list[str]) -> tuple[list[str], list[str]]:
+    """(the launcher's own words, the script's)."""
+    if words and words[0].startswith("--"):
+        return [], words
+    for place, word in enumerate(words):
+        if word == "-m" and not _is_launcher_module(words[place + 1 : place + 2]):
+            return words[:place], words[place + 2 :]
+        if word.endswith(".py"):
+            return words[:place], words[place + 1 :]
+    raise ConfigError("a command line of a launcher", " ".join(words[:4]) or "nothing", _DO)
+
+
+def _is_launcher_module(names: Sequence[str]) -> bool:
+    return (names and names[0].startswith(("torch.distributed", "accelerate"))) or False
+
+
+def _processes(launcher: Sequence[str]) -> int:
+    """The processes that a launcher starts on all machines; 1 where it does not say."""
+    product, words = 1, list(launcher)
+    for place, word in enumerate(words):
+        name, equals, value = word.lstrip("-").replace("-", "_").partition("=")
+        value = value if equals else next(iter(words[place + 1 : place + 2]), "")
+        if name in ("nnodes", "nproc_per_node", "num_processes") and value.isdigit():
+            product *= int(value)
+    return product
+
+
+def _value(flag: str, words: list[str]) -> Any:
+    """What a flag is given; for entries without a type a number where it is written as one."""
+    values = [_number(word) if isinstance(TABLE.entry_of(flag), Restricted | Ignored) else word for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _number(word: str) -> str | float:
+    return float(word) if _NUMBER.fullmatch(word) else word
+
+
+# --------------------------------------------------------------------------- shell scripts
+
+
+def _command(text: str, path: Path) -> list[str]:
+    """The words of the launcher's command in a shell script, with the variables that the script sets."""
+    variables: dict[str, str] = {}
+    commands: list[list[str]] = []
+    for statement in _statements(text, path):
+        words = [expanded(word, variables) for word in statement if word not in ("export", "local", "readonly")]
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+            if "$(" not in match.group(2) and "`" not in match.group(2):
+                variables[match.group(1)] = match.group(2)
+            words.pop(0)
+        if any(word.startswith("--") for word in words):
+            commands.append(words)
+    commands = [words for words in commands if "--pretrain" in words] or commands
+    if len(commands) != 1:
+        raise ConfigError(
+            f"the launcher's command in {path}",
+            f"{len(commands)} commands with flags",
+            "give a script with one, or the flags themselves after `--`",
+        )
+    return commands[0]
+
+
+def _statements(text: str, path: Path) -> Iterator[list[str]]:
+    """The words of each command, without redirections."""
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
+    lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars=";<>|&\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    statement: list[str] = []
+    try:
+        for word in lexer:
+            if word and not word.strip(";<>|&\n"):
+                redirected = word[0] in "<>" and statement and statement[-1].isdigit()
+                yield statement[:-1] if redirected else statement
+                statement = []
+            elif not (statement and statement[-1].startswith("#")):
+                statement.append(word)
+    except ValueError as error:
+        raise ConfigError(f"the shell script {path}", str(error), "close its quotes") from error
+    yield [word for word in statement if not word.startswith("#")]
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """The text with `$NAME`, `${NAME}` and `${NAME:-default}` replaced where the name, or a default, is known."""
+
+    def known(match: re.Match[str]) -> str:
+        name, default = match.group(1) or match.group(3), match.group(2)
+        return variables.get(name, os.environ.get(name, match.group(0) if default is None else default))
+
+    return _VARIABLE.sub(known, text)

@@ -1,0 +1,25 @@
+"""Several sets of prompts as one, for a trainer that reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trivium.config import build
+from trivium.config.schema import plugin
+from trivium.frontdoors.lightrft.prompt_sets import mixed_places
+from trivium.types import Task
+
+
+def mixed(
+    sources: Sequence[Mapping[str, Any]], seed: int, probabilities: Sequence[float] | None = None
+) -> Iterator[Task]:
+    """The tasks of all sources, each the section of a task source: see `prompt_sets.mixed_places`."""
+    sets: list[Any] = []
+    for number, section in enumerate(sources):
+        config: Any = plugin("tasks")(dict(section))
+        sets.append(build("tasks", config, name=f"set_{number}", seed=seed))
+    for number, row in mixed_places([len(tasks) for tasks in sets], probabilities, seed):
+        task: Task = sets[number][row]
+        yield replace(task, task_id=f"{number}/{task.task_id}")

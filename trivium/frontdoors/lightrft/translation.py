@@ -1,0 +1,293 @@
+"""LightRFT's launch arguments as a RunConfig, by the flags of `config_table.TABLE`.
+
+Everything that cannot be translated is reported at once, by name, before anything is built.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trivium.config import config_from_mapping
+from trivium.errors import ConfigError, Problem
+from trivium.frontdoors.lightrft.algorithm_section import algorithm_of
+from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.data_section import prompts, tasks_of
+from trivium.frontdoors.lightrft.launch_args import PROCESSES, flags_of
+from trivium.frontdoors.lightrft.launch_args import read as read
+from trivium.frontdoors.lightrft.reward_section import rewards_of
+from trivium.frontdoors.plain_values import plain
+from trivium.frontdoors.tables import Settings, Translation, refuse
+
+_VARIABLE = re.compile(r"[-_.]?\$\{\w+\}")
+_MIN_LR_RATIO = 0.1
+"""Where the original's cosine ends, as a part of the learning rate."""
+_HERE = "python -m trivium.frontdoors.lightrft"
+
+
+def settings_of(config: object) -> Settings:
+    """The values of launch arguments: a Namespace, a mapping, or a list of words.
+
+    Raises ConfigError with everything in it that cannot be translated.
+    """
+    flags = flags_of([str(word) for word in config]) if isinstance(config, list | tuple) else plain(config)
+    lightrft = TABLE.read({flag: _without_variables(value) for flag, value in flags.items()})
+    problems = [_named(problem) for problem in lightrft.problems]
+    betas = lightrft["adam_betas"]
+    if not lightrft["pretrain"]:
+        problems.append(Problem("pretrain", "a model", "nothing", "name a Hugging Face directory: --pretrain PATH"))
+    if betas_of(betas) is None:
+        problems.append(Problem("adam_betas", repr(betas), "it must be two numbers below 1", "write 0.9 0.95"))
+    refuse(problems, "launch arguments that can be translated")
+    return lightrft
+
+
+def betas_of(value: object) -> list[float] | None:
+    """The two decay rates of Adam; None where it is anything else."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    try:
+        betas = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        return None
+    return betas if len(betas) == 2 and all(0 <= beta < 1 for beta in betas) else None
+
+
+def _named(problem: Problem) -> Problem:
+    """The problem of a flag that there is not, in the words of a command line."""
+    if problem.found != "no key of that name is translated":
+        return problem
+    return problem._replace(found="no such flag")
+
+
+def _without_variables(value: object) -> object:
+    """Text with the variables that the shell would have replaced, or without those that are not set; text that is
+    nothing else stays as it is, and is refused."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    text = os.path.expandvars(value)
+    return _VARIABLE.sub("", text) or text
+
+
+def translate(config: object) -> Translation:
+    """Launch arguments of LightRFT as a Trivium config.
+
+    Raises ConfigError with everything in them that cannot be translated.
+    """
+    lightrft, problems = settings_of(config), list[Problem]()
+    tasks, rewards, algorithm = (part(lightrft, problems) for part in (tasks_of, rewards_of, algorithm_of))
+    problems += _only_in_the_launcher(lightrft)
+    refuse(problems, "launch arguments whose values fit together")
+    rows = prompts(lightrft)
+    per_episode = _rollouts_per_episode(lightrft, rows)
+    mapping = {
+        "run": {"dir": lightrft["ckpt_path"], "seed": lightrft["seed"], "resume": bool(lightrft["load_checkpoint"])},
+        "model": _model(lightrft),
+        "tasks": tasks,
+        "rewards": rewards,
+        "workflow": {
+            "kind": "single_turn",
+            "deadline_s": lightrft["rollout_deadline_s"],
+            "max_failed_fraction": lightrft["max_failed_fraction"],
+        },
+        "engine": _engine(lightrft),
+        "algorithm": algorithm,
+        "train": _train(lightrft, lightrft["num_episodes"] * per_episode),
+        "schedule": {
+            "steps": lightrft["num_episodes"] * per_episode,
+            "groups_per_step": lightrft["rollout_batch_size"],
+            "group_size": lightrft["n_samples_per_prompt"],
+        },
+        "checkpoint": {"save_every": max(0, lightrft["save_steps"]), "keep": lightrft["max_ckpt_num"]},
+        "monitors": _monitors(lightrft),
+    }
+    if "eval" in tasks:
+        mapping["evaluation"] = _evaluation(lightrft, per_episode)
+    refuse(problem for problem in _run_problems(mapping) if not problem.where.endswith("path"))
+    return Translation(mapping, (*_notes(lightrft, config, rows, mapping), *lightrft.notes()))
+
+
+def _run_problems(mapping: dict[str, Any]) -> Sequence[Problem]:
+    try:
+        config_from_mapping(mapping)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _only_in_the_launcher(lightrft: Settings) -> Iterator[Problem]:
+    """What PPOTrainerVL does and `trivium run` does not, and what neither does."""
+    if lightrft["pretrain_data"] and lightrft["ptx_coef"]:
+        found = "a run learns from rollouts, or in a stage of its own from rows"
+        yield Problem(
+            "pretrain_data", lightrft["pretrain_data"], found, f"use {_HERE}, or stages with algorithm.kind sft"
+        )
+    critic = lightrft["critic_pretrain"]
+    if lightrft["advantage_estimator"] == "gae" and critic not in (None, lightrft["pretrain"]):
+        do = f"name the same, or leave it out; {_HERE} starts the critic from any model"
+        yield Problem("critic_pretrain", critic, f"the critic starts from {lightrft['pretrain']} (pretrain)", do)
+    if freezes_vision(lightrft) is None:
+        do = "give it no value, or `visual`"
+        yield Problem("freeze_prefix", repr(lightrft["freeze_prefix"]), "the vision tower alone is frozen", do)
+    if lightrft["max_norm"] <= 0:
+        yield Problem("max_norm", str(lightrft["max_norm"]), "it must be above 0", "write a large number for no bound")
+    template = lightrft["input_template"]
+    if template and not lightrft["apply_chat_template"] and template.count("{}") != 1:
+        yield Problem("input_template", repr(template), "the prompt has no place in it", "write {} where it goes, once")
+
+
+def _rollouts_per_episode(lightrft: Settings, rows: int | None) -> int:
+    """Whole batches of prompts; what is left of an episode is dropped. 1 where the data are not on this machine."""
+    batch = lightrft["rollout_batch_size"]
+    if rows is None:
+        return 1
+    if rows < batch:
+        found = f"prompt_data has {rows}"
+        do = "lower rollout_batch_size, or give more rows"
+        raise ConfigError(f"a batch of {batch} prompts (rollout_batch_size)", found, do)
+    return rows // batch
+
+
+# --------------------------------------------------------------------------- sections
+
+
+def freezes_vision(lightrft: Settings) -> bool | None:
+    """Whether freeze_prefix freezes the vision tower; None where it asks for something else."""
+    value = lightrft["freeze_prefix"]
+    prefixes = value if isinstance(value, list) else [value]
+    if value in (None, False, []):
+        return False
+    return True if all(each is True or str(each).rstrip(".").endswith("visual") for each in prefixes) else None
+
+
+def _sees(lightrft: Settings) -> bool:
+    """Whether the model reads images, as far as this machine knows."""
+    from trivium.models.vision import family_in
+
+    here = os.path.isfile(os.path.join(lightrft["pretrain"], "config.json"))
+    return family_in(lightrft["pretrain"]) is not None if here else not lightrft["text_only"]
+
+
+def _model(lightrft: Settings) -> dict[str, Any]:
+    plain_text = {} if lightrft["apply_chat_template"] else {"chat_template": "plain"}
+    return {"kind": "hf", "path": lightrft["pretrain"], **plain_text}
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _engine(lightrft: Settings) -> dict[str, Any]:
+    engine: dict[str, Any] = {
+        "kind": "torch",
+        "device": _device(),
+        "dtype": _dtype(lightrft),
+        "sampling": {"max_new_tokens": lightrft["generate_max_len"], "temperature": lightrft["temperature"]},
+    }
+    return engine | ({"max_context": _longest(lightrft)} if lightrft["text_only"] else {})
+
+
+def _dtype(lightrft: Settings) -> str:
+    return "bfloat16" if lightrft["bf16"] else "float32"
+
+
+def _longest(lightrft: Settings) -> int:
+    """The most tokens of a sequence, images apart."""
+    return lightrft["prompt_max_len"] + lightrft["generate_max_len"]
+
+
+def _train(lightrft: Settings, steps: int) -> dict[str, Any]:
+    train: dict[str, Any] = {
+        "kind": "torch",
+        "device": _device(),
+        "dtype": _dtype(lightrft),
+        "max_tokens_per_micro_batch": lightrft["micro_train_batch_size"] * _longest(lightrft),
+        "gradient_checkpointing": lightrft["gradient_checkpointing"],
+        "max_grad_norm": lightrft["max_norm"],
+        "optimizer": _optimizer(lightrft, "actor_learning_rate", steps),
+    }
+    if lightrft["advantage_estimator"] == "gae":
+        train["critic_optimizer"] = _optimizer(lightrft, "critic_learning_rate", steps)
+    if lightrft["sp_size"] > 1:
+        train["sequence_parallel"] = lightrft["sp_size"]
+    if lightrft["fsdp_cpu_offload"]:
+        train["cpu_offload"] = True
+    if freezes_vision(lightrft) and _sees(lightrft):
+        train["vision_tower"] = "frozen"
+    if lightrft["lora_rank"]:
+        targets = lightrft["target_modules"]
+        train["lora"] = {"rank": lightrft["lora_rank"], "alpha": lightrft["lora_alpha"]}
+        listed = [targets] if isinstance(targets, str) else targets
+        train["lora"] |= {} if listed == ["all-linear"] else {"targets": listed}
+    return train
+
+
+def _optimizer(lightrft: Settings, rate: str, steps: int) -> dict[str, Any]:
+    return {
+        "lr": lightrft[rate],
+        "betas": betas_of(lightrft["adam_betas"]),
+        "weight_decay": lightrft["l2"],
+        "warmup_steps": math.ceil(lightrft["lr_warmup_ratio"] * steps),
+        "schedule": "cosine",
+        "min_lr_ratio": _MIN_LR_RATIO,
+    }
+
+
+def _evaluation(lightrft: Settings, per_episode: int) -> dict[str, Any]:
+    """Sampled as in training, unless the flags say more."""
+    samples, every = lightrft["eval_n_samples"], lightrft["eval_steps"]
+    return {
+        "taskset": "eval",
+        "every": per_episode if every == -1 else max(0, every),
+        "samples": samples,
+        "k": sorted({1, samples}),
+        "sampling": {"temperature": lightrft.first("eval_temperature", "temperature")},
+    }
+
+
+def _monitors(lightrft: Settings) -> list[dict[str, Any]]:
+    monitors: list[dict[str, Any]] = [{"kind": "console"}, {"kind": "jsonl"}]
+    if lightrft["use_wandb"]:
+        names = {"project": "wandb_project", "name": "wandb_run_name", "group": "wandb_group", "entity": "wandb_org"}
+        monitors.append({"kind": "wandb"} | {name: lightrft[key] for name, key in names.items() if lightrft[key]})
+    return [*monitors, {"kind": "tensorboard"}] if lightrft["use_tensorboard"] else monitors
+
+
+# --------------------------------------------------------------------------- notes
+
+
+def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[str, Any]) -> Iterator[str]:
+    """What is left to do, and what is another way here."""
+    if lightrft[PROCESSES] > 1:
+        number = lightrft[PROCESSES]
+        yield f"torchrun: {number} processes: start `torchrun --nproc-per-node {number} -m trivium run FILE`"
+    for flag, value in (plain(config) if not isinstance(config, list | tuple) else flags_of(list(config))).items():
+        if isinstance(value, str) and _VARIABLE.search(os.path.expandvars(value)):
+            yield f"{flag}: {value}: a variable that is not set here is left out"
+    if rows is None:
+        yield (
+            f"schedule.steps: prompt_data is not on this machine, so {lightrft['num_episodes']} episode(s) are as many "
+            "steps; multiply schedule.steps, evaluation.every and warmup_steps by the batches of an episode"
+        )
+    if lightrft["use_wandb"]:
+        yield "use_wandb: the key is not written down: set WANDB_API_KEY, or run `wandb login`"
+    if mapping["algorithm"].get("kl", {}).get("estimator") == "k1+":
+        yield "kl_estimator: k1 in the loss has a gradient of mean zero; k1+ has its value, and pulls to the reference"
+    if lightrft["advantage_estimator"] != "gae" and lightrft["critic_pretrain"]:
+        yield f"critic_pretrain: no effect: {lightrft['advantage_estimator']} trains no critic"
+    if lightrft["advantage_estimator"] in ("reinforce_baseline", "cpgd") and lightrft["gamma"] != 1:
+        yield f"gamma: no effect: {lightrft['advantage_estimator']} does not discount"
+    if freezes_vision(lightrft) and "vision_tower" not in mapping["train"]:
+        yield "freeze_prefix: no effect: the model reads text alone"
+    if lightrft["input_template"] and lightrft["apply_chat_template"]:
+        yield "input_template: no effect: apply_chat_template writes the prompts"
+    if "eval" not in mapping["tasks"] and any(map(lightrft.has, ("eval_steps", "eval_split", "max_eval_samples"))):
+        found = f"prompt_data has no split {lightrft['eval_split']!r}, and eval_data is not set"
+        yield f"eval_split: no evaluation: {found}"
+    for flag in ("enable_ema", "disable_ds_ckpt"):
+        if lightrft[flag]:
+            yield f"{flag}: PPOTrainerVL ({_HERE}) alone reads it"
