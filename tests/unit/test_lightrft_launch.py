@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from trivium.config import RunConfig
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.config_table import TABLE
 from trivium.frontdoors.lightrft.launch_args import flags_of, read
+from trivium.frontdoors.lightrft.rule_rewards import ByLabel
 from trivium.frontdoors.lightrft.translation import settings_of, translate
 from trivium.frontdoors.translate import translate_file
 from trivium.text.tiny import TinyModel
@@ -249,6 +250,18 @@ def test_data_rewards_and_monitors(given: dict[str, Any]) -> None:
     assert translation.config["rewards"][0]["label_key"] == "kind"
     model = translate({**given, "reward_pretrain": given["pretrain"]}).config["rewards"]
     assert model == [{"kind": "model", "path": given["pretrain"]}]
+    (remote,) = made(given, remote_rm_url="http://localhost:5000/get_reward").rewards
+    assert (remote.kind, getattr(remote, "protocol", None)) == ("remote", "lightrft")
+
+
+def test_a_label_names_the_rule_of_a_row() -> None:
+    reward = ByLabel(ByLabel.Config(kind="by_label", label_key="kind"))
+    right = "<think>1+1</think> \\boxed{2}"
+    assert reward("1+1?", right, kind="gsm8k_rule", reward_model={"ground_truth": "2"}) == pytest.approx(1.0)
+    assert reward("1+1?", "\\boxed{3}", extra_info={"kind": "geo3k_rule"}, reference="2") == 0
+    for columns in ({"kind": "gsm8k_rule"}, {"kind": "gsm8k", "reference": "2"}, {"reference": "2"}):
+        with pytest.raises(DataError):
+            reward("1+1?", right, **columns)
 
 
 def test_without_a_chat_template_the_prompt_is_the_text_in_its_place(given: dict[str, Any]) -> None:

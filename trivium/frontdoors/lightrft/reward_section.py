@@ -26,7 +26,7 @@ def rewards_of(lightrft: Settings, problems: list[Problem]) -> list[dict[str, An
         return [{"kind": "model", "path": path} for path in models.values()]
     if urls:
         columns = {"label_column": lightrft["label_key"], "reference_column": lightrft["reference_key"]}
-        return [{"kind": "remote", "url": url, "protocol": "lightrft", **columns} for url in urls]
+        return [{"kind": "remote", "urls": [url], "protocol": "lightrft", **columns} for url in urls]
     keys = ("label_key", "reference_key")
     changed = {key: lightrft[key] for key in keys if lightrft[key] != lightrft.table.default_of(key)}
     return [{"kind": _RULES, "name": "rule", **changed}]
