@@ -30,6 +30,7 @@ from trivium.policy import finite_number
 from trivium.registry import resolve
 from trivium.rewards.calls import RewardCall
 from trivium.rewards.isolated import IsolatedReward
+from trivium.rewards.recipe import Part, parts_of
 from trivium.types import Task, Trajectory
 
 _THREADS = 32
@@ -56,8 +57,7 @@ Scores = dict[str, float] | RewardError
 class _Component:
     """One reward and what its signature asks for."""
 
-    label: str
-    weight: float
+    part: Part
     call: RewardCall
     required: frozenset[str]
     optional: frozenset[str]
@@ -66,6 +66,10 @@ class _Component:
     takes_media: bool
     compares: bool
     """Whether it judges the members of a group against each other."""
+
+    @property
+    def label(self) -> str:
+        return self.part.reward.label
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return sorted(self.required - set(columns))
@@ -91,10 +95,12 @@ class _Component:
             number = finite_number(result)
         except ValueError as error:
             return self.error(task, str(error))
+        weight = self.part.weight(task.columns)
+        assert weight is not None, "it was not called"
         try:
-            return finite_number(number * self.weight)
+            return finite_number(number * weight)
         except ValueError as error:
-            return self.error(task, f"{number:g} with weight {self.weight:g}: {error}")
+            return self.error(task, f"{number:g} with weight {weight:g}: {error}")
 
     def one_each(self, task: Task, result: object, count: int) -> Sequence[Any] | RewardError:
         """What the reward gave each member of a group, or a RewardError for all of them."""
@@ -129,7 +135,6 @@ class Judge:
 
     def __init__(self, components: Sequence[_Component]) -> None:
         self._components = tuple(components)
-        self._own = [component for component in components if not component.compares]
         self._comparing = [component for component in components if component.compares]
 
     @property
@@ -137,25 +142,37 @@ class Judge:
         """The names of the components, in the config's order."""
         return tuple(component.label for component in self._components)
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Raises DataError, naming every reward whose columns are not among these (those of a first task, say)."""
-        missing = self._missing(columns)
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Raises DataError, naming every reward whose columns are not among these (those of a first task, say), or the
+        label that a recipe does not know."""
+        try:
+            missing = self._missing(columns)
+        except RewardError as error:
+            raise DataError(error.asked, error.found, error.do) from error
         if missing:
             raise _missing_columns(missing, columns)
 
-    def lacking(self, columns: Collection[str]) -> str:
-        """Which rewards need columns that are not among these, in words; empty where none does."""
-        missing = self._missing(columns)
-        return _missing_columns(missing, columns).found if missing else ""
+    def lacking(self, columns: Mapping[str, Any]) -> str:
+        """What is missing for the rewards to judge a task with these columns, in words; empty where nothing is."""
+        try:
+            self.check_columns(columns)
+        except DataError as error:
+            return error.found
+        return ""
 
-    def _missing(self, columns: Collection[str]) -> list[tuple[str, list[str]]]:
-        return [(c.label, names) for c in self._components if (names := c.missing(columns))]
+    def _missing(self, columns: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+        return [(c.label, names) for c in _called(self._components, columns) if (names := c.missing(columns))]
 
     async def score(self, task: Task, trajectory: Trajectory) -> Scores:
         """What the rewards that look at one trajectory give it."""
-        results = await _outcomes(self._own, task, {"completion": trajectory.completion})
+        try:
+            called = _called(self._components, task.columns)
+        except RewardError as error:
+            return error
+        own = [component for component in called if not component.compares]
+        results = await _outcomes(own, task, {"completion": trajectory.completion})
         scores: dict[str, float] = {}
-        for component, result in zip(self._own, results, strict=True):
+        for component, result in zip(own, results, strict=True):
             score = component.weighted(task, result)
             if isinstance(score, RewardError):
                 return score
@@ -165,9 +182,10 @@ class Judge:
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scores]:
         """Per trajectory, in order: what the rewards that look at all of them give it."""
         completions = [trajectory.completion for trajectory in trajectories]
-        results = await _outcomes(self._comparing, task, {"completions": completions})
+        comparing = _called(self._comparing, task.columns)
+        results = await _outcomes(comparing, task, {"completions": completions})
         scores: list[Scores] = [{} for _ in trajectories]
-        for component, result in zip(self._comparing, results, strict=True):
+        for component, result in zip(comparing, results, strict=True):
             given = component.one_each(task, result, len(trajectories))
             for i, known in enumerate(scores):
                 score = given if isinstance(given, RewardError) else component.weighted(task, given[i])
@@ -178,6 +196,11 @@ class Judge:
                 else:
                     known[component.label] = score
         return scores
+
+
+def _called(components: Sequence[_Component], columns: Mapping[str, Any]) -> list[_Component]:
+    """Those that judge a task with these columns. Raises RewardError for a label that a recipe does not know."""
+    return [component for component in components if component.part.weight(columns) is not None]
 
 
 async def _outcomes(
@@ -199,7 +222,7 @@ def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> J
     """Builds the rewards of a config; raises ConfigError for one that cannot be called, MissingPackage for one whose
     package is not installed. Nothing in a worker process lives through a call of more than `deadline_s`."""
     threads = Threads(_THREADS, "a reward")
-    components = [_component(config, threads, deadline_s) for config in configs]
+    components = [_component(part, threads, deadline_s) for part in parts_of(configs)]
     labels = [component.label for component in components]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -207,7 +230,8 @@ def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> J
     return Judge(components)
 
 
-def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Component:
+def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
+    config = part.reward
     function, parameters = _callable(config, deadline_s)
     by_name = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     judged = {"completion", "completions"} & by_name.keys()
@@ -221,8 +245,7 @@ def _component(config: RewardConfig, threads: Threads, deadline_s: float) -> _Co
     columns = {name: p for name, p in by_name.items() if name not in ("prompt", _MESSAGES, _MEDIA, *judged)}
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
     return _Component(
-        config.label,
-        config.weight,
+        part,
         RewardCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
         required,
         frozenset(columns) - required,

@@ -18,6 +18,7 @@ from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
 from trivium.registry import is_unnamed
+from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
     Stage,
     TrainStage,
@@ -89,7 +90,7 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         latest = store.latest()
         if latest is not None:
             _log.info("continuing from %s", latest.path.name)
-            for reward in config.rewards:
+            for reward in (part.reward for part in parts_of(config.rewards)):
                 if is_unnamed(reward.kind):
                     _log.warning(
                         "the reward %s has no name of its module: whether it is the same is unknown", reward.kind

@@ -25,6 +25,7 @@ from trivium.protocols import TaskSource
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
+from trivium.rewards.recipe import changed
 from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary, holds_tasks, shares_buffer
 from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
@@ -108,9 +109,10 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
     # With workers, a class is known by its signature: a reward model is not loaded to see what it reads, nor is any
     # reward built where it is not called, which may lack what it needs (a GPU, a service).
     elsewhere = config.cluster.kind == "ray" or not _explores_here(config)
-    unbuilt = [r.model_copy(update={"workers": 1}) for r in config.rewards]
-    built_here = [not (elsewhere or isinstance(r, ModelReward.Config)) for r in config.rewards]
-    rewards = [r if here else u for r, u, here in zip(config.rewards, unbuilt, built_here, strict=True)]
+    rewards = changed(
+        config.rewards,
+        lambda r: r.model_copy(update={"workers": 1}) if elsewhere or isinstance(r, ModelReward.Config) else r,
+    )
     judge = findings.attempt("rewards", lambda: make_judge(rewards, config.workflow.deadline_s))
     for name, section in config.tasks.items():
         key = f"{name} {section.model_dump_json()}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class ServingOptions:
     """Seconds after which a session without feedback fails; also the longest wait of a call for a slot."""
     reward_names: frozenset[str]
     """The names of the config's reward functions."""
-    check_columns: Callable[[Collection[str]], None]
+    check_columns: Callable[[Mapping[str, Any]], None]
     """Raises DataError for columns that the reward functions cannot be called with."""
     require_secret: bool = False
     """Whether every session begins with a secret."""

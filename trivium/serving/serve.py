@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.config import RunConfig
@@ -14,6 +15,7 @@ from trivium.explorer import Explorer
 from trivium.loops import Explore
 from trivium.phases import announce
 from trivium.protocols import Buffer
+from trivium.rewards.recipe import parts_of
 from trivium.schedule import Schedule
 from trivium.serving.gateway import Gateway, ServingOptions
 from trivium.serving.sessions import IdleLimits
@@ -21,7 +23,7 @@ from trivium.synchronizer import Synchronizer
 
 
 def serve_agents(
-    config: RunConfig, run_dir: Path, check_columns: Callable[[Collection[str]], None], *, is_last: bool
+    config: RunConfig, run_dir: Path, check_columns: Callable[[Mapping[str, Any]], None], *, is_last: bool
 ) -> Explore:
     """The coroutine that serves a stage of this config until the stage is over, and for `serve.linger_s` after the
     last one.
@@ -39,7 +41,7 @@ def serve_agents(
     options = ServingOptions(
         idle=IdleLimits(section.idle_s, section.unstarted_idle_s),
         deadline_s=config.workflow.deadline_s,
-        reward_names=frozenset(reward.label for reward in config.rewards),
+        reward_names=frozenset(part.reward.label for part in parts_of(config.rewards)),
         check_columns=check_columns,
         require_secret=section.require_secret,
         linger_s=section.linger_s if is_last else 0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from trivium.errors import ConfigError
 from trivium.rewards.by_source import GraderLimits, grader_of
@@ -12,9 +13,9 @@ from trivium.rewards.mathematics import last_boxed, same_math
 
 RuleScore = float | Mapping[str, float]
 """A number, or a mapping whose `reward` is the number and whose other entries are metrics."""
-Rule = Callable[..., RuleScore]
-"""Called with those of `prompt`, `completion`, `query`, `reference` (also as `answer`), `label`, `images` and
-`truncated` that its signature names."""
+Rule = Callable[..., Any]
+"""Gives a RuleScore. It is called with those of `prompt`, `completion`, `query`, `reference` (also as `answer`), `label`,
+`images` and `truncated` that its signature names."""
 
 _ACCURACY, _FORMAT = 0.9, 0.1
 _VERDICTS = {
