@@ -14,8 +14,8 @@ from trivium.rewards.mathematics import last_boxed, same_math
 RuleScore = float | Mapping[str, float]
 """A number, or a mapping whose `reward` is the number and whose other entries are metrics."""
 Rule = Callable[..., Any]
-"""Gives a RuleScore. It is called with those of `prompt`, `completion`, `query`, `reference` (also as `answer`), `label`,
-`images` and `truncated` that its signature names."""
+"""Gives a RuleScore. Its signature names what it is called with: `prompt`, `completion`, `query`, `reference` (also as
+`answer`), `label`, `images`, `truncated`."""
 
 _ACCURACY, _FORMAT = 0.9, 0.1
 _VERDICTS = {
