@@ -59,7 +59,7 @@ MAY_CATCH_EVERYTHING = {
 
 MAY_PICKLE = {"trivium.rewards.forked": "a process and its own fork, over a socket that nobody else has"}
 
-MAY_PRINT = {"trivium.cli", "trivium.monitors.console"}
+MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.strategy"}
 
 PRINTED_WHOLE = {"Plan", "StagePlan"}
 """Config classes that are results: their fields are read in the printed plan."""

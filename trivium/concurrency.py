@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -107,6 +108,16 @@ async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
             for task in unfinished:
                 task.cancel()
             await asyncio.wait(unfinished)
+
+
+def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, from an event loop of its own: also where the caller is itself inside one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1, "trivium-loop") as other:
+        return other.submit(asyncio.run, coroutine).result()
 
 
 # --------------------------------------------------------------------------- waiting for another component

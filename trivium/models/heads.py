@@ -7,6 +7,7 @@ else. A reward model computes its score from the hidden state of token t itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
-from trivium.models.lora import LoraConfig, attach
+from trivium.models.lora import LoraConfig, attach, base_state
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.models.vision import decoder_of
@@ -35,7 +36,7 @@ def _before(rows: torch.Tensor) -> torch.Tensor:
 
 
 class LanguageModel(nn.Module):
-    """A causal language model from a Hugging Face directory, always in eval mode: log-probabilities without logits.
+    """A causal language model, always in eval mode: log-probabilities without logits.
 
     All that is computed with its weights is computed in `forward`: parameters that are sharded over ranks are whole
     nowhere else.
@@ -43,7 +44,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self,
-        path: Path,
+        source: Path | PreTrainedModel,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -51,14 +52,17 @@ class LanguageModel(nn.Module):
         autocast: bool = False,
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """`sequence` are the ranks that share every pack: all open the model, and call it with the same arguments."""
+        """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
+        place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
+        """
         super().__init__()
-        self.module: PreTrainedModel = load_lm(path, dtype=dtype, device=device, attention=None)
+        given = isinstance(source, PreTrainedModel)
+        self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise _refusal(self.module, f"its output layer is {type(output).__name__}")
         self.device, self.dtype, self.vocabulary = device, dtype, output.out_features
-        self.temperature = temperature / _logit_scale(self.module)
+        self.set_temperature(temperature)
         self.autocast = False
         if not autocast:
             use_onednn(decoder_of(self.module))
@@ -68,6 +72,10 @@ class LanguageModel(nn.Module):
         self.autocast = autocast
         self.names = tensor_names(self.module)
         self.eval()
+
+    def set_temperature(self, temperature: float) -> None:
+        """What the logits are divided by from now on."""
+        self.temperature = temperature / _logit_scale(self.module)
 
     def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
         """Gives it a LoRA adapter, which is all that is trained of it from then on; see `lora.attach`. `names` are
@@ -137,10 +145,11 @@ class LanguageModel(nn.Module):
 
 
 def tensor_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of its parameters and persistent buffers, in the module's order; tied ones once."""
+    """The names of its parameters and persistent buffers, in the module's order; tied ones once, and of an adapter
+    none."""
     seen: set[tuple[object, ...]] = set()
     names: list[str] = []
-    for name, tensor in module.state_dict().items():
+    for name, tensor in base_state(module).items():
         # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         if not tensor.numel() or place not in seen:
@@ -180,25 +189,31 @@ class ValueModel(nn.Module):
 
     def __init__(
         self,
-        path: Path,
+        source: Path | PreTrainedModel,
         *,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
         autocast: bool = False,
         sequence: SequenceGroup | None = None,
+        head: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """`sequence` are the ranks that share every pack."""
+        """`source` is a Hugging Face directory, or a backbone of this type on this device, whose attention is replaced
+        in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
+        the directory, or else is drawn."""
         super().__init__()
-        self.module: PreTrainedModel = load_backbone(path, dtype=dtype, device=device)
+        given = isinstance(source, PreTrainedModel)
+        self.module = source if given else load_backbone(source, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(decoder_of(self.module))
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
-        saved = path / f"{VALUE_HEAD}.safetensors"
-        head = safetensors.torch.load_file(saved) if saved.is_file() else {}
+        head = dict(head) if head else {}
+        saved = None if head or isinstance(source, PreTrainedModel) else source / f"{VALUE_HEAD}.safetensors"
+        if saved is not None and saved.is_file():
+            head = safetensors.torch.load_file(saved)
         biased = self.biased or "bias" in head
         self.value_head = nn.Linear(width, 1, bias=biased, dtype=dtype)
         if not head:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -61,6 +62,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 _REFUSED_TOWERS = ("pixtral",)
+PIXELS = "image/x-pixels"
+"""The type of media whose bytes are an image as a processor prepared it: the tensors of a `Pixels`, as safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,16 @@ class Vision:
             kinds[0, place.astype(np.int64)] = 1
         rope, _ = cast(Any, self.base).get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
         return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
+
+    def num_features(self, pixels: Pixels) -> int:
+        """How many placeholders one image, or one tile of it, has."""
+        config: Any = self.base.config
+        if self.family.mrope:
+            return int(pixels["image_grid_thw"].prod()) // int(config.vision_config.spatial_merge_size) ** 2
+        side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
+        if self.family.axis:
+            return side**2 // int(config.scale_factor) ** 2
+        return side**2 + int(getattr(config, "vision_feature_select_strategy", "default") == "full")
 
     def features(self, images: PlacedImages) -> Features:
         """What the tower makes of the images, in one pass. Raises DataError where an image has another number of
@@ -224,8 +237,16 @@ def decoder_of(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def pixel_reader(model_dir: Path) -> PixelReader:
-    """Reads images as the processor of the model in a directory does; loaded with the first of them."""
-    return lambda media: _images_in(model_dir).read(media).pixels
+    """Reads images as the processor of the model in a directory does; loaded with the first of them that is not read
+    already (`pixel_media`)."""
+    return lambda media: (
+        safetensors.torch.load(media.data) if media.mime == PIXELS else _images_in(model_dir).read(media).pixels
+    )
+
+
+def pixel_media(pixels: Pixels) -> Media:
+    """An image that is kept as what a processor made of it."""
+    return Media(PIXELS, safetensors.torch.save({name: tensor.contiguous() for name, tensor in pixels.items()}))
 
 
 @lru_cache(maxsize=4)

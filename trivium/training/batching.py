@@ -68,21 +68,28 @@ def units(batch: Batch, unit: str) -> list[list[int]]:
 
 
 def cut(
-    row_units: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, *, padded: bool = False
+    row_units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    padded: bool = False,
+    max_sequences: int | None = None,
 ) -> list[list[int]]:
-    """Micro-batches of at most `max_tokens` tokens, made of whole units; a longer unit goes alone.
+    """Micro-batches of at most `max_tokens` tokens, and `max_sequences` sequences, made of whole units; a unit beyond
+    either goes alone.
 
     Units of similar length share a micro-batch, which keeps padding small where there is any. With `padded`, padding
     counts as tokens.
     """
 
-    def cost(rows: Iterable[int]) -> int:
+    def fits(rows: Sequence[int]) -> bool:
         taken = [lengths[row] for row in rows]
-        return len(taken) * max(taken) if padded else sum(taken)
+        tokens = len(taken) * max(taken) if padded else sum(taken)
+        return tokens <= max_tokens and (max_sequences is None or len(rows) <= max_sequences)
 
     micro_batches: list[list[int]] = []
     for unit in sorted(row_units, key=lambda rows: -max(lengths[row] for row in rows)):
-        if micro_batches and cost([*micro_batches[-1], *unit]) <= max_tokens:
+        if micro_batches and fits([*micro_batches[-1], *unit]):
             micro_batches[-1].extend(unit)
         else:
             micro_batches.append(list(unit))

@@ -32,7 +32,6 @@ from trivium.models.lora import (
     adapter_off,
     adapter_parameters,
     describe_adapter,
-    merged_state,
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators
@@ -41,13 +40,14 @@ from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
 from trivium.training.flops import measured_peak, utilisation
-from trivium.training.fsdp import full_tensor, shard
+from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
 from trivium.training.ranks import ALONE, Ranks
 from trivium.training.snapshot import (
     Snapshot,
     TensorFile,
+    full_weights,
     read_tensors,
     take_snapshot,
     weight_files,
@@ -269,13 +269,7 @@ class TorchTrainEngine(TrainEngine):
 
         Each is unsharded, and gathered when it is iterated over: all ranks must iterate over all of them.
         """
-        module, names = self._policy.module, self._policy.names
-        if self.config.lora is not None:
-            yield from merged_state(module, names)
-            return
-        state = module.state_dict()
-        for name in names:
-            yield name, full_tensor(state[name])
+        return full_weights(self._policy)
 
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers, from the first rank; the others take part in the gathers.

@@ -52,22 +52,25 @@ class Learner:
         *,
         max_tokens: int,
         max_response_length: int,
+        max_sequences: int | None = None,
         optimizer: Optimizer | None = None,
         top_k: int = 0,
         ranks: Ranks = ALONE,
         score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
         model_dir: Path | None = None,
     ) -> None:
-        """`top_k` is how many tokens the score `top` names. Scores are computed in a `score_context`, which may change
-        the model (`adapter_off`). `model_dir` holds the processor of the images that the
-        sequences may have; nothing means that they are text."""
+        """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is how many
+        tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
+        (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
+        they are text."""
         self._score_context = score_context
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
         self._blank = False
         """Whether some rank has images in what is computed: then every pass of every rank runs the tower."""
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
-        self.max_tokens, self.max_response_length = max_tokens, max_response_length
+        self.max_tokens, self.max_sequences = max_tokens, max_sequences
+        self.max_response_length = max_response_length
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
@@ -101,7 +104,7 @@ class Learner:
         self,
         batch: Batch,
         objective: TrainableObjective,
-        lr: float,
+        lr: float | None,
         max_grad_norm: float,
         *,
         step: int,
@@ -110,6 +113,7 @@ class Learner:
     ) -> Metrics:
         """One optimizer step; the loss and every metric are normalised over the whole mini-batch.
 
+        `lr` is the learning rate; None keeps what the optimizer and its scheduler have.
         `batch` is this rank's share of it, and `totals` the counts of the whole; None where the share is the whole.
         A mini-batch without a trained token takes no step and reports no loss. A critic does not report
         `train/tokens`: the policy counts the same ones. `step` counts the stage's train steps so far. `who` is named
@@ -130,12 +134,13 @@ class Learner:
             outputs, entropy = self._outputs(batch, rows, objective, totals, step)
             outputs.loss.backward()
             tally.add(outputs, entropy)
+        rate = self.optimizer.lr if lr is None else lr
         norm = self.optimizer.step(lr, max_grad_norm, who)
         self.optimizer.zero_grad()
         return {
             **objective.derived(tally.metrics(self.name, totals, self.ranks)),
             f"train/grad_norm/{self.name}": norm,
-            f"train/lr/{self.name}": lr,
+            f"train/lr/{self.name}": rate,
             **tokens,
         }
 
@@ -192,7 +197,8 @@ class Learner:
         gradient the caller does, for each empty list."""
         lengths = [len(e) for e in batch.experiences]
         limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
-        mine = cut(units(batch, unit), lengths, limit, padded=not self.model.backbone.packs)
+        how: dict[str, Any] = {"padded": not self.model.backbone.packs, "max_sequences": self.max_sequences}
+        mine = cut(units(batch, unit), lengths, limit, **how)
         missing = self.ranks.all_reduce_max(len(mine)) - len(mine)  # agreed on before the first of them
         yield from mine
         for _ in range(missing):

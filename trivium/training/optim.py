@@ -1,4 +1,4 @@
-"""AdamW, its schedule and its state on disk.
+"""Optimizers, their schedule and their state on disk.
 
 Weight decay pulls on matrices only: not on norms and biases (one dimension), nor on embeddings, a tied output layer
 included.
@@ -7,7 +7,7 @@ included.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -52,27 +52,64 @@ def learning_rate(config: OptimizerConfig, taken: int, total_steps: int) -> floa
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining)
 
 
+def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over what is trained of a module, with float32 (or float64) state."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
+    others = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+
+
+class Scheduler(Protocol):
+    """What sets the learning rates of an optimizer that was built elsewhere: one of torch's schedulers, for example."""
+
+    def step(self) -> None: ...
+
+
 class Optimizer:
-    """AdamW over the named parameters of a module, with float32 (or float64) state."""
+    """An optimizer over the named parameters of a module."""
 
     steps_started = 0
     """How often it has begun to change parameters."""
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        source: OptimizerConfig | torch.optim.Optimizer,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        """`source` describes AdamW, or is an optimizer over parameters of the module, whose `scheduler` takes a step
+        after each of its own. Raises TriviumError for an optimizer that has other parameters."""
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-        decayed = [p for p in self.parameters.values() if p.ndim >= 2 and id(p) not in embeddings]
-        others = [p for p in self.parameters.values() if p.ndim < 2 or id(p) in embeddings]
-        self._adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self._scheduler = scheduler
+        if isinstance(source, OptimizerConfig):
+            self._optimizer: torch.optim.Optimizer = adamw(module, source)
+            return
+        self._optimizer = source
+        held = {id(p) for group in source.param_groups for p in group["params"] if p.requires_grad}
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) in held}
+        if len(self.parameters) < len(held):
+            raise TriviumError(
+                f"train a {type(module).__name__} with {type(source).__name__}",
+                f"{len(held) - len(self.parameters)} of its {len(held)} parameters are not the model's",
+                "build the optimizer over the parameters of this model, after it was prepared",
+            )
 
-    def step(self, lr: float, max_grad_norm: float, who: str) -> float:
-        """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping.
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group of parameters."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def step(self, lr: float | None, max_grad_norm: float, who: str) -> float:
+        """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping. `lr` None
+        keeps the rates that the optimizer and its scheduler have.
 
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
@@ -85,22 +122,26 @@ class Optimizer:
                 "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
             )
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
-        for group in self._adamw.param_groups:
+        for group in self._optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         self.steps_started += 1
-        self._adamw.step()
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
         return float(norm)
 
     def zero_grad(self) -> None:
         """Forgets the gradient."""
-        self._adamw.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`<parameter>/<moment or step>` -> tensor, sharded as the parameter is; empty before the first step."""
+        """`<parameter>/<moment or step>` -> tensor, sharded as the parameter is; empty before the first step. What has
+        no tensor (a moment that is not used) is left out."""
         return {
             f"{name}/{key}": value
             for name, parameter in self.parameters.items()
-            for key, value in self._adamw.state.get(parameter, {}).items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
         }
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
@@ -110,5 +151,6 @@ class Optimizer:
             if name not in self.parameters:
                 raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
             parameter = self.parameters[name]
-            whole = value.to(parameter.device) if moment == "step" else shard_like(value, parameter)
-            self._adamw.state[parameter][moment] = whole
+            like = value.shape == parameter.shape
+            whole = shard_like(value, parameter) if like else value.to(parameter.device)
+            self._optimizer.state[parameter][moment] = whole

@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
-from trivium.models.lora import base_state, has_adapter, merged_tensor
+from trivium.models.lora import base_state, has_adapter, merged_state, merged_tensor
 from trivium.training.fsdp import full_tensor
 from trivium.training.ranks import Ranks
 from trivium.types import SaveStrategy
@@ -149,6 +149,17 @@ class Snapshot:
         return problems
 
 
+def full_weights(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters and persistent buffers by Hugging Face name, an adapter added: see
+    `TrainEngine.export_weights`."""
+    if has_adapter(model.module):
+        yield from merged_state(model.module, model.names)
+        return
+    state = model.module.state_dict()
+    for name in model.names:
+        yield name, full_tensor(state[name])
+
+
 def weight_files(model: LanguageModel | ValueModel, folder: str) -> list[TensorFile]:
     """The weights of a model, for a directory `folder` (`policy/`): the plain Hugging Face model, and the head of a
     critic or reward model beside it."""
@@ -159,12 +170,14 @@ def weight_files(model: LanguageModel | ValueModel, folder: str) -> list[TensorF
     if isinstance(model, LanguageModel):
         state = model.module.state_dict()
         return [TensorFile(f"{folder}model", {name: state[name] for name in model.names}, model.module)]
-    state = model.state_dict()
+    adapted = has_adapter(model.module)
+    state = {**model.state_dict(), **{f"module.{name}": base for name, base in base_state(model.module).items()}}
     inner, head = (
         {name.removeprefix(part): state[name] for name in model.names if name.startswith(part)}
         for part in ("module.", f"{VALUE_HEAD}.")
     )
-    return [TensorFile(f"{folder}model", inner, model.module), TensorFile(f"{folder}{VALUE_HEAD}", head)]
+    merging = partial(merged_tensor, model.module) if adapted else None
+    return [TensorFile(f"{folder}model", inner, model.module, merging), TensorFile(f"{folder}{VALUE_HEAD}", head)]
 
 
 def take_snapshot(

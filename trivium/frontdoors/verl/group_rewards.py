@@ -14,12 +14,12 @@ import torch
 from pydantic import PrivateAttr
 
 from trivium.buffers.strategies import DefaultStrategy
-from trivium.concurrency import Threads
+from trivium.concurrency import Threads, run_here
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.verl.batch_view import BatchView, Item, living, scored_rows
 from trivium.frontdoors.verl.orders import Orders
 from trivium.frontdoors.verl.reward_loading import RewardManager, as_rewards, compute_reward
-from trivium.frontdoors.verl.scorer import Scorer, run_here
+from trivium.frontdoors.verl.scorer import Scorer
 from trivium.policy import MAX_METRIC, finite_number
 from trivium.protocols import Buffer
 from trivium.rewards.calls import RewardCall

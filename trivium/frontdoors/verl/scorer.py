@@ -11,15 +11,14 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from trivium.concurrency import Threads, gather_or_cancel
+from trivium.concurrency import Threads, gather_or_cancel, run_here
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError
 from trivium.policy import finite_number
@@ -28,8 +27,6 @@ from trivium.rewards import by_source
 from trivium.rewards.calls import RewardCall
 from trivium.rewards.forked import Forks
 from trivium.rewards.isolated import InProcesses, IsolatedReward
-
-T = TypeVar("T")
 
 _WAITING = 32
 """Calls of an `async` scorer that may wait at the same time."""
@@ -218,16 +215,6 @@ def default_compute_score(
         return by_source.default_compute_score(
             data_source, solution_str, ground_truth, extra_info, memory_limit_mb=memory_limit_mb, limits=limits
         )
-
-
-def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, from an event loop of its own: also where the caller is itself inside one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1, "rewards") as other:
-        return other.submit(asyncio.run, coroutine).result()
 
 
 def _label(function: Callable[..., Any]) -> str:

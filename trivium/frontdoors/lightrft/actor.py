@@ -1,0 +1,243 @@
+"""ActorVL: the policy as LightRFT's users hold it, over the core's language model and its torch engine.
+
+Legend: B sequences of S tokens, padding included; P tokens of a prompt; A actions, the last A columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trivium.concurrency import run_here
+from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.lightrft.generation import Arguments, Sampler, stops_of
+from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
+from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.frontdoors.lightrft.placing import pieces_of
+from trivium.models.heads import LanguageModel
+from trivium.models.vision import Vision
+from trivium.training.learner import checkpoint_gradients
+from trivium.training.ranks import ALONE, Ranks
+from trivium.training.snapshot import full_weights
+
+
+class ActorVL(nn.Module):
+    """A policy that reads text and images, or text alone.
+
+    `model` is the transformers model as it is; `language_model` is the core's view of the same parameters, which
+    computes log-probabilities in packed sequences. Both are in eval mode: dropout would make two passes over the same
+    tokens disagree.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: str | Path | nn.Module,
+        use_flash_attention_2: bool = False,
+        bf16: bool = False,
+        load_in_4bit: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: Sequence[str] | str | None = None,
+        ds_config: Any = None,
+        device_map: Any = None,
+        packing_samples: bool = False,
+        *,
+        temperature: float = 1.0,
+        high_entropy_token_ratio: float = 0.0,
+        seed: int = 0,
+        **further: Any,
+    ) -> None:
+        """`pretrain_or_model` is a model directory (or an id in the local Hugging Face cache) or a transformers model.
+
+        With `bf16` the backbone computes in bfloat16 from float32 weights. `temperature` divides the logits, in
+        `forward` as in `generate`. `seed` draws the adapter of `lora_rank`. `use_flash_attention_2`, `packing_samples`
+        and the switches of log-probability kernels change nothing: sequences are always packed. Raises ConfigError for
+        options that cannot be done (4 bits, LoRA dropout, DeepSpeed) and for unknown ones.
+        """
+        super().__init__()
+        del use_flash_attention_2
+        options = Options(
+            bf16, load_in_4bit, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config, device_map, seed
+        )
+        options.check(further)
+        opened = open_model(pretrain_or_model, options)
+        self.model: PreTrainedModel = opened.model.eval()
+        self.model_dir, self._autocast = opened.directory, opened.autocast
+        self.pretrain_or_model = str(pretrain_or_model) if opened.directory else self.model.config.model_type
+        self.packing_samples, self.high_entropy_token_ratio = packing_samples, high_entropy_token_ratio
+        self.ranks: Ranks = ALONE
+        self._temperature = temperature
+        self._core: list[LanguageModel] = []  # in a list: a second owner of the same parameters is no submodule
+        self._sampler = Sampler()
+
+    @property
+    def language_model(self) -> LanguageModel:
+        """The core's model over the same parameters."""
+        if not self._core or self._core[0].device != self.model.device:
+            how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device}
+            self._core = [
+                LanguageModel(sharing(self.model), temperature=self.temperature, autocast=self._autocast, **how)
+            ]
+        return self._core[0]
+
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        if not value > 0:
+            raise ConfigError(f"temperature {value}", "log-probabilities of a greedy policy are 0", "use one above 0")
+        self._temperature = value
+        for core in self._core:
+            core.set_temperature(value)
+
+    @property
+    def vision(self) -> Vision | None:
+        """The image side of the model; None where it reads text only."""
+        return self.language_model.backbone.vision
+
+    def forward(
+        self,
+        sequences: Tensor,
+        num_actions: int | Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: Sequence[int] | None = None,
+        **pixel_inputs: Tensor,
+    ) -> Any:
+        """(B, A) log-probabilities of the last A tokens, with gradient; 0 on padding. Positions are the model's own.
+
+        With `return_output` also what the transformers model returns, or that alone where `num_actions` is None: its
+        logits are not divided by the temperature. With `packed_seq_lens`, (1, T) sequences end to end and as many
+        `num_actions`: (1, sum of A). `pixel_inputs` are what else the tower reads (`pixel_attention_mask`).
+        """
+        if pixel_values_videos is not None or video_grid_thw is not None:
+            raise DataError("forward over videos", "pixel_values_videos", "models read text and images here")
+        pixels = {"pixel_values": pixel_values, "image_grid_thws": image_grid_thw, "pixel_inputs": pixel_inputs}
+        if num_actions is None:
+            if not return_output:
+                raise ConfigError("forward of ActorVL", "no num_actions", "give it, or set return_output")
+            return self._plain(sequences, attention_mask, pixels)
+        if packed_seq_lens is not None:
+            if isinstance(num_actions, int):
+                raise ConfigError("packed sequences", "one num_actions for all", "give a list, one for each sequence")
+            parts = sequences[0].split([int(length) for length in packed_seq_lens])
+            sequences = nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_side="left")
+            attention_mask = nn.utils.rnn.pad_sequence(
+                [torch.ones_like(part) for part in parts], batch_first=True, padding_side="left"
+            )
+            widths = [int(number) for number in num_actions]
+            log_probs = self._log_probs(sequences, max(widths), attention_mask, pixels)
+            whole = torch.cat([row[len(row) - width :] for row, width in zip(log_probs, widths, strict=True)])[None]
+            return (whole, self._plain(sequences, attention_mask, pixels)) if return_output else whole
+        log_probs = self._log_probs(sequences, int(num_actions), attention_mask, pixels)  # pyright: ignore[reportArgumentType]
+        return (log_probs, self._plain(sequences, attention_mask, pixels)) if return_output else log_probs
+
+    def _log_probs(self, sequences: Tensor, actions: int, mask: Tensor | None, pixels: dict[str, Any]) -> Tensor:
+        core = self.language_model
+        return per_action(core, sequences, actions, mask, pixels, self.ranks)
+
+    def _plain(self, sequences: Tensor, mask: Tensor | None, pixels: dict[str, Any]) -> Any:
+        """What the transformers model returns."""
+        if self.ranks.size > 1:
+            raise ConfigError("the output of a sharded model", f"{self.ranks.size} ranks", "leave return_output out")
+        inputs: dict[str, Any] = {} if pixels["pixel_values"] is None else {"pixel_values": pixels["pixel_values"]}
+        if inputs and pixels["image_grid_thws"] is not None:
+            inputs["image_grid_thw"] = pixels["image_grid_thws"]
+        if inputs and self.vision is not None and self.vision.family.mrope:
+            inputs["mm_token_type_ids"] = (sequences == self.vision.placeholder).int()
+        return self.model(input_ids=sequences, attention_mask=mask, **inputs, **pixels["pixel_inputs"])
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Completions of the current weights, by the core's torch engine: `sequences` (B, P + A) int64,
+        `attention_mask` of the same shape, `action_mask` (B, A) bool. An end of sequence that was sampled is a trained
+        action; a completion without one keeps its last token.
+
+        `kwargs`: attention_mask, max_new_tokens or max_length, do_sample, temperature, top_p, top_k, min_new_tokens,
+        eos_token_id, pad_token_id, stop_strings, seed, and further pixel tensors. Raises ConfigError for others. Where
+        the model is sharded, all ranks call it.
+        """
+        if pixel_values_videos is not None or video_grid_thw is not None:
+            raise DataError("generate from videos", "pixel_values_videos", "models read text and images here")
+        arguments = Arguments.of(kwargs, self.model, input_ids, self.temperature)
+        pieces = [] if pixel_values is None else pieces_of(pixel_values, image_grid_thw, arguments.pixel_inputs)
+        prompts = arguments.prompts(input_ids, pieces, self.vision)
+        run_here(self._sampler.adopt(self, arguments.eos_token_ids))
+        completions = run_here(self._sampler.completions(prompts, arguments, self.ranks.rank))
+        width = max(len(each.tokens) for each in completions)
+        before, shape = input_ids.shape[1], (len(prompts), input_ids.shape[1] + width)
+        sequences = input_ids.new_full(shape, arguments.pad_token_id)
+        attention = torch.zeros_like(sequences)
+        sequences[:, :before] = input_ids
+        attention[:, :before] = arguments.attention_mask
+        for row, completion in enumerate(completions):
+            here = slice(before, before + len(completion.tokens))
+            sequences[row, here] = torch.from_numpy(completion.tokens.astype(np.int64)).to(sequences.device)
+            attention[row, here] = 1
+        return sequences, attention, attention[:, before:].bool()
+
+    def process_sequences(
+        self, sequences: Tensor, input_len: int, eos_token_id: int | Sequence[int], pad_token_id: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of (B, S) prompts and completions: the sequences, their attention mask and the mask (B, S - P) of their
+        actions. A completion ends with its first end of sequence after its last other token; without one it keeps its
+        last token."""
+        ends = stops_of(eos_token_id, self.model)
+        stop = torch.isin(sequences, torch.tensor(sorted(ends), device=sequences.device))
+        real = ~stop & (sequences != pad_token_id)
+        place = torch.arange(sequences.shape[1], device=sequences.device)
+        response = place >= input_len
+        last = torch.where(real & response, place, input_len - 1).amax(1, keepdim=True)
+        ended = stop.gather(1, (last + 1).clamp(max=sequences.shape[1] - 1)) & (last + 1 < sequences.shape[1])
+        first = torch.where(sequences != pad_token_id, place, sequences.shape[1]).amin(1, keepdim=True)
+        attention = ((place >= first) & (place <= last + ended.long())).long()
+        return sequences, attention, attention[:, input_len:].bool()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and persistent buffers by Hugging Face name, whole, an adapter added. Where the model is
+        sharded, all ranks iterate over all of them."""
+        return full_weights(self.language_model)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Keeps one activation per layer and computes the others again in the backward pass."""
+        del gradient_checkpointing_kwargs
+        checkpoint_gradients(self.language_model.module)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keeps all activations again; before the model is sharded."""
+        if self.ranks.size == 1:
+            self._core = []
+
+    def print_trainable_parameters(self) -> str:
+        """How many parameters are trained, of how many."""
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+        return f"{sum(n for n, trained in sizes if trained):,} of {sum(n for n, _ in sizes):,} parameters are trained"
+
+    def close(self) -> None:
+        """Ends the engine of `generate`."""
+        self._sampler.close()
+
+    def adopt(self, ranks: Ranks) -> None:
+        """The core's model, now sharded over these ranks, is the model."""
+        self.ranks, self.model = ranks, self.language_model.module

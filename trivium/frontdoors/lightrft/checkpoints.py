@@ -1,0 +1,228 @@
+"""Checkpoints of a role, and model directories: each complete or absent, the same on any number of ranks.
+
+`<directory>/<tag>/` holds `weights.safetensors` (or several numbered files), `optimizer`, `ema`, and `state.json` with
+the scheduler, the learning rates and what the trainer wants to know; `manifest.json` numbers and hashes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
+from trivium.errors import DataError, RunDirError
+from trivium.models.heads import LanguageModel, ValueModel
+from trivium.models.lora import adapter_parameters, has_adapter
+from trivium.training.fsdp import shard_like
+from trivium.training.optim import Optimizer
+from trivium.training.ranks import Ranks
+from trivium.training.snapshot import TensorFile, read_tensors, take_snapshot, weight_files
+from trivium.types import SaveStrategy
+
+_STATE = "state.json"
+_GIB = 2**30
+T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """A scheduler of torch."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Role:
+    """What a checkpoint is about."""
+
+    model: LanguageModel | ValueModel
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    ema: LanguageModel | ValueModel | None = None
+    client_state: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def named(self) -> Optimizer | None:
+        """The optimizer by the names of the parameters."""
+        network = self.model if isinstance(self.model, ValueModel) else self.model.module
+        return None if self.optimizer is None else Optimizer(network, self.optimizer)
+
+
+def trained_tensors(model: LanguageModel | ValueModel) -> dict[str, Tensor]:
+    """What a checkpoint keeps of a model, sharded where it is: all of it, or the adapter (and the head) alone."""
+    if not has_adapter(model.module):
+        state = (model if isinstance(model, ValueModel) else model.module).state_dict()
+        return {name: state[name] for name in model.names}
+    head = model.state_dict() if isinstance(model, ValueModel) else {}
+    heads = {name: head[name] for name in head if name.startswith("value_head.")}
+    return {**adapter_parameters(model.module), **heads}
+
+
+def save(
+    role: Role, directory: Path, tag: str, ranks: Ranks, *, max_num: int | None = 3, max_mem: float | None = None
+) -> Path:
+    """Writes a checkpoint, then removes all but the newest `max_num`, and the oldest as long as all together have more
+    than `max_mem` GiB; None keeps them. All ranks call it.
+
+    Raises DataError for a state that JSON cannot hold.
+    """
+    state = _state_of(role)
+    optimizer = role.named
+    files = [TensorFile("weights", trained_tensors(role.model))]
+    files += [] if optimizer is None else [TensorFile("optimizer", optimizer.state())]
+    files += [] if role.ema is None else [TensorFile("ema", trained_tensors(role.ema))]
+
+    def finish(path: Path) -> None:
+        (path / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    staging = ranks_agree(ranks, lambda: str(staging_directory(directory, tag)))
+    take_snapshot(files, ranks, SaveStrategy.UNRESTRICTED, finish, copy=False).write(Path(staging))
+
+    def conclude() -> None:
+        present = checkpoints(directory)
+        commit(directory, tag, 1 + max(present.values(), default=0))
+        prune(directory, max_num, max_mem)
+
+    ranks_agree(ranks, conclude)
+    return directory / tag
+
+
+def load(role: Role, directory: Path, tag: str | None, ranks: Ranks) -> tuple[Path, dict[str, Any]]:
+    """Opens the checkpoint of a tag, or else the newest, into the role's parts; returns its path and the client state.
+    All ranks call it. Raises RunDirError where there is none, where it is damaged, or of another model.
+    """
+    path = Path(ranks_agree(ranks, lambda: str(_verified(directory, tag))))
+    _copy(path, "weights", trained_tensors(role.model))
+    if role.ema is not None:
+        _copy(path, "ema", trained_tensors(role.ema))
+    state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    optimizer = role.named
+    if optimizer is not None:
+        if state["groups"] is None:
+            raise RunDirError(f"the optimizer of {path}", "it was saved without one", "load the model alone")
+        for tensors in read_tensors(path, "optimizer"):
+            optimizer.restore(tensors)
+        assert role.optimizer is not None
+        for group, saved in zip(role.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+    if role.scheduler is not None and state["scheduler"] is not None:
+        role.scheduler.load_state_dict(state["scheduler"])
+    return path, state["client_state"]
+
+
+def checkpoints(directory: Path) -> dict[str, int]:
+    """The tags of the complete checkpoints of a directory with their numbers, oldest first."""
+    numbers: dict[str, int] = {}
+    for manifest in directory.glob(f"*/{MANIFEST}"):
+        manifest_files(manifest.parent)
+        numbers[manifest.parent.name] = int(json.loads(manifest.read_text(encoding="utf-8"))["step"])
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def prune(directory: Path, max_num: int | None, max_mem: float | None) -> None:
+    """Removes the oldest checkpoints beyond the limits; the newest stays in any case."""
+    present = [*checkpoints(directory)]
+    sizes = {tag: sum(int(e["bytes"]) for e in manifest_files(directory / tag).values()) for tag in present}
+    while len(present) > 1:
+        too_many = max_num is not None and len(present) > max_num
+        too_large = max_mem is not None and sum(sizes[tag] for tag in present) > max_mem * _GIB
+        if not (too_many or too_large):
+            return
+        discard(directory / present.pop(0))
+
+
+def save_model(
+    model: LanguageModel | ValueModel, directory: Path, ranks: Ranks, companions: Callable[[Path], None]
+) -> None:
+    """A directory that transformers loads, an adapter added; what is there already under other names stays. All ranks
+    call it. `companions` writes what belongs to it beside the weights (a tokenizer)."""
+    parent, name = directory.parent, directory.name
+    staging = Path(ranks_agree(ranks, lambda: str(staging_directory(parent, name))))
+    take_snapshot(weight_files(model, ""), ranks, SaveStrategy.UNRESTRICTED, companions, copy=False).write(staging)
+
+    def move() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        new = {path.name for path in staging.iterdir()}
+        for path in sorted(staging.iterdir()):
+            os.replace(path, directory / path.name)
+        for stale in directory.glob("model*.safetensors*"):
+            if stale.name not in new:
+                stale.unlink()
+        shutil.rmtree(staging)
+
+    ranks_agree(ranks, move)
+
+
+def ranks_agree(ranks: Ranks, act: Callable[[], T]) -> T:
+    """What the first rank's `act` returns, on every rank; what it raises is raised on all of them."""
+    result: list[Any] = [None, None]
+    if ranks.rank == 0:
+        try:
+            result[0] = act()
+        except Exception as error:
+            if ranks.size == 1:
+                raise
+            result[1] = error
+            torch.distributed.broadcast_object_list([None, f"{type(error).__name__}: {error}"], src=0)
+            raise
+    if ranks.size > 1:
+        torch.distributed.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise RunDirError("what the first rank does for all", str(result[1]), "fix the cause and run it again")
+    return result[0]
+
+
+def _verified(directory: Path, tag: str | None) -> Path:
+    present = checkpoints(directory)
+    if not present or (tag is not None and tag not in present):
+        raise RunDirError(
+            f"the checkpoint {tag or ''} of {directory}".replace("  ", " "),
+            f"complete ones: {', '.join(present) or 'none'}",
+            "name one of them, or start without load_checkpoint",
+        )
+    chosen = tag or [*present][-1]
+    verify_files(directory / chosen, present[chosen])
+    return directory / chosen
+
+
+def _state_of(role: Role) -> dict[str, Any]:
+    groups = None
+    if role.optimizer is not None:
+        groups = [{k: v for k, v in g.items() if _plain(v)} for g in role.optimizer.param_groups]
+    scheduler = None if role.scheduler is None else role.scheduler.state_dict()
+    state = {"groups": groups, "scheduler": scheduler, "client_state": role.client_state}
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "a scheduler and a client state that a checkpoint can hold", str(error), "keep to JSON values"
+        ) from error
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_plain(each) for each in value)  # pyright: ignore[reportUnknownVariableType]
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+@torch.no_grad()
+def _copy(path: Path, stem: str, own: Mapping[str, Tensor]) -> None:
+    """The saved tensors into the model's own."""
+    left = {*own}
+    for tensors in read_tensors(path, stem):
+        for name, value in tensors.items():
+            if name not in own or own[name].shape != value.shape:
+                raise RunDirError(f"{stem} of {path}", f"{name} does not fit the model", "resume with the same model")
+            own[name].copy_(shard_like(value, own[name]))
+            left.discard(name)
+    if left:
+        raise RunDirError(f"{stem} of {path}", f"no {sorted(left)[0]} there", "resume with the same model")

@@ -1,0 +1,150 @@
+"""CriticVL: a value head on any causal or vision-language backbone, over the core's value model.
+
+Legend: B sequences of S tokens, padding included; A actions, the last A columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
+from trivium.frontdoors.lightrft.per_action import per_action
+from trivium.models.heads import VALUE_HEAD, ValueModel
+from trivium.models.vision import Vision
+from trivium.training.learner import checkpoint_gradients
+from trivium.training.ranks import ALONE, Ranks
+
+
+class CriticVL(nn.Module):
+    """Values of the states before actions.
+
+    `model` is the transformers backbone as it is, `value_head` one linear layer on its states; `value_model` is the
+    core's view of the same parameters.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: str | Path | nn.Module,
+        use_flash_attention_2: bool = False,
+        bf16: bool = False,
+        load_in_4bit: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: Sequence[str] | str | None = None,
+        ds_config: Any = None,
+        device_map: Any = None,
+        packing_samples: bool = False,
+        *,
+        normalize_reward: bool = False,
+        value_head_prefix: str = "score",
+        init_value_head: bool = False,
+        seed: int = 0,
+        **further: Any,
+    ) -> None:
+        """Arguments as those of ActorVL; of an ActorVL, or a model, its trunk is shared. The head is what was saved
+        with the model (by `save_model`, or as `value_head_prefix` of a sequence classifier), unless
+        `init_value_head`; else it is drawn from `seed`.
+        """
+        super().__init__()
+        del use_flash_attention_2
+        options = Options(
+            bf16, load_in_4bit, lora_rank, lora_alpha, lora_dropout, target_modules, ds_config, device_map, seed
+        )
+        options.check({**further, **({"normalize_reward": True} if normalize_reward else {})})
+        opened = open_model(pretrain_or_model, options, backbone=True)
+        self.model: PreTrainedModel = opened.model.eval()
+        self.model_dir, self._autocast, self._seed = opened.directory, opened.autocast, seed
+        self.packing_samples, self.ranks = packing_samples, ALONE
+        head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
+        first = self._built(head)
+        self.value_head = first.value_head
+        self._core: list[ValueModel] = [first]  # in a list: a second owner of the same parameters is no submodule
+
+    def _built(self, head: dict[str, Tensor]) -> ValueModel:
+        how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device, "autocast": self._autocast}
+        return ValueModel(sharing(self.model), seed=self._seed, head=head, **how)
+
+    @property
+    def value_model(self) -> ValueModel:
+        """The core's model over the same parameters."""
+        if self._core[0].device != self.model.device:
+            core = self._built({})
+            core.value_head = self.value_head
+            self._core = [core]
+        return self._core[0]
+
+    @property
+    def vision(self) -> Vision | None:
+        """The image side of the model; None where it reads text only."""
+        return self.value_model.backbone.vision
+
+    def forward(
+        self,
+        sequences: Tensor,
+        num_actions: int | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        **pixel_inputs: Tensor,
+    ) -> Tensor:
+        """(B, A) values of the states before the last A tokens, with gradient; 0 on padding."""
+        if pixel_values_videos is not None or video_grid_thw is not None:
+            raise DataError("values of videos", "pixel_values_videos", "models read text and images here")
+        if num_actions is None:
+            raise ConfigError("forward of CriticVL", "no num_actions", "give it")
+        pixels = {"pixel_values": pixel_values, "image_grid_thws": image_grid_thw, "pixel_inputs": pixel_inputs}
+        return per_action(self.value_model, sequences, num_actions, attention_mask, pixels, self.ranks)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Keeps one activation per layer and computes the others again in the backward pass."""
+        del gradient_checkpointing_kwargs
+        checkpoint_gradients(self.value_model.module)
+
+    def adopt(self, ranks: Ranks) -> None:
+        """The core's model, now sharded over these ranks, is the model."""
+        core = self.value_model
+        self.ranks, self.model, self.value_head = ranks, core.module, core.value_head
+
+
+def get_vlm_for_sequence_regression(
+    model_name_or_path: str | Path | nn.Module, model_type: str, **options: Any
+) -> CriticVL:
+    """A critic, by the function that LightRFT's users build it with. Raises ConfigError for another `model_type`."""
+    if model_type != "critic":
+        raise ConfigError(
+            f"get_vlm_for_sequence_regression with model_type {model_type!r}",
+            "it builds critics",
+            "give the directory of a reward model as reward_model, or write a reward_recipe",
+        )
+    return CriticVL(model_name_or_path, **options)
+
+
+def saved_head(directory: Path, prefix: str) -> dict[str, Tensor]:
+    """The head that was saved with a model; empty where none was. Raises DataError where it has several outputs."""
+    own = directory / f"{VALUE_HEAD}.safetensors"
+    if own.is_file():
+        return _biased(load_file(own))
+    head: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = {name for name in file.keys() if name.rpartition(".")[0] == prefix}  # noqa: SIM118
+            head |= {name.rpartition(".")[2]: file.get_tensor(name).float() for name in names}
+    if head and head["weight"].shape[0] != 1:
+        raise DataError(f"the head {prefix!r} in {directory}", f"{len(head['weight'])} outputs", "set init_value_head")
+    return _biased(head) if head else {}
+
+
+def _biased(head: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"bias": torch.zeros(1), **head}

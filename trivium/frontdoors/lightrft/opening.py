@@ -1,0 +1,121 @@
+"""What ActorVL and CriticVL open: a directory or a model that is there already, with the options of both classes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+from transformers import PreTrainedModel
+
+from trivium.errors import ConfigError
+from trivium.models.hub import ModelPath
+from trivium.models.huggingface import missing_model_error
+from trivium.models.load import load_backbone, load_lm
+from trivium.models.lora import LoraConfig, attach
+
+_SAME_ANYWAY = ("use_flash_attention_2", "packing_samples", "disable_logprobs_flashattn", "fused_linear_logprob")
+"""Options that choose a kernel in the original. Here sequences are always packed and log-probabilities always made in
+chunks, with the same numbers."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is opened."""
+
+    bf16: bool = False
+    load_in_4bit: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    target_modules: Sequence[str] | str | None = None
+    ds_config: Mapping[str, Any] | None = None
+    device_map: Any = None
+    seed: int = 0
+
+    def check(self, further: Mapping[str, Any]) -> None:
+        """Raises ConfigError for what cannot be done here, all of it at once."""
+        refused = {
+            "load_in_4bit": (self.load_in_4bit, "weights are float32 while they are trained: set lora_rank instead"),
+            "lora_dropout": (self.lora_dropout > 0, "dropout makes two passes over the same tokens disagree: leave it"),
+            "ds_config": (self.ds_config is not None, "there is no DeepSpeed here: leave it out, and use --fsdp"),
+        }
+        problems = {name: do for name, (wanted, do) in refused.items() if wanted}
+        unknown = [name for name in further if name not in _SAME_ANYWAY]
+        problems |= dict.fromkeys(unknown, "no such option")
+        if problems:
+            raise ConfigError(
+                f"a model with {', '.join(problems)}",
+                "; ".join(f"{name}: {do}" for name, do in problems.items()),
+                "leave these out",
+            )
+
+    def device(self) -> torch.device:
+        """Raises ConfigError for a map over several devices."""
+        where: object = self.device_map
+        if isinstance(where, Mapping) and len(cast("Mapping[str, object]", where)) == 1:
+            where = next(iter(cast("Mapping[str, object]", where).values()))
+        try:
+            device = torch.device("cuda", where) if isinstance(where, int) else torch.device(str(where or "cpu"))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device_map {self.device_map!r}",
+                "a model lies on one device, or sharded over ranks",
+                "name one device, or start ranks with torchrun and FSDPV2Strategy",
+            ) from error
+        return device
+
+    def adapted(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model with its LoRA adapter, where it gets one."""
+        if not self.lora_rank:
+            return model
+        named = [self.target_modules] if isinstance(self.target_modules, str) else [*(self.target_modules or ())]
+        targets = None if not named or named == ["all-linear"] else tuple(named)
+        return attach(model, LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=targets), seed=self.seed)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model, ready to be wrapped."""
+
+    model: PreTrainedModel
+    directory: Path | None
+    """Where its files are; None for a model that was given."""
+    autocast: bool
+    """Whether its backbone computes in bfloat16; its weights are float32 at least."""
+
+
+def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bool = False) -> Opened:
+    """The model of a directory (or an id in the local Hugging Face cache), or the one that is given, with its adapter.
+
+    A given model of 16 bits is brought to float32, in place: the optimizer needs master weights. Raises DataError where
+    there is no such model.
+    """
+    if isinstance(source, nn.Module):
+        model = getattr(source, "model", source)
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"a model from a {type(source).__name__}", "no transformers model", "give a PreTrainedModel, or a path"
+            )
+        model = cast(PreTrainedModel, model.base_model) if backbone else model
+        halved = model.dtype in (torch.bfloat16, torch.float16)
+        return Opened(options.adapted(model.float() if halved else model), None, options.bf16 or halved)
+    path = Path(TypeAdapter(ModelPath).validate_python(str(source)))
+    missing = missing_model_error(path)
+    if missing is not None:
+        raise missing
+    how: dict[str, Any] = {"dtype": torch.float32, "device": options.device()}
+    model = load_backbone(path, **how) if backbone else load_lm(path, attention=None, **how)
+    return Opened(options.adapted(model), path, options.bf16)
+
+
+def sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """The model again, over the same parameters and buffers: what is replaced in its modules (attention, linear layers)
+    leaves those of the first as they are."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

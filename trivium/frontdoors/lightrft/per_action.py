@@ -1,0 +1,59 @@
+"""Numbers of a model for the actions of padded sequences, with gradient: what `forward` of ActorVL and CriticVL is.
+
+Legend: B sequences of S tokens, padding included; A actions, the last A columns; N of them that are tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.experience import ExperienceVL
+from trivium.models.heads import LanguageModel, ValueModel
+from trivium.models.load import max_positions
+from trivium.models.vision import pixel_reader
+from trivium.training.batching import Sight, check_lengths, collate
+from trivium.training.fsdp import reshard
+from trivium.training.ranks import Ranks
+
+
+def per_action(
+    model: LanguageModel | ValueModel,
+    sequences: Tensor,
+    actions: int,
+    attention_mask: Tensor | None,
+    pixels: dict[str, Any],
+    ranks: Ranks,
+) -> Tensor:
+    """(B, A) log-probabilities of a language model, or values of a value model; 0 on padding, and on a first token.
+
+    `pixels` are the pixel fields of an ExperienceVL. Where the model is sharded, all ranks call it. Raises ConfigError
+    unless 0 < A < S.
+    """
+    if not 0 < actions < sequences.shape[1]:
+        raise ConfigError(
+            f"{actions} actions of sequences of {sequences.shape[1]} tokens",
+            "an action is predicted from what precedes it",
+            "give num_actions between 1 and the length less one",
+        )
+    mask = torch.ones_like(sequences) if attention_mask is None else (attention_mask != 0).to(sequences)
+    mask = mask.index_fill(1, mask.new_tensor([mask.shape[1] - 1]), 1) if not mask.any(1).all() else mask
+    first = mask.cumsum(1) == 1
+    trained = (mask.bool() & ~first)[:, -actions:]
+    experience = ExperienceVL(sequences, attention_mask=mask, action_mask=trained, **pixels)
+    batch = experience.to_batch(model.backbone.vision)
+    check_lengths(batch, max_positions(model.module))
+    sight = None if model.backbone.vision is None else Sight(model.backbone.vision, pixel_reader(Path()))
+    shown = ranks.all_reduce_max(int(any(each.media for each in batch.experiences)))
+    how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "blank": bool(shown) and ranks.size > 1}
+    micro = collate(batch, range(len(batch)), (), sight=sight, **how)
+    numbers = model(micro.pack, micro.rows)
+    numbers = numbers if isinstance(numbers, Tensor) else numbers[0]
+    if not torch.is_grad_enabled():
+        reshard(model)
+    trained = trained.to(numbers.device)
+    return numbers.new_zeros(trained.shape).masked_scatter(trained, numbers)
