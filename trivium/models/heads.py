@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
@@ -25,6 +24,9 @@ from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.models.vision import decoder_of
 from trivium.randomness import stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VALUE_HEAD = "value_head"
 """The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
@@ -67,7 +69,7 @@ class LanguageModel(nn.Module):
         if not autocast:
             use_onednn(decoder_of(self.module))
         expected = self._by_logits(probe_pack(self.module), temperature)
-        self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model), sequence)
+        self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
         self._check_head(expected)
         self.autocast = autocast
         self.names = tensor_names(self.module)
