@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
         """
         super().__init__()
-        given = isinstance(source, PreTrainedModel)
+        given = isinstance(source, nn.Module)
         self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -204,7 +204,7 @@ class ValueModel(nn.Module):
         in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
         the directory, or else is drawn."""
         super().__init__()
-        given = isinstance(source, PreTrainedModel)
+        given = isinstance(source, nn.Module)
         self.module = source if given else load_backbone(source, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
@@ -213,7 +213,7 @@ class ValueModel(nn.Module):
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
         head = dict(head) if head else {}
-        saved = None if head or isinstance(source, PreTrainedModel) else source / f"{VALUE_HEAD}.safetensors"
+        saved = None if head or isinstance(source, nn.Module) else source / f"{VALUE_HEAD}.safetensors"
         if saved is not None and saved.is_file():
             head = safetensors.torch.load_file(saved)
         biased = self.biased or "bias" in head
