@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reward_services import computed, json_of, lengths, service
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -344,3 +346,41 @@ def test_a_python_file_is_a_reward_model(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ConfigError, match="reward_func"):
         RewardScorer(remote_rm_url=str(tmp_path / "empty.py"))
+
+
+# --------------------------------------------------------------------------- services
+
+
+def test_services_score_batches_beside_local_models_and_recipes_name_them() -> None:
+    async def scored() -> tuple[list[float], list[Any]]:
+        async with service(computed(lengths)) as first, service(computed(lengths)) as second:
+            scorer = RewardScorer(
+                lambda labels: [1.0] * len(labels),
+                reward_fn_label_map={"local": 0, "first": 1, "second": 2},
+                reward_recipe={"a": [("model", "first", 1.0), ("model", "local", 0.5)], "b": [("model", "second", 2)]},
+                remote_rm_url=[first.url, {"urls": second.url, "max_batch": 1, "protocol": "openrlhf"}],
+            )
+            samples = [sample("xyz", label=label) for label in "aab"]
+            given = await asyncio.to_thread(scorer.score, samples)
+            return given.rewards.tolist(), [request.body for service in (first, second) for request in service.requests]
+
+    earned, bodies = asyncio.run(scored())
+    query = sample("xyz").query
+    assert earned == [len(query) + 0.5, len(query) + 0.5, 2 * len(query)]
+    assert bodies[0] == {"queries": [query] * 2, "prompts": [GEO_PROMPT] * 2, "references": ["7", "7"]}
+    assert bodies[1] == {"query": [query], "prompts": [GEO_PROMPT], "labels": ["7"]}
+
+
+def test_a_service_that_gives_no_number_ends_the_rollout_and_is_named() -> None:
+    async def failed() -> str:
+        async with service(json_of({"rewards": [1.0, float("nan")]})) as here:
+            with pytest.raises(RewardError) as error:
+                await asyncio.to_thread(RewardScorer(remote_rm_url=here.url).score, [sample("a"), sample("b")])
+            return f"{here.url} {error.value}"
+
+    url, _, text = asyncio.run(failed()).partition(" ")
+    assert url in text
+    assert "sample 1 of 2" in text
+    for wrong in ("localhost:8000", {"urls": "http://x/", "tokens": "y"}, 5):
+        with pytest.raises(ConfigError, match=r"remote_rm_url\[0\]"):
+            RewardScorer(remote_rm_url=[wrong])  # pyright: ignore[reportArgumentType]

@@ -10,15 +10,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from trivium.concurrency import run_here
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.models.classifier import load_score_model
 from trivium.models.heads import ScoreModel
 from trivium.models.images import decoded
 from trivium.models.scoring import Conversation, SequenceScorer
 from trivium.registry import resolve
+from trivium.rewards.remote import RemoteReward
+from trivium.rewards.remote_forms import RemoteSample, RemoteScore
 from trivium.text import hf_tokenizer
 from trivium.training.engine import device_of
 from trivium.types import AnyArray, IntArray, Media
@@ -59,16 +63,15 @@ class RewardSource(Protocol):
 
 def sources_of(reward_model: object, remote_rm_url: object, *, tokenizer: Any, batch_size: int) -> list[RewardSource]:
     """One source for each reward model, then one for each address, in order."""
-    models, addresses = _listed(reward_model), _listed(remote_rm_url)
+    models = _listed(list(reward_model.values()) if isinstance(reward_model, Mapping) else reward_model)
+    addresses = _listed(remote_rm_url)
     sources = [_model_source(model, i, tokenizer, batch_size) for i, model in enumerate(models)]
     return sources + [_address_source(address, i) for i, address in enumerate(addresses)]
 
 
 def _listed(value: object) -> list[Any]:
-    if value is None or (isinstance(value, str) and not value):
+    if value is None or value == "":
         return []
-    if isinstance(value, Mapping):
-        return list(value.values())
     return list(value) if isinstance(value, list | tuple | nn.ModuleList) else [value]
 
 
@@ -85,11 +88,19 @@ def _model_source(model: object, number: int, tokenizer: Any, batch_size: int) -
 
 def _address_source(address: object, number: int) -> RewardSource:
     label = f"remote_rm_url[{number}]"
-    if not isinstance(address, str):
-        raise ConfigError(label, described(address), "give a URL, or a .py file with a function `reward_func`")
-    if address.endswith(".py"):
+    if isinstance(address, str) and address.endswith(".py"):
         return CallSource(label, resolve("rewards", f"{Path(address).resolve()}:reward_func"), None, 0)
-    raise ConfigError(label, address, "give the path of a .py file with a function `reward_func`")
+    section = {"urls": address} if isinstance(address, str) else address
+    if not isinstance(section, Mapping):
+        raise ConfigError(label, described(address), "give a URL, or a .py file with a function `reward_func`")
+    try:
+        config = RemoteReward.Config.model_validate({"protocol": "lightrft", **section})
+    except ValidationError as error:
+        cause = "; ".join(f"{problem['msg']} ({problem['input']!r:.60})" for problem in error.errors())
+        raise ConfigError(
+            label, cause, "give a URL, a .py file with a function `reward_func`, or the keys of a reward `kind: remote`"
+        ) from error
+    return RemoteSource(label, RemoteReward(config))
 
 
 # --------------------------------------------------------------------------- modules and functions
@@ -248,6 +259,39 @@ class DirectorySource:
         if sample.truncated and self._eos is not None:
             tokens = np.append(tokens, np.int32(self._eos))
         return Conversation(tokens, tuple(sample.images))
+
+
+# --------------------------------------------------------------------------- services
+
+
+class RemoteSource:
+    """A reward service: requests of several samples, side by side."""
+
+    def __init__(self, label: str, reward: RemoteReward) -> None:
+        self.label, self._reward = label, reward
+
+    def score(self, samples: Sequence[Sample]) -> AnyArray:
+        """(B,) finite numbers. Raises the service's error where a sample has none."""
+        results = run_here(self._reward.score_batch([_remote_sample(sample) for sample in samples]))
+        for row, result in enumerate(results):
+            if isinstance(result, RewardError):
+                raise RewardError(
+                    f"{result.asked}, sample {row} of {len(results)}", result.found, result.do
+                ) from result
+        scores = [result.reward for result in results if isinstance(result, RemoteScore)]
+        return numbers_in(scores, len(samples), self.label)
+
+
+def _remote_sample(sample: Sample) -> RemoteSample:
+    return RemoteSample(
+        sample.prompt,
+        sample.completion,
+        query=sample.query,
+        label=sample.reference,  # what OpenRLHF calls labels are the right answers
+        reference=sample.reference,
+        images=sample.images,
+        columns={"label": sample.label, "reference": sample.reference},
+    )
 
 
 # --------------------------------------------------------------------------- results
