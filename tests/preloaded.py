@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 
 import torch.distributed.fsdp
-import transformers.models.auto.modeling_auto
-import transformers.models.auto.processing_auto
 import transformers.models.auto.tokenization_auto
 import transformers.models.qwen3.modeling_qwen3
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping

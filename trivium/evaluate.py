@@ -165,9 +165,10 @@ class HeldOut:
     def named(self, metrics: Metrics) -> Metrics:
         """The part of an update's metrics that says how well the rows are learned, under `eval/<taskset>/`."""
         named = {"loss": sum(value for key, value in metrics.items() if key.startswith("train/loss/"))}
-        for name in ("preference_accuracy", "preference_margin"):
-            if f"train/{name}" in metrics:
-                named[name] = metrics[f"train/{name}"]
+        for key, value in metrics.items():
+            name = key.removeprefix("train/")
+            if name == "preference_margin" or name.partition("/")[0] == "preference_accuracy":
+                named[name] = value
         return {f"eval/{self.taskset}/{name}": value for name, value in named.items()}
 
 

@@ -203,6 +203,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "dpo": "trivium.algorithms.preference:dpo",
         "ipo": "trivium.algorithms.preference:ipo",
         "kto": "trivium.algorithms.preference:kto",
+        "kto_mismatched": "trivium.algorithms.preference:kto_mismatched",
         "kto_pair": "trivium.algorithms.preference:kto_pair",
     },
     "score_losses": {

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from trivium.algorithms import GroupAlgorithm, PairInputs, ScoreInputs, pair_inputs
 from trivium.algorithms.batches import batch_of_pairs, pair_of
-from trivium.algorithms.preference import dpo, hps, ipo, kto, kto_pair, logexp, reference_point, sigmoid
+from trivium.algorithms.preference import dpo, hps, ipo, kto, kto_mismatched, kto_pair, logexp, reference_point, sigmoid
 from trivium.errors import DataError
 from trivium.metrics import checked
 from trivium.types import Failure, Group, StopReason, Task, Trajectory, Turn
 
 PAIR_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("pair_losses")}
 SCORE_LOSSES = {f"{v}": (v.kind, v.options) for v in variants("score_losses")}
-OF_KIND = {"dpo": dpo, "ipo": ipo, "kto": kto, "kto_pair": kto_pair}
+OF_KIND = {"dpo": dpo, "ipo": ipo, "kto": kto, "kto_mismatched": kto_mismatched, "kto_pair": kto_pair}
+KTO = ("kto", "kto_mismatched")
+"""The second is the first where there are no mismatched pairs (tests/unit/test_mismatched.py)."""
 
 
 def sides(count: int = 5, seed: int = 0) -> list[Tensor]:
@@ -87,7 +89,7 @@ def slow_kto_pair(c, d, beta=0.1):
     return [1 - logistic(beta * (x - mean_d)) + 1 - logistic(beta * (mean_c - y)) for x, y in zip(c, d, strict=True)]
 
 
-SLOW = {"dpo": slow_dpo, "ipo": slow_ipo, "kto": slow_kto, "kto_pair": slow_kto_pair}
+SLOW = {"dpo": slow_dpo, "ipo": slow_ipo, "kto": slow_kto, "kto_mismatched": slow_kto, "kto_pair": slow_kto_pair}
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -109,15 +111,11 @@ def test_a_loss_over_preferences_is_its_equation(name: str, seed: int) -> None:
 def test_a_loss_over_scores_is_its_equation(name: str) -> None:
     kind, options = SCORE_LOSSES[name]
     chosen, rejected = (side + 12 for side in sides()[:2])
+    factor = 1.0 if options.get("learned") else options.get("scale", 1.0)
     expected = {
         "sigmoid": lambda s, t: -math.log(logistic(s - t - options.get("margin", 0.0))),
         "logexp": lambda s, t: math.log(1 + math.exp(t - s)),
-        "hps": lambda s, t: (
-            -math.log(
-                math.exp(options.get("scale", 1.0) * s)
-                / (math.exp(options.get("scale", 1.0) * s) + math.exp(options.get("scale", 1.0) * t))
-            )
-        ),
+        "hps": lambda s, t: -math.log(math.exp(factor * s) / (math.exp(factor * s) + math.exp(factor * t))),
     }[kind]
     function = {"sigmoid": sigmoid, "logexp": logexp, "hps": hps}[kind]
     slow = [expected(s, t) for s, t in zip(chosen.tolist(), rejected.tolist(), strict=True)]
@@ -165,7 +163,7 @@ def slow_mean(kind: str, options: dict, log_prob: Tensor, mask: Tensor, referenc
         return sum(SLOW[kind](*zip(*whole, strict=True), **options)) / len(whole)
     c, d = ([value for value in side if value is not None] for side in (ratio[::2], ratio[1::2]))
     beta = options.get("beta", 0.1)
-    if kind == "kto":
+    if kind in KTO:
         mean_c = mean_d = max(0.0, sum([*c, *d]) / len([*c, *d]))
     else:
         mean_c, mean_d = max(0.0, sum(c) / len(c)), max(0.0, sum(d) / len(d))
@@ -193,7 +191,7 @@ def test_the_gradient_is_that_of_the_whole_mini_batch(name: str, shift: float) -
     log_prob = (log_prob + shift).requires_grad_(True)
     loss, _ = on_rows(preference(kind, **options), log_prob, mask, reference)
     (found,) = torch.autograd.grad(loss, log_prob)
-    z0 = slow_reference_point(log_prob.detach(), mask, reference) if kind == "kto" else None
+    z0 = slow_reference_point(log_prob.detach(), mask, reference) if kind in KTO else None
 
     def whole(at: Tensor) -> Tensor:
         """The equation over all rows at once; KTO's z0, which has no gradient, is held where it was."""
@@ -278,7 +276,7 @@ def test_where_policy_is_reference_the_preferred_reply_rises_as_the_other_falls(
     (gradient,) = torch.autograd.grad(loss, log_prob)
     beta = options.get("beta", 0.1)
     chosen, rejected = gradient[::2] * 5, gradient[1::2] * 5
-    if kind == "kto":  # a mean over 10 replies, sigmoid'(0) = 1/4
+    if kind in KTO:  # a mean over 10 replies, sigmoid'(0) = 1/4
         expected = [beta / 8 * options.get(side, 1.0) for side in ("desirable_weight", "undesirable_weight")]
     elif kind == "kto_pair":  # its reference points move along, with the derivative of the floor at its edge: 1
         expected = [beta / 4, beta / 4]
@@ -411,7 +409,7 @@ def test_single_completions_with_labels_are_the_same_as_halves_of_pairs(kind: st
     reference = log_prob - torch.tensor([0.3, 0, 0, -0.2, 0.9, 0])[:, None].double()
     loss, means = on_rows(preference(kind, beta=0.5), log_prob, mask, reference)
     c, d = [0.9, 2.7], [-0.6]
-    if kind == "kto":
+    if kind in KTO:
         z0 = max(0.0, sum([*c, *d]) / 3)
         expected = [1 - logistic(0.5 * (x - z0)) for x in c] + [1 - logistic(0.5 * (z0 - x)) for x in d]
     else:

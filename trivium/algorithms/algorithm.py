@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trivium.algorithms.advantages.base import AdvantageInputs, Advantages
 from trivium.algorithms.advantages.finishing import Normalise, normalised
-from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged
+from trivium.algorithms.batches import batch_of, batch_of_pairs, column, pair_of, ragged, with_labels
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.estimator_inputs import (
     advantage_inputs,
@@ -28,7 +28,7 @@ from trivium.algorithms.kl import AdaptiveKLController, KlController, apply_kl_p
 from trivium.algorithms.metadata import EstimatorMetadata, KlMetadata
 from trivium.algorithms.objective import FORWARD_COLUMNS, PolicyObjective
 from trivium.algorithms.policy_losses.base import PolicyInputs, check_per_token
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
@@ -36,6 +36,7 @@ from trivium.algorithms.value_loss import ValueObjective
 from trivium.errors import DataError
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 
+AnyObjective = PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective | HeadsObjective
 _SCORE_OF = {column: what for what, column in SCORES.items()}
 
 
@@ -82,7 +83,7 @@ class GroupAlgorithm:
     """An algorithm as a value; implements `protocols.Algorithm`."""
 
     name: str
-    objectives: tuple[PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective, ...]
+    objectives: tuple[AnyObjective, ...]
     """In the order they are minimised."""
     estimator: Estimator | None = None
     """None where no advantages are estimated, as in supervised learning."""
@@ -98,6 +99,10 @@ class GroupAlgorithm:
     """Whether a group is trained on as a pair: its best member and its worst one."""
     label: str = "label"
     """The column of the task that says which of the two the only member of a group is."""
+    mismatched: bool = False
+    """Whether two rows follow each pair, of its prompt with other completions (`batch_of_pairs`)."""
+    heads: tuple[str, ...] = ()
+    """The heads of a reward model that a pair has labels for; none for one head, by which the chosen one is better."""
     filters: tuple[Filter, ...] = ()
     """Rules that refuse groups, beyond groups without enough rewards, in this order."""
     refill: int = 0
@@ -115,9 +120,7 @@ class GroupAlgorithm:
     first_version: int = 0
     """The version that the first one starts from."""
 
-    def objectives_at(
-        self, version: int
-    ) -> tuple[PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective, ...]:
+    def objectives_at(self, version: int) -> tuple[AnyObjective, ...]:
         """The objectives of the train step from `version`: while the critic warms up, its own alone."""
         warming_up = version < self.first_version + self.critic_warmup
         return tuple(each for each in self.objectives if not warming_up or each.role == "critic")
@@ -180,7 +183,8 @@ class GroupAlgorithm:
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The experiences of the groups' living members, in order; of a pair, the better member's first."""
-        return batch_of_pairs(groups, self.label) if self.pairs else batch_of(groups)
+        batch = batch_of_pairs(groups, self.label, mismatched=self.mismatched) if self.pairs else batch_of(groups)
+        return with_labels(batch, groups, self.heads) if self.heads else batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with every column its objectives need; scores named in `needs` must be there already.

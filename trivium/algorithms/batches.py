@@ -6,13 +6,15 @@ Legend: B sequences, L tokens of the longest one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.config.schema import is_mapping
 from trivium.errors import DataError
 from trivium.randomness import stream, uniforms
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Trajectory, experiences_of
@@ -30,6 +32,42 @@ def pair_of(group: Group) -> tuple[Trajectory, Trajectory] | None:
     return (best, worst) if best and worst and best.reward > worst.reward else None
 
 
+TIE = 2.0
+"""The label of a pair of equals."""
+_LABELS = {"A": 1.0, "B": -1.0, "tie": TIE, "C": TIE, None: 0.0}
+"""What a row says -> the label: 1 where the first of a pair is preferred, -1 where the second is, 0 for no label."""
+
+
+def with_labels(batch: Batch, groups: Sequence[Group], heads: Sequence[str]) -> Batch:
+    """A batch of pairs of these groups with the column `labels`, (L, K): what each of K heads is told of the pair."""
+    of = {group.group_id: labels_of(group, heads) for group in groups}
+    return batch.with_columns(labels=[np.tile(of[e.group_id], (len(e), 1)) for e in batch.experiences])
+
+
+def labels_of(group: Group, heads: Sequence[str]) -> AnyArray:
+    """(K,): 1 where the first of a pair is preferred, -1 where the second is, 2 for a tie, 0 without a label.
+
+    They are `A`, `B`, `tie` or null, in columns with the names of the heads, or in the mapping `labels`. Raises
+    DataError for anything else, and for a row without any of these columns.
+    """
+    columns = group.task.columns
+    given = cast(Mapping[str, object], columns.get("labels", {}))
+    given = {**given, **{head: columns[head] for head in heads if head in columns}} if is_mapping(given) else {}
+    wrong = {head: given[head] for head in heads if head in given and not _is_label(given[head])}
+    if wrong or not any(head in given for head in heads):
+        raise DataError(
+            f"labels by {', '.join(heads)} of task {group.task.task_id!r}",
+            f"{wrong}" if wrong else f"none of them; the columns are {sorted(columns)}",
+            "give each head A (the first is preferred), B, tie or null, in a column of its name or in the mapping "
+            "`labels`",
+        )
+    return np.array([_LABELS[cast(str | None, given.get(head))] for head in heads], np.float32)
+
+
+def _is_label(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value in _LABELS)
+
+
 def labelled(group: Group, column: str) -> tuple[Trajectory | None, Trajectory | None]:
     """(the completion if it is desirable, the completion if it is not) of a group with one member, by a column of its
     task: true or false, 1 or 0. Raises DataError for anything else."""
@@ -44,31 +82,89 @@ def labelled(group: Group, column: str) -> tuple[Trajectory | None, Trajectory |
     return (member, None) if label else (None, member)
 
 
-def batch_of_pairs(groups: Sequence[Group], label: str = "label") -> Batch:
+def batch_of_pairs(groups: Sequence[Group], label: str = "label", *, mismatched: bool = False) -> Batch:
     """Two rows for each group that has a pair: the chosen one, the rejected one. A group with one member has a row
     without trained tokens in place of the other (`labelled`).
+
+    With `mismatched` two more follow, of a negative `index`: the prompt of each of them with a completion of the next
+    group whose prompt is another one, or of the next group at all, shortened where that would be longer than the
+    longest of the others.
 
     Raises DataError for a trajectory whose turns rewrote history: it is more than one sequence, and only a single
     sequence has one probability.
     """
-    rows: list[Experience] = []
+    pairs: list[tuple[Experience, ...]] = []
     for group in groups:
         chosen, rejected = (labelled(group, label) if len(group.trajectories) == 1 else pair_of(group)) or (None, None)
         if chosen or rejected:
-            rows += [_single(group, each) if each else _missing(group) for each in (chosen, rejected)]
+            pairs.append(tuple(_single(group, each) if each else _missing(group) for each in (chosen, rejected)))
+    longest = max((len(row) for pair in pairs for row in pair), default=0)
+    rows: list[Experience] = []
+    for number, pair in enumerate(pairs):
+        rows += pair
+        if mismatched:
+            others = [*pairs[number + 1 :], *pairs[:number]]
+            rows += _mismatched_pair(pair, others, longest)
     return Batch(tuple(rows))
 
 
-def _missing(group: Group) -> Experience:
-    """The row of a completion that there is not."""
+def _mismatched_pair(
+    pair: Sequence[Experience], others: Sequence[Sequence[Experience]], longest: int
+) -> list[Experience]:
+    """Each row of a pair with a completion of the first other one that has another prompt; a row without a trained
+    token where the pair has none, or where there is no other one."""
+    own = next(_prompt_of(row) for row in pair if row.response_mask.any())
+    ways = ([row for row in other if row.response_mask.any()] for other in others)
+    others = [rows for rows in ways if rows]
+    source = next((rows for rows in others if _prompt_of(rows[0]) != own), others[0] if others else [])
+    rows: list[Experience] = []
+    for row in pair:
+        taken = sum(bool(each.response_mask.any()) for each in rows)
+        whole = source and row.response_mask.any()
+        rows.append(_mismatched(row, source[taken % len(source)], longest) if whole else _blank(row.group_id, -1))
+    return rows
+
+
+def _prompt_of(row: Experience) -> tuple[bytes, tuple[str, ...]]:
+    start = int(row.response_mask.argmax())
+    return row.tokens[:start].tobytes(), tuple(item.sha256 for item in row.media)
+
+
+def _mismatched(row: Experience, other: Experience, longest: int) -> Experience:
+    """The prompt of one sequence with the completion of another, at most `longest` tokens."""
+    start, begin = int(row.response_mask.argmax()), int(other.response_mask.argmax())
+    moved = [item.at(item.span[0] - begin + start, item.span[1] - begin + start) for item in other.media if item.span]
+    moved = [item for item in moved if item.span and item.span[0] >= start]
+    end = min([longest, *(item.span[0] for item in moved if item.span and item.span[1] > longest)])
+    end = min(end, start + len(other) - begin)
+    kept = slice(begin, begin + end - start)
+    prompt_media = [item for item in row.media if item.span and item.span[1] <= start]
+    return Experience(
+        np.concatenate([row.tokens[:start], other.tokens[kept]]),
+        np.concatenate([np.zeros(start, np.bool_), other.response_mask[kept]]),
+        np.zeros(end, np.float32),
+        np.full(end, EXPERT_VERSION, np.int32),
+        row.group_id,
+        -1,
+        media=(*prompt_media, *(item for item in moved if item.span and item.span[1] <= end)),
+    )
+
+
+def _blank(group_id: str, index: int) -> Experience:
+    """A row without a trained token."""
     return Experience(
         np.zeros(1, np.int32),
         np.zeros(1, np.bool_),
         np.zeros(1, np.float32),
         np.full(1, EXPERT_VERSION, np.int32),
-        group.group_id,
-        index=1,
+        group_id,
+        index,
     )
+
+
+def _missing(group: Group) -> Experience:
+    """The row of a completion that there is not."""
+    return _blank(group.group_id, 1)
 
 
 def _single(group: Group, member: Trajectory) -> Experience:

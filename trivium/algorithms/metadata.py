@@ -220,6 +220,9 @@ class PairLossMetadata(FunctionMetadata):
     """What it must see at once: one pair, or every pair of the mini-batch, at the price of another forward pass."""
     mean: Literal["pair", "completion"] = "pair"
     """What is averaged over: pairs, or the completions they consist of."""
+    mismatched: bool = False
+    """Whether it reads `kl`, estimated over the mini-batch from each prompt with the completion of another one: two
+    further forward passes, of the policy and of the reference. Its scope is `batch`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needs", frozenset(self.needs) | {"ref_log_prob"})
@@ -230,6 +233,10 @@ class ScoreLossMetadata(FunctionMetadata):
     """Of `f(x: ScoreInputs, *, options...) -> (P,) loss`, a reward model's loss that `score_loss.kind` can name."""
 
     decorator = "score_loss"
+
+    learned_scale: bool = False
+    """Whether its option `learned` makes its option `scale` the initial value of a factor that the model learns: the
+    scores that it reads then have that factor already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +350,8 @@ def _config_of(functions: Collection[Callable[..., Any]], base: type[Plugin]) ->
         __base__=base,
         __module__=first.__module__,
         __doc__=first.__doc__,
+        # No class statement describes these fields; without this pydantic looks for one through every loaded module.
+        __cls_kwargs__={"use_attribute_docstrings": False},
         **fields,
     )
 

@@ -35,7 +35,7 @@ class PairInputs:
     has_rejected: Tensor
     """Bool: whether the other completion has."""
     kl: Tensor | None = None
-    """A scalar, the `reference_point` of other completions, where the caller has them (KTO)."""
+    """A scalar, the `reference_point` of other completions: of mismatched pairs where the loss asks for them (KTO)."""
 
     @property
     def chosen_log_ratio(self) -> Tensor:
@@ -123,19 +123,39 @@ def kto(
     desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred completions")] = 1.0,
     undesirable_weight: Annotated[float, Field(ge=0, description="weight of the others")] = 1.0,
 ) -> PerPair:
-    """Kahneman-Tversky optimisation: each completion is a gain or a loss against the reference point z0.
+    """KTO with a cheaper reference point: z0 from the completions of the mini-batch, each with its own prompt.
 
-    z0 stands for KL(current, reference). The paper (section 4.1) estimates it from mismatched pairs, each prompt with
-    the completion of another one, which takes forward passes over sequences that are not trained on. Here the
-    completions of the mini-batch are used, each with its own prompt. That is the KL on average only where the policy
-    itself sampled them; on a file's completions it is off by however far training has moved the policy on those. Give
-    `x.kl` for another estimate.
+    That is KL(current, reference) on average only where the policy itself sampled them; on a file's completions it is
+    off by however far training has moved the policy on those. `kto_mismatched` is the paper's. Give `x.kl` for another
+    estimate.
     """
     both = torch.cat([x.chosen_log_ratio[x.has_chosen], x.rejected_log_ratio[x.has_rejected]])
     z0 = reference_point(both) if x.kl is None else x.kl
     gain = desirable_weight * torch.sigmoid(-beta * (x.chosen_log_ratio - z0))
     loss = undesirable_weight * torch.sigmoid(-beta * (z0 - x.rejected_log_ratio))
     return _per_pair(torch.where(x.has_chosen, gain, 0.0) + torch.where(x.has_rejected, loss, 0.0), x, beta)
+
+
+@pair_loss(
+    formula="desirable_weight (1 - sigmoid(beta (c - z0))) + undesirable_weight (1 - sigmoid(beta (z0 - d))); z0 = max(0, mean of log(current / reference) of each prompt with the completion of another one), without gradient",  # noqa: E501
+    source="KTO, Ethayarajh et al. 2024, section 4.1",
+    scope="batch",
+    mean="completion",
+    mismatched=True,
+)
+def kto_mismatched(
+    x: PairInputs,
+    *,
+    beta: Beta = 0.1,
+    desirable_weight: Annotated[float, Field(ge=0, description="weight of preferred completions")] = 1.0,
+    undesirable_weight: Annotated[float, Field(ge=0, description="weight of the others")] = 1.0,
+) -> PerPair:
+    """Kahneman-Tversky optimisation: each completion is a gain or a loss against the reference point z0.
+
+    z0 stands for KL(current, reference). It is estimated from mismatched pairs, each prompt of the mini-batch with the
+    completion of the next other prompt of the step.
+    """
+    return kto(x, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
 
 
 @pair_loss(
@@ -178,12 +198,21 @@ def logexp(x: ScoreInputs) -> Tensor:
 
 
 @score_loss(
-    formula="-log of the preferred one's share in softmax(scale [s_chosen, s_rejected])",
-    source="HPS v2, Wu et al. 2023",
+    formula="-log of the preferred one's share in softmax(scale [s_chosen, s_rejected]){learned:, scale learned}",
+    source="HPS v2, Wu et al. 2023; the learned scale is that of CLIP, Radford et al. 2021, section 2.5",
+    learned_scale=True,
 )
-def hps(x: ScoreInputs, *, scale: Annotated[float, Field(gt=0, description="factor of the scores")] = 1.0) -> Tensor:
+def hps(
+    x: ScoreInputs,
+    *,
+    scale: Annotated[float, Field(gt=0, le=100, description="factor of the scores, or its initial value")] = 1.0,
+    learned: Annotated[
+        bool, Field(description="whether the model learns the factor, which its scores then have")
+    ] = False,
+) -> Tensor:
     """Cross-entropy of choosing the preferred completion."""
-    return -torch.log_softmax(scale * torch.stack([x.chosen, x.rejected]), 0)[0]
+    factor = 1.0 if learned else scale
+    return -torch.log_softmax(factor * torch.stack([x.chosen, x.rejected]), 0)[0]
 
 
 def _per_pair(loss: Tensor, x: PairInputs, beta: float) -> PerPair:

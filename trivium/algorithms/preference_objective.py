@@ -1,26 +1,27 @@
 """Objectives over pairs of rows: chosen, rejected, chosen, rejected, ...
 
-Legend: B rows, L tokens, P = B / 2 pairs. Everything is normalised by the counts of the whole optimizer step, so
-it does not matter where between its pairs a mini-batch is cut.
+Legend: B rows, L tokens, P = B / 2 pairs, K heads of a reward model. Everything is normalised by the counts of the
+whole optimizer step, so it does not matter where between its pairs a mini-batch is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.algorithms.batches import column, padded, ragged
+from trivium.algorithms.batches import TIE, column, padded, ragged
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata
 from trivium.algorithms.objective import required
 from trivium.algorithms.policy_losses.base import zero_outside
-from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs
+from trivium.algorithms.preference import PairInputs, PerPair, ScoreInputs, reference_point
 from trivium.errors import DataError
-from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs, ScoreHead
 from trivium.protocols import CutAnywhere
-from trivium.types import Batch, Metrics
+from trivium.types import AnyArray, Batch, Metrics
 
 _AHEAD = frozenset({"pair_loss", "pair_gradient"})
 """Columns that `select` adds for a loss that must see the whole mini-batch: each token's share of the loss, and the
@@ -55,13 +56,22 @@ class PreferenceObjective:
         return frozenset({"log_prob"}) if self.metadata.scope == "batch" else frozenset()
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with the loss and its gradient spread over the tokens, where the loss must see all of it."""
+        """The mini-batch with the loss and its gradient spread over the tokens, where the loss must see all of it.
+
+        Mismatched pairs (`batch_of_pairs`) leave it: they are there for the reference point alone.
+        """
         del address
         if self.metadata.scope == "pair":
             return batch
+        kl = None
+        mismatched = [row for row, e in enumerate(batch.experiences) if e.index < 0]
+        if mismatched:
+            kl = _reference_point(batch.select(mismatched))
+            batch = batch.select([row for row, e in enumerate(batch.experiences) if e.index >= 0])
+            batch = replace(batch, metrics={"train/reference_point": float(kl)})
         mask = padded([e.response_mask for e in batch.experiences]).bool()
         log_prob = column(batch, "log_prob").double().requires_grad_(True)
-        x = _pairs(log_prob, column(batch, "ref_log_prob").double(), mask)
+        x = replace(_pairs(log_prob, column(batch, "ref_log_prob").double(), mask), kl=kl)
         loss = self._counted(x)
         (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
         share = loss.detach() / mask.sum(-1).view(-1, 2).sum(-1).clamp(min=1)
@@ -110,6 +120,7 @@ class ScoreObjective(CutAnywhere):
 
     score_loss: Callable[[ScoreInputs], Tensor]
     metadata: ScoreLossMetadata
+    score_head: ScoreHead = field(default_factory=ScoreHead)
 
     role: str = "reward"
     head: str = "score"
@@ -120,14 +131,108 @@ class ScoreObjective(CutAnywhere):
     def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
         """This micro-batch's part of the step's loss, and its metrics."""
         mask = inputs.response_mask.bool()
-        scores = zero_outside(required(inputs.values, "values"), mask)
-        last = mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1, keepdim=True)
-        chosen, rejected = _by_pair(scores.gather(1, last).squeeze(1))
+        chosen, rejected = _by_pair(_last_scores(inputs, mask))
         has_chosen, has_rejected = _by_pair(mask.any(-1))
         whole = has_chosen & has_rejected
         loss = torch.where(whole, self.score_loss(ScoreInputs(chosen, rejected)), 0.0).sum()
         sums = _preference_metrics(chosen.detach(), rejected.detach(), whole, denominators)
         return LossOutputs(loss / max(denominators.pairs, 1) * denominators.dp_size, sums)
+
+
+@dataclass(frozen=True)
+class HeadsObjective:
+    """The loss of a reward model with a head for each of several attributes, added up over the heads.
+
+    The label of a head says which row of a pair it prefers, the first or the second, or neither (`batches.labels_of`).
+    Each head's loss is the mean over the pairs with a preference by it, plus `tie_coef` times the mean distance of the
+    two scores over its ties. A pair without a label adds nothing to that head.
+    """
+
+    score_loss: Callable[[ScoreInputs], Tensor]
+    metadata: ScoreLossMetadata
+    score_head: ScoreHead
+    tie_coef: float = 0.01
+
+    role: str = "reward"
+    head: str = "score"
+    unit: str = "pair"
+    needs: frozenset[str] = frozenset({"labels", "label_weight"})
+    looks_at: frozenset[str] = frozenset()
+    on_policy: str = "none: it fits scores, not the policy"
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        """The mini-batch with `label_weight` (L, K): what a pair counts in each head, which is one over the number of
+        such labels in the whole mini-batch, and 0 without a label."""
+        del address
+        rows = [each[0] for each in batch.columns["labels"]]
+        labels = np.array([a if _is_pair(batch, row) else 0 * a for row, a in enumerate(rows)])
+        ties, decided = labels == TIE, np.abs(labels) == 1
+        numbers = [np.maximum(some[0::2].sum(0), 1) for some in (decided, ties)]
+        weights = decided / numbers[0] + self.tie_coef * ties / numbers[1]
+        spread: list[AnyArray] = [
+            np.broadcast_to(each, (len(e), len(each))) for each, e in zip(weights, batch.experiences, strict=True)
+        ]
+        return batch.with_columns(label_weight=spread)
+
+    def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
+        """This micro-batch's part of the step's loss, and its metrics."""
+        scores = _last_scores(inputs, inputs.response_mask.bool())
+        first, second = _by_pair(scores.view(len(scores), -1))
+        labels, weights = (inputs.columns[name][0::2, 0] for name in ("labels", "label_weight"))
+        counts = weights > 0
+        ties, decided = counts & (labels == TIE), counts & (labels.abs() == 1)
+        chosen, rejected = torch.where(labels < 0, second, first), torch.where(labels < 0, first, second)
+        per_head = [
+            self.score_loss(ScoreInputs(*pair)) for pair in zip(chosen.unbind(1), rejected.unbind(1), strict=True)
+        ]
+        losses = torch.where(decided, torch.stack(per_head, 1), torch.where(ties, (first - second).abs(), 0.0))
+        sums = {f"{name}:number": there.to(scores.dtype).sum() for name, there in self._by_head(decided)}
+        measured = {"accuracy": (chosen > rejected).to(scores.dtype), "chosen": chosen, "rejected": rejected}
+        for what, values in measured.items():
+            by_head = self._by_head(torch.where(decided, values, 0.0))
+            sums |= {f"{name}:{what}": value.detach().sum() for name, value in by_head}
+        sums |= {"ties:number": ties.to(scores.dtype).sum()}
+        sums |= {"ties:gap": torch.where(ties, (first - second).abs(), 0.0).detach().sum()}
+        return LossOutputs((weights * losses).sum() * denominators.dp_size, sums)
+
+    def _by_head(self, values: Tensor) -> list[tuple[str, Tensor]]:
+        return list(zip(self.score_head.names, values.unbind(1), strict=True))
+
+    def derived(self, means: Metrics) -> Metrics:
+        """The means over the pairs with a preference, for each head and for all labels; nothing where there is none."""
+        kept = {key: value for key, value in means.items() if ":" not in key}
+
+        def mean(what: str, names: Sequence[str]) -> float:
+            return sum(means[f"{name}:{what}"] for name in names) / sum(means[f"{name}:number"] for name in names)
+
+        seen = [name for name in self.score_head.names if means.get(f"{name}:number")]
+        kept |= {f"train/preference_accuracy/{name}": mean("accuracy", [name]) for name in seen}
+        if seen:
+            kept |= {f"train/preference_{what}": mean(what, seen) for what in ("accuracy", "chosen", "rejected")}
+            kept["train/preference_margin"] = kept["train/preference_chosen"] - kept["train/preference_rejected"]
+        if means.get("ties:number"):
+            kept["train/preference_tie_gap"] = means["ties:gap"] / means["ties:number"]
+        return kept
+
+
+def _reference_point(batch: Batch) -> Tensor:
+    """KTO's z0 from sequences with the columns `log_prob` and `ref_log_prob`; those without trained tokens aside."""
+    mask = padded([e.response_mask for e in batch.experiences]).bool()
+    log_ratio = column(batch, "log_prob").double() - column(batch, "ref_log_prob").double()
+    return reference_point(zero_outside(log_ratio, mask).sum(-1)[mask.any(-1)])
+
+
+def _is_pair(batch: Batch, row: int) -> bool:
+    """Whether both rows of a row's pair have a trained token."""
+    first = row - row % 2
+    return all(e.response_mask.any() for e in batch.experiences[first : first + 2])
+
+
+def _last_scores(inputs: LossInputs, mask: Tensor) -> Tensor:
+    """(B,), or (B, K): the model's numbers at the last trained token of each row."""
+    scores = zero_outside(required(inputs.values, "values"), mask)
+    last = mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
+    return scores[torch.arange(len(scores), device=scores.device), last]
 
 
 def _pairs(log_prob: Tensor, reference: Tensor, mask: Tensor) -> PairInputs:

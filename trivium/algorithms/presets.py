@@ -176,7 +176,7 @@ DPO = Preset(
 
 IPO = DPO.replace("Azar et al. 2024", pair_loss={"kind": "ipo"})
 
-KTO = DPO.replace("Ethayarajh et al. 2024, on pairs or on rows with a label", pair_loss={"kind": "kto"})
+KTO = DPO.replace("Ethayarajh et al. 2024, on pairs or on rows with a label", pair_loss={"kind": "kto_mismatched"})
 
 REWARD_MODEL = Preset(
     RewardModelConfig, reward_model, {"score_loss": {"kind": "sigmoid"}}, source="Ouyang et al. 2022, section 3.5"

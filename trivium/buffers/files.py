@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trivium.config import BufferConfig, RunConfig
 from trivium.errors import ConfigError, DataError, Problem
 from trivium.protocols import Renderer
 from trivium.schedule import Assignment, Schedule
-from trivium.types import EXPERT_VERSION, IMAGE, Group, StopReason, Task, Trajectory, Turn
+from trivium.types import EXPERT_VERSION, IMAGE, Group, Media, Message, StopReason, Task, Trajectory, Turn
 
 _COLUMNS = {1: ("completion",), 2: ("chosen", "rejected")}
 """Group size -> the options that name its columns."""
@@ -39,6 +40,17 @@ class FileBuffer(ReadOnlyBuffer):
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
             size = run.schedule.group_size
+            for name, tasks in run.tasks.items():
+                columns: Sequence[str] = getattr(tasks, "conversations", ())
+                if columns and not (size == 2 and getattr(run.algorithm, "scores_sequences", False)):
+                    yield Problem(
+                        f"tasks.{name}.conversations",
+                        f"conversations of their own in {', '.join(columns)}",
+                        f"the algorithm {run.algorithm.kind!r} learns from completions of one prompt"
+                        if size == 2
+                        else f"schedule.group_size is {size}: a row holds one completion",
+                        "use algorithm.kind reward_model with groups of 2, or leave the key out",
+                    )
             read = _COLUMNS.get(size, ())
             for name in ("completion", "chosen", "rejected"):
                 if read and name not in read and getattr(self, name) != type(self).model_fields[name].default:
@@ -80,6 +92,8 @@ class FileBuffer(ReadOnlyBuffer):
 
     def _turn(self, task: Task, option: str) -> Turn:
         column = getattr(self.config, option)
+        if (conversation := conversation_of(task.columns.get(column))) is not None:
+            return self._rendered(*conversation)
         completion = _completion(task, task.columns.get(column))
         if completion is None:
             raise DataError(
@@ -88,7 +102,10 @@ class FileBuffer(ReadOnlyBuffer):
                 f"name the column of the completion with buffer.{option}: text, or messages that continue the prompt "
                 "and end with the assistant's",
             )
-        prompt, tokens = self._renderer.expert(task.prompt, completion)
+        return self._rendered(task.prompt, completion)
+
+    def _rendered(self, messages: Sequence[Message], completion: str) -> Turn:
+        prompt, tokens = self._renderer.expert(messages, completion)
         return Turn(
             prompt.tokens,
             tokens,
@@ -112,6 +129,22 @@ class FileBuffer(ReadOnlyBuffer):
 
     async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
         return [self._group(self.schedule.at(slot)) for slot in slots]
+
+
+def conversation_of(value: object) -> tuple[list[Message], str] | None:
+    """(messages, the completion that a model scores them with) of a column of `conversations`; None for another one.
+
+    The completion is the last message where that is the assistant's text, else empty.
+    """
+    if not isinstance(value, dict) or set(value) != {"conversation"}:
+        return None
+    messages = [
+        Message(entry["role"], entry["content"], tuple(Media(mime, b64decode(data)) for mime, data in entry["images"]))
+        for entry in value["conversation"]
+    ]
+    if messages[-1].role == "assistant" and not messages[-1].media and len(messages) > 1:
+        return messages[:-1], messages[-1].content
+    return messages, ""
 
 
 def _completion(task: Task, value: object) -> str | None:

@@ -1,20 +1,18 @@
-"""Reward models in the format of transformers: `AutoModelForSequenceClassification` with one output."""
+"""Reward models in the format of transformers: `AutoModelForSequenceClassification`, one output for each head."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trivium.errors import DataError
-from trivium.models.heads import VALUE_HEAD, ScoreModel
+from trivium.models.heads import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
 from trivium.models.load import load_backbone
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedModel:
@@ -24,12 +22,12 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
     the head is left out: it adds the same constant to every score. Raises DataError where transformers has no such
     class for the architecture.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    head = safetensors.torch.load_file(directory / f"{VALUE_HEAD}.safetensors")
-    backbone = load_backbone(directory, dtype=head["weight"].dtype)
+    weight = folded_head(saved_head(directory))["weight"]
+    backbone = load_backbone(directory, dtype=weight.dtype)
     config: Any = backbone.config
-    config.num_labels, config.get_text_config().pad_token_id = 1, pad_token_id
+    if len(weight) == 1:
+        config.num_labels = 1
+    config.get_text_config().pad_token_id = pad_token_id
     try:
         with torch.device("meta"):  # every parameter is replaced
             model: Any = AutoModelForSequenceClassification.from_config(config)
@@ -38,35 +36,41 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
     if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.bias is not None:
         raise _refusal(directory, f"the head of {type(model).__name__} is not one linear layer without bias, `score`")
     setattr(model, model.base_model_prefix, backbone)
-    model.score.weight = nn.Parameter(head["weight"])
+    model.score.weight = nn.Parameter(weight)
     return model.eval()
 
 
 def load_classifier(path: Path, *, dtype: torch.dtype | str, device: torch.device | str) -> PreTrainedModel:
-    """A sequence classifier with one output, in eval mode. Raises DataError where the directory holds something else.
+    """A sequence classifier in eval mode. Raises DataError where the directory holds something else.
 
     The type `auto` is the one it was saved in.
     """
-    from transformers import AutoModelForSequenceClassification
-
     model, report = AutoModelForSequenceClassification.from_pretrained(
         str(path), dtype=dtype, local_files_only=True, output_loading_info=True
     )
-    if report["missing_keys"] or model.config.num_labels != 1:
-        missing = f"no weights for {', '.join(sorted(report['missing_keys'])[:3])}"
+    if report["missing_keys"]:
         raise DataError(
             f"a reward model in {path}",
-            missing if report["missing_keys"] else f"a classifier with {model.config.num_labels} outputs",
-            "name a directory of AutoModelForSequenceClassification with one output, "
+            f"no weights for {', '.join(sorted(report['missing_keys'])[:3])}",
+            "name a directory of AutoModelForSequenceClassification, "
             "for example what `trivium export --role reward` writes",
         )
     return model.to(device).eval()
 
 
-def load_score_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> ScoreModel:
-    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a classifier with one output.
+def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The names of a sequence classifier's outputs; one alone is `score`."""
+    number = model.config.num_labels or 1
+    return output_names(model, number) if number > 1 else ("score",)
 
-    Raises DataError where it is neither, or where the classifier's head is not one linear layer.
+
+def load_score_model(
+    path: Path, *, dtype: torch.dtype, device: torch.device, heads: Mapping[str, float] | None = None
+) -> ScoreModel:
+    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a sequence classifier.
+
+    It has one output: of several heads the sum, weighted by `heads`. Raises DataError where it is neither kind, where
+    the classifier's head is not one linear layer, and where `heads` names none of its heads, or has to and does not.
     """
     saved = path / f"{VALUE_HEAD}.safetensors"
     if not saved.is_file() and not (path / "config.json").is_file():
@@ -74,12 +78,43 @@ def load_score_model(path: Path, *, dtype: torch.dtype, device: torch.device) ->
         raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
     head = None if saved.is_file() else getattr(load_classifier(path, dtype=dtype, device=device), "score", None)
     model = ScoreModel(path, dtype=dtype, device=device, seed=0)
-    if saved.is_file():
-        return model
-    if not isinstance(head, nn.Linear):
-        raise _refusal(path, "its head is not one linear layer, `score`")
-    model.value_head.load_state_dict({"weight": head.weight})  # a bias adds the same constant to every score
+    if not saved.is_file():
+        if not isinstance(head, nn.Linear):
+            raise _refusal(path, "its head is not one linear layer, `score`")
+        model.value_head = head_of_weight(head.weight)  # a bias adds the same constant to every score
+    _combine(model, heads, path)
     return model
+
+
+def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, path: Path) -> list[float]:
+    """(K,): what each output of a reward model counts in the score that `heads` stands for; 0 where it names it not.
+
+    One output alone needs no name. Raises DataError for names that are not among the model's.
+    """
+    heads = {names[0]: 1.0} if heads is None and len(names) == 1 else heads
+    unknown = sorted(set(heads or ()) - set(names))
+    if not heads or unknown:
+        raise DataError(
+            f"one score by the reward model {path}",
+            f"no head {unknown[0]!r}; it has {', '.join(names)}" if unknown else f"it has several: {', '.join(names)}",
+            "give the weights of heads: {" + ", ".join(f"{name}: 1.0" for name in names) + "}",
+        )
+    return [heads.get(name, 0.0) for name in names]
+
+
+def _combine(model: ScoreModel, heads: Mapping[str, float] | None, path: Path) -> None:
+    """Gives the model a head of one output."""
+    if model.value_head.out_features > 1 or heads is not None:
+        weights = head_weights(model.head_names or ("score",), heads, path)
+        weight = model.value_head.weight.detach()
+        model.value_head = head_of_weight(weight.new_tensor([weights]) @ weight)
+
+
+def head_of_weight(weight: torch.Tensor) -> nn.Linear:
+    """A linear layer with this weight (K, width) and no bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, device=weight.device)
+    layer.load_state_dict({"weight": weight})
+    return layer
 
 
 def _refusal(directory: Path, found: str) -> DataError:

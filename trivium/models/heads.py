@@ -7,26 +7,26 @@ else. A reward model computes its score from the hidden state of token t itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import safetensors.torch
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
 from trivium.models.lora import LoraConfig, attach, base_state
+from trivium.models.loss import ScoreHead
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.models.vision import decoder_of
 from trivium.randomness import stream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 VALUE_HEAD = "value_head"
 """The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
         """
         super().__init__()
-        given = isinstance(source, nn.Module)
+        given = isinstance(source, PreTrainedModel)
         self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         if not autocast:
             use_onednn(decoder_of(self.module))
         expected = self._by_logits(probe_pack(self.module), temperature)
-        self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
+        self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model), sequence)
         self._check_head(expected)
         self.autocast = autocast
         self.names = tensor_names(self.module)
@@ -202,9 +202,9 @@ class ValueModel(nn.Module):
     ) -> None:
         """`source` is a Hugging Face directory, or a backbone of this type on this device, whose attention is replaced
         in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
-        the directory, or else is drawn."""
+        the directory, or else is drawn. Raises TriviumError for a head of several outputs."""
         super().__init__()
-        given = isinstance(source, nn.Module)
+        given = isinstance(source, PreTrainedModel)
         self.module = source if given else load_backbone(source, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
@@ -212,25 +212,21 @@ class ValueModel(nn.Module):
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
-        head = dict(head) if head else {}
-        saved = None if head or isinstance(source, nn.Module) else source / f"{VALUE_HEAD}.safetensors"
-        if saved is not None and saved.is_file():
-            head = safetensors.torch.load_file(saved)
-        biased = self.biased or "bias" in head
-        self.value_head = nn.Linear(width, 1, bias=biased, dtype=dtype)
-        if not head:
-            generator = torch.Generator().manual_seed(stream(seed, "value_head"))
-            head["weight"] = torch.empty(1, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
-        self.value_head.load_state_dict({"bias": torch.zeros(1), **head} if biased else head)
-        self.value_head.to(device)
+        saved = dict(head) if head else {} if isinstance(source, PreTrainedModel) else saved_head(source)
+        self.value_head = self._head(saved, width, seed).to(device)
         self.names = tensor_names(self)
         self.eval()
 
+    def _head(self, saved: Mapping[str, torch.Tensor], width: int, seed: int) -> nn.Linear:
+        """A head with this state, or a new one where it is empty."""
+        return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased)
+
     def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
-        """(N,) values of the states before the tokens at `rows` of the pack."""
+        """(N,) values of the states before the tokens at `rows` of the pack; (N, K) where the head has K outputs."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             states = self.backbone.states(batch, self._sources(rows))
-        values = self.value_head(states.values.to(self.dtype)).squeeze(1)
+        values: torch.Tensor = self.value_head(states.values.to(self.dtype))
+        values = values.squeeze(1) if values.shape[1] == 1 else values
         return states.gather(values.clone())  # what FSDP hangs its hooks on must not be a view
 
     def _sources(self, rows: torch.Tensor) -> torch.Tensor:
@@ -246,5 +242,88 @@ class ScoreModel(ValueModel):
 
     biased = False
 
+    def __init__(self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **how: Any) -> None:
+        """`outputs` is the head to train; None takes whatever was saved. The others are those of a value model. Raises
+        TriviumError for a saved head with another number of outputs."""
+        self._wanted = outputs
+        super().__init__(source, **how)
+        if self.value_head.out_features > 1 and outputs is not None:
+            self.module.config.id2label = dict(enumerate(outputs.names))
+            self.module.config.label2id = {name: number for number, name in enumerate(outputs.names)}
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """What each output of the head scores, as `ScoreHead.names`."""
+        number = self.value_head.out_features
+        return output_names(self.module, number) if number > 1 else ()
+
+    def _head(self, saved: Mapping[str, torch.Tensor], width: int, seed: int) -> nn.Linear:
+        wanted = self._wanted or ScoreHead()
+        outputs = len(saved["weight"]) if saved and self._wanted is None else max(1, len(wanted.names))
+        if wanted.scale is None:
+            return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased, outputs=outputs)
+        linear: Any = value_head(saved, width, seed, self.dtype, biased=False, outputs=outputs)
+        log_scale = saved.get("log_scale", torch.tensor([math.log(wanted.scale)]))
+        return ScaledLinear(linear.weight, log_scale.to(self.dtype))
+
     def _sources(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
+
+
+def output_names(model: PreTrainedModel, number: int) -> tuple[str, ...]:
+    """The names that a model's config gives its outputs."""
+    labels: Any = model.config.id2label
+    return tuple(labels[i] for i in range(number))
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer without bias whose outputs have a positive factor in common, at most 100, that is learned."""
+
+    def __init__(self, weight: nn.Parameter, log_scale: torch.Tensor) -> None:
+        """`weight` (K, width), `log_scale` (1,)."""
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+        self.weight = weight
+        self.log_scale = nn.Parameter(log_scale)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * _factor(self.log_scale)
+
+
+def _factor(log_scale: torch.Tensor) -> torch.Tensor:
+    """The factor of all scores, (1,). The bound is that of CLIP (Radford et al. 2021, section 2.5)."""
+    return log_scale.clamp(max=math.log(100.0)).exp()
+
+
+def folded_head(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a saved head as those of a plain linear layer: a learned factor of the scores is in its weight."""
+    factor = _factor(head["log_scale"]) if "log_scale" in head else 1.0
+    return {name: tensor * factor for name, tensor in head.items() if name in ("weight", "bias")}
+
+
+def saved_head(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the head in a directory; empty where it has none."""
+    file = path / f"{VALUE_HEAD}.safetensors"
+    return safetensors.torch.load_file(file) if file.is_file() else {}
+
+
+def value_head(
+    saved: Mapping[str, torch.Tensor], width: int, seed: int, dtype: torch.dtype, *, biased: bool, outputs: int = 1
+) -> nn.Linear:
+    """A linear head of this state, or where that is empty a new one, drawn from N(0, (0.01 / sqrt(width))^2).
+
+    Raises TriviumError for a state with another number of outputs.
+    """
+    head = {name: tensor for name, tensor in saved.items() if name in ("weight", "bias")}
+    biased = biased or "bias" in head
+    if not head:
+        generator = torch.Generator().manual_seed(stream(seed, "value_head"))
+        head["weight"] = torch.empty(outputs, width, dtype=dtype).normal_(std=0.01 / width**0.5, generator=generator)
+    if len(head["weight"]) != outputs:
+        raise TriviumError(
+            f"a head with {outputs} output(s)",
+            f"the one that was saved has {len(head['weight'])}",
+            "start from a model with as many, or from one without a head",
+        )
+    layer = nn.Linear(width, outputs, bias=biased, dtype=dtype)
+    layer.load_state_dict({"bias": torch.zeros(outputs), **head} if biased else head)
+    return layer

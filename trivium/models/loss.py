@@ -32,12 +32,22 @@ class LossInputs:
     Has a gradient only where `"entropy"` is in `objective.needs`. Zero outside the mask."""
     values: torch.Tensor | None = None
     """(B, L) with gradient: value of the state before `tokens[t]` (value head), or score of the sequence up to and
-    including it (score head); None for a language-model head."""
+    including it (score head; (B, L, K) where it has K > 1 outputs); None for a language-model head."""
     candidate_log_prob: torch.Tensor | None = None
     """(B, L, K) with gradient: log-probabilities of the tokens that the column `teacher_top` names; None where the
     objective does not need it."""
     step: int = 0
     """Train steps behind this stage's policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHead:
+    """What an objective wants of a reward model's head (`score_head`)."""
+
+    names: tuple[str, ...] = ()
+    """What each output scores; empty for one output without a name."""
+    scale: float | None = None
+    """The initial value of a factor of all scores that is learned with them; None for none."""
 
 
 @dataclass(frozen=True, slots=True)

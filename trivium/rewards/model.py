@@ -25,8 +25,10 @@ class ModelReward:
     class Config(RewardConfig):
         kind: str = "model"
         path: ModelPath
-        """Directory of a model that `AutoModelForSequenceClassification` loads with one output, and its tokenizer:
-        what `trivium export --role reward` writes."""
+        """Directory of a model that `AutoModelForSequenceClassification` loads, and its tokenizer: what `trivium export
+        --role reward` writes."""
+        heads: dict[str, float] | None = None
+        """Which heads of a reward model with several are the reward, and the weight of each: `{preference: 1.0}`."""
         device: str = "auto"
         """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -50,7 +52,7 @@ class ModelReward:
         import torch  # here: reading a config must not wait for it
         from transformers import AutoTokenizer
 
-        from trivium.models.classifier import load_classifier
+        from trivium.models.classifier import head_names_of, head_weights, load_classifier
 
         path = Path(config.path)
         if reason := _not_a_classifier(path):
@@ -64,6 +66,7 @@ class ModelReward:
             )
         device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_classifier(path, dtype=config.dtype, device=device)
+        self._weights = head_weights(head_names_of(self._model), config.heads, path)
         self._threads, self._label = config.threads, config.label
         self._lock = threading.Lock()
 
@@ -81,7 +84,8 @@ class ModelReward:
         with self._lock, torch.no_grad():  # calls in several threads would compete for the same cores
             torch.set_num_threads(self._threads)
             batch = torch.tensor([tokens], device=self._model.device)
-            return float(self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0, 0])
+            logits = self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0]
+            return float(logits @ logits.new_tensor(self._weights))
 
     def tokens(self, messages: Sequence[Mapping[str, str]], completion: str) -> list[int]:
         """The conversation as the reward model was trained on it: prompt, completion, end of sequence."""

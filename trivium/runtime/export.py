@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -11,6 +12,7 @@ from trivium.checkpoint.store import export as export_policy
 from trivium.errors import RunDirError
 from trivium.models.classifier import classifier_of
 from trivium.models.images import images_of
+from trivium.models.vision import family_in
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Message
@@ -21,7 +23,8 @@ disable_progress_bar()
 def export(run_dir: Path, step: int | None, out: Path, role: str = "policy") -> Path:
     """Writes a model of a checkpoint (None: the latest) as a plain Hugging Face directory.
 
-    The `policy` is a causal language model, the `reward` model a sequence classifier with one output. Raises
+    The `policy` is a causal language model, the `reward` model a sequence classifier with an output for each head; of a
+    model that sees, for which transformers has no such class, its backbone and `value_head.safetensors`. Raises
     RunDirError for a run that has not trained it, or where `out` is not empty.
     """
     store = CheckpointStore(run_dir / "checkpoints")
@@ -62,8 +65,11 @@ def _export_reward_model(checkpoint: Checkpoint, out: Path) -> Path:
     end_of_turn = int(ChatRenderer(tokenizer, images=images_of(out)).expert([Message("user", "")], "")[1][-1])
     pad = tokenizer.pad_token_id
     pad_token_id = pad if isinstance(pad, int) and pad != end_of_turn else None
-    model = classifier_of(checkpoint.path / "reward", pad_token_id=pad_token_id)
-    model.save_pretrained(out)
+    if family_in(checkpoint.path / "reward") is None:
+        classifier_of(checkpoint.path / "reward", pad_token_id=pad_token_id).save_pretrained(out)
+    else:
+        for file in (checkpoint.path / "reward").iterdir():
+            shutil.copyfile(file, out / file.name)
     if tokenizer.eos_token_id != end_of_turn:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn)
         tokenizer.save_pretrained(out)

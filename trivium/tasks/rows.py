@@ -25,6 +25,7 @@ from pydantic import AfterValidator, Field, model_validator
 from trivium.config import ConfigPath, Plugin
 from trivium.errors import DataError, MissingPackage, Problem
 from trivium.registry import suggest
+from trivium.tasks.conversations import as_json, sides_of
 from trivium.tasks.pictures import Reader, image_reader, read_content, read_image, row_images, with_leading
 from trivium.types import Media, Message, Task
 
@@ -77,6 +78,10 @@ class RowTasks(ABC):
         completion: str | None = None
         """Column with an expert's completion (text, or messages that end with it), offered as `completion`.
         Unset: the column `completion`, if any. Naming the prompt's own column splits its last message off."""
+        conversations: tuple[str, ...] = ()
+        """Columns that hold a conversation of their own instead of a completion of the prompt, for a reward model
+        (`[chosen, rejected]`): messages with their images, as parts or in a column `<name>_images`; or the images
+        alone, which the row's prompt is shown with."""
         id: str | None = None
         """Column with the task's id; unset, an id is computed from the row's content."""
         skip: int = Field(default=0, ge=0)
@@ -150,13 +155,18 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
     """One row as a task."""
     if not isinstance(row, Mapping):
         raise DataError(f"a row at {where}", f"{type(row).__name__}", "give a mapping from column to value")
-    plain, messages, images = _without_images(where, row, config)
+    plain, sides = _without_sides(where, row, config)
+    plain, messages, images = _without_images(where, plain, config)
     columns: Row = json_value(plain, where)
-    prompt = _prompt(where, columns, config, messages, images)
+    if sides and config.prompt_column is not None and config.prompt_column not in columns:
+        prompt = next(iter(sides.values()))
+    else:
+        prompt = _prompt(where, columns, config, messages, images)
+    columns |= {name: as_json(side) for name, side in sides.items()}
     task_id = _identity(where, columns, config, prompt)
     added = {**_answer(where, columns, config), **_completion(where, columns, config)}
     if config.prompt_column is not None:
-        del columns[config.prompt_column]
+        columns.pop(config.prompt_column, None)
     for name, value in added.items():
         _offer(where, columns, name, value)
     return Task(task_id, prompt, columns, taskset)
@@ -214,6 +224,28 @@ def _message(entry: object, where: str, read: Reader, images: list[Media] | None
             "and images",
         )
     return replace(content, role=message["role"])
+
+
+def _without_sides(
+    where: str, row: Mapping[str, Any], config: RowTasks.Config
+) -> tuple[Mapping[str, Any], dict[str, tuple[Message, ...]]]:
+    """(the row without its `conversations` and their images, the messages of each of them)."""
+    if not config.conversations:
+        return row, {}
+    column, read = config.prompt_column, image_reader(config.image_folder)
+    prompt = row.get(column) if column is not None else _filled(where, config.template or "", dict(row))
+
+    def messages_with(value: object, at: str, images: list[Media]) -> tuple[Message, ...]:
+        messages = messages_of(list(value) if isinstance(value, tuple) else value, at, read, images)
+        return messages if config.system is None else _with_system(messages, config.system)
+
+    sides = sides_of(where, row, config.conversations, read, messages_with, prompt)
+    held = {name for side in sides for name in (side, f"{side}_images")}
+    return {name: value for name, value in row.items() if name not in held}, sides
+
+
+def _with_system(messages: tuple[Message, ...], system: str) -> tuple[Message, ...]:
+    return messages if messages[0].role == "system" else (Message("system", system), *messages)
 
 
 def _without_images(
@@ -280,9 +312,7 @@ def _prompt(
             f"drop the last message, or set completion: {column} to make it the expert's completion",
         )
     messages = with_leading(messages, images or (), where)
-    if config.system is not None and messages[0].role != "system":
-        messages = (Message("system", config.system), *messages)
-    return messages
+    return messages if config.system is None else _with_system(messages, config.system)
 
 
 def _filled(where: str, template: str, row: Row) -> str:

@@ -34,7 +34,7 @@ from trivium.models.lora import (
     describe_adapter,
     pushed_adapter,
 )
-from trivium.models.loss import LossDenominators
+from trivium.models.loss import LossDenominators, ScoreHead
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
@@ -398,11 +398,17 @@ class TorchTrainEngine(TrainEngine):
         if "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
         if "reward" in roles:
-            self._add("reward", ScoreModel(reward, seed=self._seed, **how), trained=True)
+            self._add("reward", ScoreModel(reward, seed=self._seed, outputs=self._score_head, **how), trained=True)
         if "reference" in roles:
             self._add_reference(how)
         if "teacher" in roles:
             self._add_teacher(how)
+
+    @property
+    def _score_head(self) -> ScoreHead:
+        """The head that the objective of the reward model wants."""
+        objective = next(each for each in self.algorithm.objectives if each.role == "reward")
+        return getattr(objective, "score_head", ScoreHead())
 
     def _add_reference(self, how: dict[str, Any]) -> None:
         """The policy as the stage began with it. With LoRA that is the policy with its adapter off, where it is here

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import BeforeValidator, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from trivium.algorithms.algorithm import GroupAlgorithm
 from trivium.algorithms.metadata import PairLossMetadata, ScoreLossMetadata, resolve_function
-from trivium.algorithms.preference_objective import PreferenceObjective, ScoreObjective
+from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
 from trivium.algorithms.sections.parts import (
     PassesConfig,
     is_explored,
@@ -20,6 +20,7 @@ from trivium.algorithms.sections.parts import (
 )
 from trivium.config import Plugin, RunConfig, plugin
 from trivium.errors import Problem
+from trivium.models.loss import ScoreHead
 
 PairLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("pair_losses"))]
 ScoreLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("score_losses"))]
@@ -74,6 +75,14 @@ class PreferenceConfig(PairsConfig):
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
         yield from section_problems(self.pair_loss, "pair_losses", PairLossMetadata, f"{where}.pair_loss")
+        loss = metadata_or_problem(self.pair_loss, "pair_losses", PairLossMetadata, "")
+        if isinstance(loss, PairLossMetadata) and loss.mismatched and run.schedule.groups_per_step < 2:
+            yield Problem(
+                f"{where}.pair_loss",
+                f"the loss {self.pair_loss.kind!r} on {run.schedule.groups_per_step} group per step",
+                "its reference point is estimated from each prompt with the completion of another one of the step",
+                "set schedule.groups_per_step to 2 at least, or use pair_loss.kind kto",
+            )
         if self.label != type(self).model_fields["label"].default and (
             is_explored(run) or run.schedule.group_size != 1
         ):
@@ -95,10 +104,17 @@ class RewardModelConfig(PairsConfig):
 
     score_loss: ScoreLossPlugin
     """The loss of a pair's scores: `{kind: sigmoid, ...}`, or a function of yours."""
+    heads: tuple[Annotated[str, Field(pattern=r"^[\w-]+$")], ...] = ()
+    """What the model scores, one output each: `[preference, alignment]`. A row then has a label for each (`A`: the
+    chosen one is better by it, `B`: the other one, `tie`, or null), in a column of that name or in the mapping
+    `labels`. Unset: one output, by which the chosen one is better."""
+    tie_coef: float = Field(default=0.01, ge=0)
+    """Weight of the distance between the scores of a pair whose label is `tie`."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
         yield from section_problems(self.score_loss, "score_losses", ScoreLossMetadata, f"{where}.score_loss")
+        yield from self._head_problems(run, where)
         if run.evaluation.taskset is not None:
             yield Problem(
                 "evaluation.taskset",
@@ -107,19 +123,44 @@ class RewardModelConfig(PairsConfig):
                 "use evaluation.held_out: its loss and its preference accuracy on rows that it does not train on",
             )
 
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the two of a pair may be conversations of their own: each has a score, whatever the other one is."""
+        return True
+
+    def _head_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if len(set(self.heads)) < len(self.heads):
+            yield Problem(f"{where}.heads", ", ".join(self.heads), "a name occurs twice", "give each head its own name")
+        if self.heads and is_explored(run):
+            found = f"buffer.kind {run.buffer.kind!r} pairs rollouts by their reward alone"
+            yield Problem(f"{where}.heads", "labels for each head", found, "use buffer.kind files, or leave heads out")
+        if not self.heads and self.tie_coef != type(self).model_fields["tie_coef"].default:
+            yield Problem(f"{where}.tie_coef", "a term for ties", "without heads no pair is a tie", "leave the key out")
+
+    def objective(self) -> ScoreObjective | HeadsObjective:
+        """The loss over one score, or over those of several heads."""
+        loss, metadata = resolve_function("score_losses", self.score_loss, ScoreLossMetadata)
+        learned = metadata.learned_scale and getattr(self.score_loss, "learned", False)
+        head = ScoreHead(self.heads, getattr(self.score_loss, "scale", None) if learned else None)
+        if self.heads:
+            return HeadsObjective(loss, metadata, head, self.tie_coef)
+        return ScoreObjective(loss, metadata, head)
+
 
 def preference(config: PreferenceConfig, seed: int) -> GroupAlgorithm:
     """The algorithm a preference section describes; nothing in it is random."""
     del seed
     objective = PreferenceObjective(*resolve_function("pair_losses", config.pair_loss, PairLossMetadata))
-    return replace(_over_pairs(config, objective), label=config.label)
+    return replace(_over_pairs(config, objective), label=config.label, mismatched=objective.metadata.mismatched)
 
 
 def reward_model(config: RewardModelConfig, seed: int) -> GroupAlgorithm:
     """The algorithm a reward-model section describes; nothing in it is random."""
     del seed
-    return _over_pairs(config, ScoreObjective(*resolve_function("score_losses", config.score_loss, ScoreLossMetadata)))
+    return replace(_over_pairs(config, config.objective()), heads=config.heads)
 
 
-def _over_pairs(config: PairsConfig, objective: PreferenceObjective | ScoreObjective) -> GroupAlgorithm:
+def _over_pairs(
+    config: PairsConfig, objective: PreferenceObjective | ScoreObjective | HeadsObjective
+) -> GroupAlgorithm:
     return GroupAlgorithm(config.kind, (objective,), epochs=config.epochs, mini_batches=config.mini_batches, pairs=True)

@@ -1,0 +1,65 @@
+"""Columns that hold a conversation of their own, with its own images: the two sides of a pair that a model scores."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trivium.errors import DataError
+from trivium.tasks.pictures import Reader, row_images, with_leading
+from trivium.types import Media, Message
+
+ReadMessages = Callable[[object, str, list[Media]], tuple[Message, ...]]
+"""(value, where it stands, images that its marks take) -> messages."""
+
+
+def sides_of(
+    where: str, row: Mapping[str, Any], names: Sequence[str], read: Reader, messages_of: ReadMessages, prompt: object
+) -> dict[str, tuple[Message, ...]]:
+    """The conversation in each of the columns.
+
+    A column holds messages, whose images are parts of them or in the column `<name>_images`; or the images alone, which
+    the `prompt` is shown with. Raises DataError for anything else.
+    """
+    return {name: _side(f"{where}, {name!r}", row, name, read, messages_of, prompt) for name in names}
+
+
+def _side(
+    where: str, row: Mapping[str, Any], name: str, read: Reader, messages_of: ReadMessages, prompt: object
+) -> tuple[Message, ...]:
+    value = row.get(name)
+    if _is_conversation(value):
+        images = row_images(row.get(f"{name}_images"), f"{where}_images", read)
+    else:
+        images, value = row_images(value, where, read), prompt
+        if not images or prompt is None:
+            raise DataError(
+                f"a conversation at {where}",
+                f"{row.get(name)!r:.80}",
+                "give a list of {role, content} messages, or images, and a prompt that they are shown with",
+            )
+    messages = messages_of(value, where, images)
+    return with_leading(messages, images, where)
+
+
+def _is_conversation(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(entry, Mapping) and "role" in entry for entry in value)
+    )
+
+
+def as_json(messages: Sequence[Message]) -> dict[str, Any]:
+    """A conversation as a column of a task holds it: the images of a message in order, where `<image>` stands."""
+    return {
+        "conversation": [
+            {
+                "role": message.role,
+                "content": message.content,
+                "images": [[item.mime, base64.b64encode(item.data).decode()] for item in message.media],
+            }
+            for message in messages
+        ]
+    }
