@@ -76,6 +76,7 @@ SAME_BASENAME = {
     "algorithm_section": "how a front door translates the section that names the algorithm",
     "base": "what the functions of one folder share",
     "config_table": "the keys of the config of a front door's original",
+    "data": "what a front door's users read their data with",
     "data_section": "how a front door translates what says where the data are",
     "engines": "rollout engines: the package, and their replicas on Ray",
     "files": "the implementation of a protocol that keeps everything in files",

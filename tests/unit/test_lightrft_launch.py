@@ -14,7 +14,7 @@ from trivium.config import RunConfig
 from trivium.errors import ConfigError, DataError
 from trivium.frontdoors.lightrft.config_table import TABLE
 from trivium.frontdoors.lightrft.launch_args import flags_of, read
-from trivium.frontdoors.lightrft.rule_rewards import ByLabel
+from trivium.frontdoors.lightrft.rule_rewards import RuleReward
 from trivium.frontdoors.lightrft.translation import settings_of, translate
 from trivium.frontdoors.translate import translate_file
 from trivium.text.tiny import TinyModel
@@ -247,21 +247,20 @@ def test_data_rewards_and_monitors(given: dict[str, Any]) -> None:
     assert (tasks["kind"], tasks["limit"], tasks["system"]) == ("jsonl", 8, "Think.")
     assert [monitor["kind"] for monitor in monitors] == ["console", "jsonl", "wandb", "tensorboard"]
     assert "secret" not in translation.to_yaml() + "".join(translation.notes)
-    assert translation.config["rewards"][0]["label_key"] == "kind"
+    assert translation.config["rewards"][0]["column"] == "kind"
     model = translate({**given, "reward_pretrain": given["pretrain"]}).config["rewards"]
     assert model == [{"kind": "model", "path": given["pretrain"]}]
     (remote,) = made(given, remote_rm_url="http://localhost:5000/get_reward").rewards
     assert (remote.kind, getattr(remote, "protocol", None)) == ("remote", "lightrft")
 
 
-def test_a_label_names_the_rule_of_a_row() -> None:
-    reward = ByLabel(ByLabel.Config(kind="by_label", label_key="kind"))
-    right = "<think>1+1</think> \\boxed{2}"
-    assert reward("1+1?", right, kind="gsm8k_rule", reward_model={"ground_truth": "2"}) == pytest.approx(1.0)
-    assert reward("1+1?", "\\boxed{3}", extra_info={"kind": "geo3k_rule"}, reference="2") == 0
-    for columns in ({"kind": "gsm8k_rule"}, {"kind": "gsm8k", "reference": "2"}, {"reference": "2"}):
-        with pytest.raises(DataError):
-            reward("1+1?", right, **columns)
+def test_a_rule_reads_the_completion_and_the_reference_of_a_row() -> None:
+    config = RuleReward.Config(kind="rule", rule="gsm8k_rule")
+    reward, right = RuleReward(config), "<think>1+1</think> \\boxed{2}"
+    assert reward("<think></think>", right, reward_model={"ground_truth": "2"}) == pytest.approx(1.0)
+    assert reward("<think></think> \\boxed{2}", "\\boxed{3}", extra_info={"constraints": "2"}) == 0
+    with pytest.raises(DataError):
+        reward("1+1?", right)
 
 
 def test_without_a_chat_template_the_prompt_is_the_text_in_its_place(given: dict[str, Any]) -> None:

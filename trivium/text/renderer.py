@@ -85,8 +85,15 @@ class ChatRenderer:
         short = sum(len(message.content) for message in conversation) <= _CACHED_CHARACTERS
         return self._rendered(conversation) if short else self._render(conversation)
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, ending at the assistant's next turn: one placeholder for each image.
+
+        Raises DataError for what the template refuses.
+        """
+        return self._text(messages, generation=True)
+
     def _render(self, messages: tuple[Message, ...]) -> Prompt:
-        prompt = self._expanded(self._encode(self._text(messages, generation=True)), _media_of(messages))
+        prompt = self._expanded(self._encode(self.text(messages)), _media_of(messages))
         if not len(prompt):
             raise DataError(
                 "a prompt of at least one token",

@@ -31,7 +31,7 @@ _OF_GROUPS = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
 
 def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     """The section `algorithm`; what does not fit together goes to `problems`."""
-    problems += _conflicts(lightrft)
+    problems += conflicts(lightrft)
     estimator = lightrft["advantage_estimator"]
     advantage = dict(ESTIMATORS.get(estimator, ESTIMATORS["gae"]))
     if estimator in _DISCOUNTED:
@@ -111,7 +111,7 @@ def _shaping(lightrft: Settings, problems: list[Problem]) -> list[dict[str, Any]
     return steps
 
 
-def _conflicts(lightrft: Settings) -> list[Problem]:
+def conflicts(lightrft: Settings) -> list[Problem]:
     """Flags that contradict each other, and values that no name stands for."""
     estimator, samples = lightrft["advantage_estimator"], lightrft["n_samples_per_prompt"]
     problems: list[Problem] = []

@@ -9,7 +9,9 @@ _JOURNAL = "every rollout is journaled in run.dir: `trivium rollouts` shows them
 ALGORITHM: dict[str, Entry] = {
     "num_episodes": Mapped("schedule.steps: whole batches of an episode, times episodes", 1),
     "rollout_batch_size": Mapped("schedule.groups_per_step", 512),
-    "micro_rollout_batch_size": Ignored("the engine batches what is in flight"),
+    "micro_rollout_batch_size": Mapped(
+        "sequences that PPOTrainerVL scores at once; a run batches what is in flight", 8
+    ),
     "train_batch_size": Mapped("algorithm.mini_batches: a step's sequences by it", 128),
     "micro_train_batch_size": Mapped(
         "train.max_tokens_per_micro_batch: so many of the longest sequences; the gradient does not depend on it", 4
@@ -69,13 +71,13 @@ RUN: dict[str, Entry] = {
     "ckpt_path": Mapped("run.dir", "./ckpt/checkpoints_ppo"),
     "save_steps": Mapped("checkpoint.save_every; -1 saves at the end alone", -1),
     "eval_steps": Mapped("evaluation.every; -1 once per episode", -1),
-    "logging_steps": Ignored("every step is logged"),
+    "logging_steps": Mapped("rollouts from one row of PPOTrainerVL's log to the next; a run logs every step", 1),
     "eval_n_samples": Mapped("evaluation.samples", 1),
     "eval_temperature": Mapped("evaluation.sampling.temperature; unset: temperature", type=float),
     "rollout_deadline_s": Mapped("workflow.deadline_s", 3600.0),
     "max_failed_fraction": Mapped("workflow.max_failed_fraction", 0.5),
     "max_ckpt_num": Mapped("checkpoint.keep", 3),
-    "max_ckpt_mem": Ignored("max_ckpt_num decides what is kept"),
+    "max_ckpt_mem": Mapped("GiB of PPOTrainerVL's checkpoints of one role; of a run checkpoint.keep decides", 1e8),
     "load_checkpoint": Mapped("run.resume", False),
     "save_hf_ckpt": Mapped("every checkpoint has the policy as a Hugging Face directory", False),
     "disable_ds_ckpt": Mapped("no checkpoints; a run always has one to continue from", False),

@@ -101,7 +101,7 @@ def _separated(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_launcher_module(names: Sequence[str]) -> bool:
-    return (names and names[0].startswith(("torch.distributed", "accelerate"))) or False
+    return any(name.startswith(("torch.distributed", "accelerate")) for name in names)
 
 
 def _processes(launcher: Sequence[str]) -> int:

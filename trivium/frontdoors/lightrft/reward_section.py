@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from trivium.errors import Problem
+from trivium.frontdoors.lightrft.rule_rewards import EXAMPLES_RECIPE
 from trivium.frontdoors.tables import Settings, is_off
 
-_RULES = "trivium.frontdoors.lightrft.rule_rewards:ByLabel"
-_HERE = "use PPOTrainerVL with a reward_fn, or several rewards with weights in a Trivium config"
+_RULE = "trivium.frontdoors.lightrft.rule_rewards:RuleReward"
+_HERE = "use PPOTrainerVL with a reward_fn, or rewards with weights in a Trivium config (kind: recipe)"
 
 
 def rewards_of(lightrft: Settings, problems: list[Problem]) -> list[dict[str, Any]]:
@@ -27,9 +28,9 @@ def rewards_of(lightrft: Settings, problems: list[Problem]) -> list[dict[str, An
     if urls:
         columns = {"label_column": lightrft["label_key"], "reference_column": lightrft["reference_key"]}
         return [{"kind": "remote", "urls": [url], "protocol": "lightrft", **columns} for url in urls]
-    keys = ("label_key", "reference_key")
-    changed = {key: lightrft[key] for key in keys if lightrft[key] != lightrft.table.default_of(key)}
-    return [{"kind": _RULES, "name": "rule", **changed}]
+    component = {"kind": _RULE, "name": "boxed", "rule": "geo3k_rule", "reference_key": lightrft["reference_key"]}
+    labels = {label: {"boxed": 1.0} for label in EXAMPLES_RECIPE}
+    return [{"kind": "recipe", "column": lightrft["label_key"], "components": [component], "labels": labels}]
 
 
 def reward_models(lightrft: Settings, problems: list[Problem]) -> dict[str, str]:

@@ -1,13 +1,13 @@
-"""The rule that a row's label names as a reward of `trivium run`, and how rows say label and reference."""
+"""LightRFT's rules as rewards of `trivium run`, and how rows say label and reference."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trivium.config import RewardConfig
-from trivium.errors import DataError
+from trivium.config import RewardConfig, RunConfig
+from trivium.errors import DataError, Problem
 from trivium.frontdoors.lightrft.reward_rules import RULES
 from trivium.registry import suggest
 
@@ -33,29 +33,29 @@ def label_of(row: Mapping[str, Any], key: str) -> Any:
     return own if own is not None else extra.get(key) if isinstance(extra, Mapping) else extra
 
 
-class ByLabel:
-    """The rule of the task's label, of `reward_rules.RULES`, on the completion alone."""
+class RuleReward:
+    """A rule of `reward_rules.RULES`, on the completion alone."""
 
     class Config(RewardConfig):
-        label_key: str = "label"
-        """Column with the label."""
+        rule: str
+        """Name of the rule."""
         reference_key: str = "reference"
         """Column with the reference."""
 
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            if self.rule not in RULES:
+                yield Problem(f"{where}.rule", repr(self.rule), "no such rule", suggest(self.rule, RULES))
+
     def __init__(self, config: Config) -> None:
-        self._label, self._reference = config.label_key, config.reference_key
+        self._rule, self._reference = RULES[config.rule], config.reference_key
 
     def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
-        """Raises DataError for a label that no rule stands for, and for a row without a reference."""
-        del prompt
-        label, reference = label_of(columns, self._label), reference_of(columns, self._reference)
-        if not isinstance(label, str) or label not in RULES:
-            do = f"{suggest(str(label), RULES)}; or name rewards of your own in the config"
-            raise DataError(f"a rule for the label of a row ({self._label})", repr(label), do)
+        """Raises DataError for a row without a reference."""
+        reference = reference_of(columns, self._reference)
         if reference is None:
             do = f"give rows a column {self._reference}, or reward_model.ground_truth"
             raise DataError("a reference of a row", "none", do)
-        given = {"completion": completion, "reference": reference, "answer": reference, "label": label}
-        rule = RULES[label]
-        score = rule(**{name: given[name] for name in inspect.signature(rule).parameters})
+        given = {"prompt": prompt, "completion": completion, "reference": reference, "answer": reference}
+        score: Any = self._rule(**{name: given[name] for name in inspect.signature(self._rule).parameters})
         return float(score["reward"] if isinstance(score, Mapping) else score)

@@ -45,11 +45,10 @@ def settings_of(config: object) -> Settings:
     return lightrft
 
 
-def betas_of(value: object) -> list[float] | None:
+def betas_of(value: Any) -> list[float] | None:
     """The two decay rates of Adam; None where it is anything else."""
-    parts = value if isinstance(value, list | tuple) else [value]
     try:
-        betas = [float(part) for part in parts]
+        betas = [float(part) for part in value]
     except (TypeError, ValueError):
         return None
     return betas if len(betas) == 2 and all(0 <= beta < 1 for beta in betas) else None

@@ -1,0 +1,301 @@
+"""Data sets as LightRFT's scripts build them: prompts for rollouts, supervised text beside them, their tokenizers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.prompt_sets import Row, mixed_places, rows_of, sets_of, source_of
+from trivium.frontdoors.lightrft.rule_rewards import label_of, reference_of
+from trivium.models.images import Images, images_of
+from trivium.tasks.rows import RowTasks, task_of_row
+from trivium.text import hf_processor, hf_tokenizer
+from trivium.text.renderer import ChatRenderer
+from trivium.types import IMAGE, Message
+
+PromptItem = tuple[str, Any, Any, Any]
+"""(prompt, its images, reference, label)"""
+
+
+class Rows(Sequence[Row]):
+    """Rows that were read."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        return Rows(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def select(self, indices: Sequence[int]) -> Rows:
+        """The rows at these places."""
+        return Rows([self._rows[index] for index in indices])
+
+
+def blending_datasets(
+    datasets: str,
+    probabilities: str | Sequence[float] | None = None,
+    strategy: Any = None,
+    seed: int = 42,
+    max_count: int = 5_000_000,
+    return_eval: bool = False,
+    train_split: str = "train",
+    eval_split: str = "test",
+) -> Any:
+    """The rows of the sets that `datasets` names, separated by commas: `file.jsonl`, `file.parquet`, a folder, or
+    `folder@subfolder`. Several are drawn by their probabilities until one is exhausted; without them they follow one
+    another. With `return_eval` also those of `eval_split`. Paths of images in a folder become absolute.
+
+    Raises ConfigError for sets that cannot be read, DataError for rows that cannot.
+    """
+    del strategy
+    names = sets_of(datasets)
+    weights = probabilities_of(probabilities, len(names))
+    if not return_eval:
+        return Rows(_blended(names, weights, seed, train_split)[:max_count])
+    return tuple(Rows(_blended(names, weights, seed, split)[:max_count]) for split in (train_split, eval_split))
+
+
+def probabilities_of(value: object, count: int) -> list[float] | None:
+    """How often each of several sets is drawn from; None for one set, and where nothing says it."""
+    from trivium.frontdoors.lightrft.data_section import probabilities_of as checked
+
+    if value is None or count < 2:
+        return None
+    problems: list[Any] = []
+    weights = checked(value, [""] * count, "probabilities", problems)
+    if problems:
+        raise ConfigError(f"probabilities of {count} sets", repr(value), problems[0].do)
+    return weights
+
+
+def _blended(names: Sequence[str], weights: Sequence[float] | None, seed: int, split: str) -> list[Row]:
+    if not names:
+        raise ConfigError("data", "no name", "name a file or a folder")
+    sets = [[_at_home(row, source) for row in rows_of(source)] for source in (source_of(n, split) for n in names)]
+    return [sets[number][row] for number, row in mixed_places([len(rows) for rows in sets], weights, seed)]
+
+
+def _at_home(row: Row, source: Mapping[str, Any]) -> Row:
+    """The row with paths of files beside its data absolute."""
+    path = Path(source["path"]).absolute()
+    home = path if source["kind"] == "datasets" else path.parent
+    return {name: _absolute(value, home) for name, value in row.items()}
+
+
+def _absolute(value: Any, home: Path) -> Any:
+    if isinstance(value, list):
+        return [_absolute(part, home) for part in value] if value and isinstance(value[0], str) else value
+    short = isinstance(value, str) and 0 < len(value) < 256 and "\n" not in value and Path(value).suffix
+    return str(home / value) if short and (home / value).is_file() else value
+
+
+class PromptDatasetVL(Dataset[PromptItem]):
+    """Prompts with their images, for `PPOTrainerVL.fit`. `strategy.args` says which columns hold what."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        processor: Any,
+        max_length: int,
+        strategy: Any,
+        input_template: str | None = None,
+    ) -> None:
+        """`dataset` has rows: a Hugging Face dataset, or a sequence of mappings. Without a processor no images are
+        read. `args`: `input_key`, `images_key`, `reference_key`, `label_key`, `system_prompt`,
+        `apply_chat_template`, `limit_mm_image_per_prompt`; each has the launcher's default. The trainer bounds the
+        length of prompts (`prompt_max_len`).
+
+        Raises ConfigError for a template without a place for the prompt.
+        """
+        super().__init__()
+        del max_length
+        args = getattr(strategy, "args", strategy)
+        self._dataset, self._args = dataset, args
+        self._template = None if _option(args, "apply_chat_template") else input_template
+        if self._template is not None and self._template.count("{}") != 1:
+            raise ConfigError("input_template", repr(input_template), "write {} once, where the prompt goes")
+        self._sees = processor is not None and not _option(args, "text_only")
+        self._videos = getattr(args, "videos_key", None)
+        self._renderer: ChatRenderer | None = None
+        if _option(args, "apply_chat_template"):
+            self._renderer = ChatRenderer(tokenizer, images=_images_of(tokenizer) if self._sees else None)
+        self._limit = int(_option(args, "limit_mm_image_per_prompt"))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        """(text of the prompt, its images as the row has them or None, reference, label).
+
+        Raises DataError for a row that has no prompt, marks another number of images than it has, or has too many.
+        """
+        row, where = self._dataset[index], f"row {index}"
+        if self._videos and row.get(self._videos):
+            raise DataError(f"text and images at {where}", f"videos in {self._videos!r}", "leave the row out")
+        messages, images = self._messages(row, where)
+        if 0 <= self._limit < len(images):
+            do = "raise limit_mm_image_per_prompt, or leave the row out"
+            raise DataError(f"at most {self._limit} image(s) at {where}", f"{len(images)}", do)
+        text = self._text(messages, where)
+        reference = reference_of(row, _option(self._args, "reference_key"))
+        return text, images or None, reference, label_of(row, _option(self._args, "label_key"))
+
+    def collate_fn(self, items: Sequence[PromptItem]) -> tuple[list[Any], ...]:
+        """(prompts, images, references, labels), or (prompts, images, videos, references, labels) where `args` have a
+        `videos_key`: lists with an entry for each item."""
+        prompts, images, references, labels = (list(column) for column in zip(*items, strict=True))
+        if self._videos:
+            return prompts, images, [None] * len(prompts), references, labels
+        return prompts, images, references, labels
+
+    def _messages(self, row: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], list[Any]]:
+        """(the conversation, its images)."""
+        key, images_key = _option(self._args, "input_key"), _option(self._args, "images_key") if self._sees else ""
+        given = _listed(row.get(images_key)) if images_key else []
+        located = [_located(image) for image in given]
+        columns = {key: row[key]} if key in row else {}
+        config = RowTasks.Config(
+            kind="rows", prompt=key, images="images" if located else "", image_root="/", system=self._system
+        )
+        task = task_of_row(where, {**columns, **({"images": located} if located else {})}, config, "prompts")
+        media = [item for message in task.prompt for item in message.media]
+        return task.prompt, given if len(media) == len(given) else media
+
+    @property
+    def _system(self) -> str | None:
+        return _option(self._args, "system_prompt") if self._renderer is not None else None
+
+    def _text(self, messages: Sequence[Message], where: str) -> str:
+        if self._renderer is not None:
+            return self._renderer.text(messages)
+        text = "".join(_marked(message) for message in messages)
+        return text if self._template is None else self._template.replace("{}", text)
+
+
+def _marked(message: Message) -> str:
+    """A message's text, with a mark for each of its images."""
+    return message.content if IMAGE in message.content else IMAGE * len(message.media) + message.content
+
+
+def _images_of(tokenizer: Any) -> Images | None:
+    """How the model beside the tokenizer reads images; None where it reads text only."""
+    return images_of(tokenizer.name_or_path)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _located(value: Any) -> Any:
+    """An image, a path of it absolute."""
+    if isinstance(value, str) and len(value) < 4096 and not value.startswith("data:") and Path(value).is_file():
+        return str(Path(value).resolve())
+    return value
+
+
+def _option(args: object, name: str) -> Any:
+    """A value of `args`, or the launcher's default."""
+    value = getattr(args, name, None)
+    return TABLE.default_of(name) if value is None else value
+
+
+class SFTDatasetVL(Dataset[tuple[int, Tensor, Tensor, dict[str, Any]]]):
+    """Supervised text, whose loss PPOTrainerVL adds to the policy's (`ptx_coef`). Rows with images are not read."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        max_length: int = 1024,
+        strategy: Any = None,
+        input_template: str | None = None,
+        pretrain_mode: bool = True,
+    ) -> None:
+        """Rows have a text or messages in `args.input_key`, and the completion in `args.output_key`, if any. Every
+        token is trained, as in pretraining: `pretrain_mode` false is refused. Longer texts are cut at `max_length`."""
+        super().__init__()
+        del processor
+        if not pretrain_mode:
+            do = "use a Trivium config with algorithm.kind sft"
+            raise ConfigError("pretrain_mode False", "every token of supervised rows is trained here", do)
+        self._dataset, self._tokenizer, self._longest = dataset, tokenizer, max_length
+        self._args, self._template = getattr(strategy, "args", Namespace()), input_template
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor, dict[str, Any]]:
+        """(tokens of the prompt, ids (1, S), mask (1, S), the texts)."""
+        prompt, completion = self._texts(self._dataset[index], index)
+        ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        if ids[-1:] != [self._tokenizer.eos_token_id]:
+            ids = [*ids, self._tokenizer.eos_token_id]
+        tokens = torch.tensor(ids[: self._longest]).unsqueeze(0)
+        before = len(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return min(before, tokens.shape[1]), tokens, torch.ones_like(tokens), {"input": prompt, "output": completion}
+
+    def collate_fn(self, items: Sequence[tuple[int, Tensor, Tensor, dict[str, Any]]]) -> tuple[Any, ...]:
+        """(lengths of the prompts, ids (B, 1, S), mask (B, 1, S), None, None): padded on the right."""
+        lengths, tokens, masks, _ = zip(*items, strict=True)
+        longest = max(each.shape[1] for each in tokens)
+        pad = self._tokenizer.pad_token_id or 0
+        ids = [torch.nn.functional.pad(each, (0, longest - each.shape[1]), value=pad) for each in tokens]
+        mask = [torch.nn.functional.pad(each, (0, longest - each.shape[1])) for each in masks]
+        return list(lengths), torch.stack(ids), torch.stack(mask), None, None
+
+    def _texts(self, row: Mapping[str, Any], index: int) -> tuple[str, str]:
+        """(what comes first, what follows) of a row."""
+        key, output = _option(self._args, "input_key"), row.get(_option(self._args, "output_key"))
+        value = row.get(key)
+        if not value or not isinstance(value, str | list):
+            raise DataError(f"text or messages in {key!r} of row {index}", repr(value)[:80], "correct input_key")
+        if _option(self._args, "apply_chat_template"):
+            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+            if output is None:
+                return "", self._tokenizer.apply_chat_template(messages, tokenize=False)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), str(
+                output
+            )
+        text = value if isinstance(value, str) else "".join(str(message["content"]) for message in value)
+        return text if self._template is None else self._template.replace("{}", text), str(output or "")
+
+
+def get_tokenizer_processor_vl(
+    pretrain: str | Path,
+    model: Any = None,
+    padding_side: str = "left",
+    strategy: Any = None,
+    use_fast: bool = True,
+) -> tuple[Any, Any]:
+    """(the tokenizer of a model directory, its processor). The processor is None for a model that reads text only, and
+    where `strategy.args.text_only` says so. A missing pad token becomes the end of sequence; `model` learns of it."""
+    del use_fast
+    tokenizer = hf_tokenizer(pretrain)
+    tokenizer.padding_side = padding_side
+    text_only = bool(getattr(getattr(strategy, "args", None), "text_only", False))
+    processor = None if text_only else hf_processor(pretrain)
+    if processor is not None:
+        processor.tokenizer = tokenizer
+    config = getattr(getattr(model, "model", model), "config", None)
+    if config is not None:
+        config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, processor
