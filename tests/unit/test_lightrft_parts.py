@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from argparse import Namespace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from training_parts import write_model
+from rank_parts_of_lightrft import on_ranks
+from rank_processes import run_ranks
+from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
+from transformers import AutoModelForCausalLM, get_scheduler
 from vision_parts import FAMILIES, by_transformers, rolled_out, tiny, with_plain_text
 
-from trivium.frontdoors.lightrft import ActorVL, ExperienceVL
+from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.frontdoors.lightrft import ActorVL, CriticVL, ExperienceVL, FSDPV2Strategy, Strategy, get_strategy
+from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
 from trivium.models.processor import hf_processor
 from trivium.types import Batch
 
@@ -75,3 +83,425 @@ def test_forward_reads_pixels_as_transformers_does_with_the_models_own_positions
     for row, each in enumerate(batch.experiences):
         expected = by_transformers(path, each)[each.response_mask]
         assert log_prob[row][experience.action_mask[row]].numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_of_actions_padding_and_masks_change_nothing(text_dir: Path) -> None:
+    """Packed as in the original, one row alone, an attention mask in whole numbers or none, a row of padding alone."""
+    actor = ActorVL(text_dir)
+    with torch.no_grad():
+        both = actor(SEQUENCES, 4, MASK)
+        assert actor(SEQUENCES[:1, 2:], 4) == pytest.approx(both[:1])
+        packed = torch.cat([SEQUENCES[:1, 2:], SEQUENCES[1:, :6]], 1)
+        flat = actor(packed, [4, 3], torch.tensor([[1] * 5 + [2] * 6]), packed_seq_lens=[5, 6])
+        assert flat == pytest.approx(torch.cat([both[:1], both[1:, :3]], 1))
+        empty = actor(torch.cat([SEQUENCES, SEQUENCES[:1]]), 4, torch.cat([MASK, MASK[:1] * 0]))
+        assert empty.tolist() == [*both.tolist(), [0, 0, 0, 0]]
+        log_prob, output = actor(SEQUENCES, 4, MASK, return_output=True)
+        assert log_prob.tolist() == both.tolist()
+        assert output.logits.shape == (2, 7, 31)
+    for actions in (0, 7, None):
+        with pytest.raises(ConfigError, match="num_actions"):
+            actor(SEQUENCES, actions, MASK)
+
+
+def test_generate_samples_from_the_weights_as_they_are_now(text_dir: Path) -> None:
+    """Greedy completions are the models' own argmax, before and after the weights change; a sampled end of sequence is
+    an action, and a completion without one keeps its last token."""
+    actor = ActorVL(text_dir)
+    prompts = {"input_ids": SEQUENCES[:, :5], "attention_mask": MASK[:, :5]}
+    for _ in range(2):
+        sequences, attention, actions = actor.generate(**prompts, max_new_tokens=5, do_sample=False, eos_token_id=30)
+        for row in range(2):
+            tokens = sequences[row][attention[row].bool()]
+            logits = actor.model(tokens[None]).logits[0]
+            start = int(attention[row, :5].sum())
+            assert logits.argmax(1)[start - 1 : -1].tolist() == tokens[start:].tolist()
+        assert attention[:, 5:].bool().equal(actions)
+        with torch.no_grad():
+            for parameter in actor.model.parameters():
+                parameter.mul_(-1.5)
+    torch.manual_seed(1)
+    how = {"max_new_tokens": 8, "eos_token_id": [2, 7], "pad_token_id": 0, "temperature": 3.0}
+    first, second = (actor.generate(**prompts, **how)[0] for _ in range(2))
+    assert first.tolist() != second.tolist()
+    many = actor.generate(SEQUENCES[:1, 2:].expand(64, -1), **how)
+    ends = torch.isin(many[0][:, 5:], torch.tensor([2, 7]))
+    for row in range(64):
+        length = int(many[2][row].sum())
+        assert ends[row, :length].sum() == (0 if length == 8 and not ends[row, 7] else 1)
+        assert not many[0][row, 5 + length :].any()
+    assert any(bool(row.all()) for row in many[2])
+    assert not all(bool(row.all()) for row in many[2])
+    actor.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
+def test_generate_reads_pixels_as_the_engine_reads_images(family: str, seen) -> None:
+    path, batch = seen(family)
+    experience = ExperienceVL.from_batch(batch, processor=hf_processor(path, backend="pil")).split()[2]
+    context = experience.sequences.shape[1] - experience.num_actions
+    actor = ActorVL(path)
+    pixels = {"image_grid_thw": experience.image_grid_thws, **experience.pixel_inputs}
+    sequences, _, _ = actor.generate(
+        experience.sequences[:, :context], experience.pixel_values, **pixels, do_sample=False, max_new_tokens=3
+    )
+    actor.close()
+    shown = {"pixel_values": experience.pixel_values, **pixels}
+    with torch.no_grad():
+        _, output = actor(sequences, 3, return_output=True, **shown)
+    assert output.logits[0].argmax(1)[context - 1 : -1].tolist() == sequences[0, context:].tolist()
+
+
+def test_sequences_of_another_engine_get_the_masks_that_were_meant(text_dir: Path) -> None:
+    """A completion without an end of sequence keeps its last token."""
+    sequences = torch.tensor([[0, 5, 6, 7, 8, 2, 2, 2], [5, 6, 7, 8, 9, 10, 11, 12], [0, 0, 6, 2, 2, 2, 2, 2]])
+    given, attention, actions = ActorVL(text_dir).process_sequences(sequences, 3, 2, 0)
+    assert given.tolist() == sequences.tolist()
+    assert attention.tolist() == [[0, 1, 1, 1, 1, 1, 0, 0], [1] * 8, [0, 0, 1, 1, 0, 0, 0, 0]]
+    assert actions.int().tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"load_in_4bit": True}, "load_in_4bit"),
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "lora_dropout"),
+        ({"ds_config": {}}, "ds_config"),
+        ({"device_map": "auto"}, "auto"),
+        ({"lora_rnk": 2, "load_in_4bit": True}, "load_in_4bit, lora_rnk"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(options, named: str, text_dir: Path) -> None:
+    for kind in (ActorVL, CriticVL):
+        with pytest.raises(ConfigError, match=named):
+            kind(text_dir, **options)
+
+
+def test_arguments_of_generate_that_are_unknown_are_errors(text_dir: Path) -> None:
+    actor = ActorVL(text_dir)
+    for wrong in ({"num_beams": 2}, {"max_new_token": 3}, {"max_length": 2}, {}):
+        with pytest.raises(ConfigError, match="generate"):
+            actor.generate(SEQUENCES, eos_token_id=2, **wrong)
+    with pytest.raises(DataError, match="video"):
+        actor.generate(SEQUENCES, pixel_values_videos=SEQUENCES)
+    with pytest.raises(ConfigError, match="text only"):
+        actor.generate(SEQUENCES, torch.zeros(1, 3, 4, 4), max_new_tokens=1, eos_token_id=2)
+
+
+def test_a_copy_of_an_actor_is_of_its_own(text_dir: Path) -> None:
+    actor = ActorVL(text_dir)
+    before = actor(SEQUENCES, 3, MASK)
+    other = copy.deepcopy(actor)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.mul_(2)
+    assert actor(SEQUENCES, 3, MASK).tolist() == before.tolist()
+    assert other(SEQUENCES, 3, MASK).tolist() != before.tolist()
+
+
+# --------------------------------------------------------------------------- CriticVL
+
+
+def test_values_are_those_of_the_state_before_each_action(text_dir: Path, tmp_path: Path) -> None:
+    critic = CriticVL(text_dir, seed=5)
+    with torch.no_grad():
+        critic.value_head.weight.normal_()
+        states = critic.model(SEQUENCES, attention_mask=MASK).last_hidden_state
+        expected = critic.value_head(states)[:, :-1, 0] * MASK[:, 1:]
+    values = critic(SEQUENCES, 4, MASK)
+    assert values.detach().numpy() == pytest.approx(expected[:, -4:].numpy(), abs=1e-5)
+    values.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in critic.parameters())
+    Strategy().save_model(critic, None, tmp_path / "critic")
+    again = CriticVL(tmp_path / "critic")
+    assert again(SEQUENCES, 4, MASK).tolist() == values.tolist()
+    assert CriticVL(tmp_path / "critic", init_value_head=True)(SEQUENCES, 4, MASK).tolist() != values.tolist()
+
+
+def test_a_critic_shares_the_trunk_of_an_actor_it_is_given(text_dir: Path) -> None:
+    actor = ActorVL(text_dir)
+    critic = CriticVL(actor)
+    assert {id(p) for p in critic.model.parameters()} <= {id(p) for p in actor.model.parameters()}
+    with torch.no_grad():
+        before = critic(SEQUENCES, 3, MASK)
+        actor.model.get_input_embeddings().weight.mul_(2)
+        assert critic(SEQUENCES, 3, MASK).tolist() != before.tolist()
+
+
+# --------------------------------------------------------------------------- ExperienceVL
+
+
+def equal(one: Batch, other: Batch) -> None:
+    for mine, theirs in zip(one.experiences, other.experiences, strict=True):
+        assert mine.tokens.tolist() == theirs.tokens.tolist()
+        assert mine.response_mask.tolist() == theirs.response_mask.tolist()
+        assert (mine.group_id, mine.index, mine.rewards, mine.media) == (
+            (theirs.group_id, theirs.index, theirs.rewards, theirs.media)
+        )
+    assert one.columns.keys() == other.columns.keys()
+    for name, arrays in one.columns.items():
+        for row, array in enumerate(arrays):
+            mask = one.experiences[row].response_mask
+            assert array[mask].tolist() == other.columns[name][row][mask].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "idefics3"])
+def test_a_batch_comes_back_as_it_was_also_in_parts(family: str, seen) -> None:
+    path, batch = seen(family)
+    rng = np.random.default_rng(0)
+    names = ("old_log_prob", "ref_log_prob", "values", "advantages", "returns", "entropy", "sum_pi_squared")
+    batch = batch.with_columns(**{name: [rng.normal(size=len(e)) for e in batch.experiences] for name in names})
+    masks = [np.ones(len(e), np.bool_) for e in batch.experiences]
+    masks[1][:] = False  # a row without a trained token
+    batch = batch.masked(masks)
+    experience = ExperienceVL.from_batch(batch, processor=hf_processor(path, backend="pil"))
+    equal(batch, experience.to_batch())
+    joined = ExperienceVL.join([ExperienceVL.join(experience.split()[2:]), *experience.split()[:2]])
+    equal(batch.select([2, 3, 0, 1]), joined.to_batch())
+    again = ExperienceVL.join(experience.split())
+    for name in ("sequences", "attention_mask", "action_mask", "pixel_values", "image_grid_thws", "values"):
+        ours, theirs = getattr(experience, name), getattr(again, name)
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    experience.advantages = experience.advantages * 2
+    changed, mask = experience.to_batch().columns["advantages"][0], batch.experiences[0].response_mask
+    assert changed[mask].tolist() == (2 * batch.columns["advantages"][0][mask]).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_an_experience_made_by_hand_trains_as_one_of_the_engine(family: str, seen) -> None:
+    """Plain tensors, right-aligned responses, pixels: the scores are those of the engine's record."""
+    path, batch = seen(family)
+    made = ExperienceVL.from_batch(batch, processor=hf_processor(path, backend="pil"))
+    plain = ExperienceVL(
+        made.sequences,
+        made.pixel_values,
+        made.image_grid_thws,
+        attention_mask=made.attention_mask,
+        action_mask=made.action_mask,
+        pixel_inputs=made.pixel_inputs,
+        info={"reward": torch.arange(4.0)},
+    )
+    with pytest.raises(DataError, match="vision"):
+        plain.to_batch()
+    actor = ActorVL(path)
+    learner = Strategy().learner("policy", actor, max_response_length=16)
+    mine, theirs = plain.to_batch(actor.vision), batch
+    assert [each.reward for each in mine.experiences] == [0, 1, 2, 3]
+    scores = [learner.score(each, "log_prob") for each in (mine, theirs)]
+    for one, other in zip(*scores, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    if made.image_grid_thws is not None:
+        plain.image_grid_thws, plain.pixel_values = made.image_grid_thws[:-1], made.pixel_values
+        with pytest.raises(DataError, match="patches"):
+            plain.to_batch(actor.vision)
+
+
+def test_experiences_that_do_not_fit_are_errors() -> None:
+    plain = ExperienceVL(SEQUENCES, attention_mask=MASK)
+    with pytest.raises(DataError, match="action_mask"):
+        plain.to_batch()
+    plain.action_mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(DataError, match="padding"):
+        plain.to_batch()
+    plain.action_mask[1, 2] = False
+    plain.advantages = torch.zeros(2, 4)
+    with pytest.raises(DataError, match="advantages"):
+        plain.to_batch()
+    plain.advantages = None
+    assert [e.response_mask.sum() for e in plain.to_batch().experiences] == [3, 2]
+    plain.pin_memory().to_device("cpu")
+    with pytest.raises(DataError, match="videos"):
+        ExperienceVL(SEQUENCES, pixel_values_videos=SEQUENCES, action_mask=plain.action_mask).to_batch()
+
+
+# --------------------------------------------------------------------------- Strategy
+
+
+def update(learner, batch: Batch, objective=None, step: int = 0, norm: float = 1.0) -> dict[str, float]:
+    return learner.update(batch, objective or Reinforce(), None, norm, step=step, who="a test")
+
+
+def test_an_update_through_the_strategy_is_that_of_the_train_engine(text_dir: Path) -> None:
+    """Weights to 1e-12, of policy and critic, however many sequences go through the model at once."""
+    batch = make_batch(advantages=1.0, returns=1.0)
+    objectives = (Reinforce(), SquaredError())
+    engine = make_engine(text_dir, Parts(objectives), dtype="float64", seed=3, temperature=0.8)
+    for objective in objectives:
+        engine.update(objective.role, batch, objective)
+    for limit in (None, 1, 4):
+        strategy = Strategy()
+        actor = ActorVL(ActorVL(text_dir).model.double(), temperature=0.8)
+        critic = CriticVL(ActorVL(text_dir).model.double(), seed=3)
+        for role, model, objective in (("policy", actor, objectives[0]), ("critic", critic, objectives[1])):
+            optimizer = strategy.create_optimizer(model, lr=1e-2, betas=(0.9, 0.999))
+            learner = strategy.learner(role, model, optimizer, max_response_length=32, max_sequences=limit)
+            update(learner, batch, objective)
+        for name, tensor in engine.export_weights():
+            torch.testing.assert_close(actor.model.state_dict()[name], tensor, rtol=0, atol=1e-12)
+        theirs = engine._learner("critic").model.state_dict()
+        for name, tensor in critic.value_model.state_dict().items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-12)
+
+
+def trained(path: Path, folder: Path, steps: range, *, resume: bool = False, **options) -> dict[str, torch.Tensor]:
+    """The weights, and the average, after these steps."""
+    strategy = Strategy(args=Namespace(seed=1))
+    actor, average = ActorVL(path, **options), ActorVL(path)
+    params = [parameter for parameter in actor.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9) if options else torch.optim.AdamW(params, lr=0.01)
+    scheduler = get_scheduler("cosine_with_min_lr", optimizer, 1, 6, scheduler_specific_kwargs={"min_lr": 0.001})
+    actor, optimizer, scheduler = strategy.prepare((actor, optimizer, scheduler))
+    learner = strategy.learner("policy", actor, optimizer, scheduler, max_response_length=32)
+    if resume:
+        path, state = strategy.load_ckpt(actor.model, folder, ema_model=average)
+        assert (path.name, state) == (f"global_step{steps.start}", {"consumed_samples": 8 * steps.start})
+    for step in steps:
+        update(learner, make_batch(seed=step, advantages=1.0))
+        strategy.moving_average(actor, average, 0.9)
+        state = {"consumed_samples": 8 * (step + 1)}
+        strategy.save_ckpt(actor.model, folder, f"global_step{step + 1}", 2, client_state=state, ema_model=average)
+    return {**dict(actor.export_weights()), **{f"average.{n}": t for n, t in average.export_weights()}}
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2, "target_modules": "all-linear"}], ids=["full", "lora"])
+def test_a_run_that_was_stopped_continues_bit_for_bit(options, text_dir: Path, tmp_path: Path) -> None:
+    """Weights, optimizer, scheduler, average and client state; only the newest checkpoints are kept."""
+    whole = trained(text_dir, tmp_path / "whole", range(4), **options)
+    trained(text_dir, tmp_path / "parts", range(2), **options)
+    (tmp_path / "parts" / ".global_step3.writing").mkdir()  # of a process that was killed in a save
+    parts = trained(text_dir, tmp_path / "parts", range(2, 4), resume=True, **options)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["global_step3", "global_step4"]
+
+
+def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(text_dir: Path, tmp_path: Path) -> None:
+    strategy, actor = Strategy(), ActorVL(text_dir)
+    with pytest.raises(RunDirError, match="none"):
+        strategy.load_ckpt(actor, tmp_path)
+    with pytest.raises(DataError, match="JSON"):
+        strategy.save_ckpt(actor, tmp_path, "a", client_state={"x": torch.zeros(1)})
+    assert not list(tmp_path.glob("*/"))
+    for tag in ("a", "b", "c"):
+        strategy.save_ckpt(actor, tmp_path, tag, max_num=None, max_mem=None, client_state={"tag": tag})
+    assert strategy.load_ckpt(actor, tmp_path, "b")[1] == {"tag": "b"}
+    assert strategy.load_ckpt(actor, tmp_path)[1] == {"tag": "c"}
+    with pytest.raises(RunDirError, match="without one"):
+        strategy.load_ckpt(actor, tmp_path, optimizer=strategy.create_optimizer(actor))
+    with pytest.raises(RunDirError, match="fit"):
+        strategy.load_ckpt(CriticVL(text_dir), tmp_path)
+    (tmp_path / "c" / "state.json").write_text("{}")
+    with pytest.raises(RunDirError, match=r"state\.json"):
+        strategy.load_ckpt(actor, tmp_path)
+    strategy.save_ckpt(actor, tmp_path, "d", max_num=None, max_mem=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_saved_model_is_one_that_transformers_loads_with_the_adapter_added(text_dir: Path, tmp_path: Path) -> None:
+    actor, strategy = ActorVL(text_dir, lora_rank=2, lora_alpha=8), Strategy()
+    assert 0 < sum(p.numel() for p in actor.parameters() if p.requires_grad) < 10_000
+    learner = strategy.learner("policy", actor, strategy.create_optimizer(actor, lr=0.1), max_response_length=32)
+    update(learner, make_batch(advantages=1.0))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine.txt").write_text("stays")
+    (tmp_path / "hf" / "model-00001-of-00002.safetensors").write_text("of an earlier save")
+    strategy.save_model(actor, None, tmp_path / "hf")
+    assert (tmp_path / "hf" / "mine.txt").is_file()
+    assert [path.name for path in (tmp_path / "hf").glob("model*")] == ["model.safetensors"]
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(SEQUENCES, attention_mask=MASK).logits
+        torch.testing.assert_close(loaded, actor.model(SEQUENCES, attention_mask=MASK).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_average_moves_by_one_minus_beta_each_step(text_dir: Path) -> None:
+    strategy = Strategy()
+    for kind in (ActorVL, CriticVL):
+        model, average = kind(text_dir), kind(text_dir)
+        before = {name: tensor.clone() for name, tensor in average.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        strategy.moving_average(model, average, beta=0.75)
+        for name, parameter in average.named_parameters():
+            torch.testing.assert_close(parameter.detach(), before[name] + 0.25)
+
+
+def test_losses_of_ones_own_take_steps_through_the_strategy(text_dir: Path) -> None:
+    strategy, actor = Strategy(max_norm=0.5), ActorVL(text_dir)
+    optimizer = torch.optim.SGD(actor.parameters(), lr=1.0)
+    before = [parameter.detach().clone() for parameter in actor.parameters()]
+    strategy.backward(actor(SEQUENCES, 3, MASK).sum(), actor, optimizer)
+    norm = strategy.optimizer_step(optimizer, actor, name="actor")
+    pairs = zip(before, actor.parameters(), strict=True)
+    moved = torch.cat([(a - b.detach()).flatten() for a, b in pairs]).norm()
+    assert norm > 0.5
+    assert float(moved) == pytest.approx(0.5, rel=1e-3)
+    assert all(parameter.grad is None for parameter in actor.parameters())
+    other = torch.optim.SGD(ActorVL(text_dir).parameters(), lr=1.0)
+    with pytest.raises(TriviumError, match="are not the model's"):
+        strategy.learner("policy", actor, other, max_response_length=8)
+
+
+def test_a_data_loader_continues_where_the_samples_were_consumed() -> None:
+    strategy = Strategy(seed=7)
+    data = list(range(22))
+    loader = strategy.setup_dataloader(data, 4)
+    first = [sample for each in loader for sample in each.tolist()]
+    assert len(set(first)) == len(first) == 20
+    loader.sampler.set_epoch(1)
+    second = [each.tolist() for each in loader]
+    assert [sample for each in second for sample in each] != first
+    resumed = strategy.setup_dataloader(data, 4)
+    resumed.sampler.set_epoch(1, 8)
+    assert [each.tolist() for each in resumed] == second[2:]
+    assert [each.tolist() for each in strategy.setup_dataloader(data, 8, shuffle=False, drop_last=False)][-1] == [
+        *range(16, 22)
+    ]
+    whole = [ShardedSampler(data, rank=rank, size=4, seed=7, consumed_samples=2) for rank in range(4)]
+    dealt = [sample for four in zip(*whole, strict=True) for sample in four]
+    assert dealt == list(ShardedSampler(data, seed=7, consumed_samples=2))
+    padded = [list(ShardedSampler(data, rank=rank, size=4, shuffle=False, drop_last=False)) for rank in range(4)]
+    assert {len(each) for each in padded} == {6}
+    assert {sample for each in padded for sample in each} == {*data}
+    for size, wrong in ((0, data), (4, data[:3]), (1, [])):
+        with pytest.raises(ConfigError, match="batches of"):
+            strategy.setup_dataloader(wrong, size)
+    with pytest.raises(ConfigError, match="continue epoch 2 after 23"):
+        loader.sampler.set_epoch(2, 23)
+
+
+def test_two_ranks_train_save_and_resume_as_one(tmp_path: Path) -> None:
+    """Sharded parameters, shares of unequal work, an optimizer built before; a run of two ranks goes on alone."""
+    path, batch = write_model(tmp_path / "model"), make_batch(advantages=1.0, returns=1.0)
+    one = on_ranks(0, 1, path, tmp_path / "one", batch)
+    two = run_ranks([2], on_ranks, tmp_path / "ranks", path, tmp_path / "two", batch)[2]
+    again = on_ranks(0, 1, path, tmp_path / "two", batch, first=2)
+    for said in (*two, again):
+        for name, tensor in one["weights"].items():
+            torch.testing.assert_close(said["weights"][name], tensor, rtol=0, atol=1e-9)
+            torch.testing.assert_close(said["average"][name], one["average"][name], rtol=0, atol=1e-9)
+        assert said["metrics"][-1] == pytest.approx(one["metrics"][-1], rel=1e-5)
+        assert said["sequences"].tolist() == one["sequences"].tolist()
+        torch.testing.assert_close(said["log_prob"], one["log_prob"], rtol=0, atol=1e-9)
+        torch.testing.assert_close(said["value"], one["value"], rtol=0, atol=1e-5)
+    assert [said["sum"]["b"].tolist() for said in two] == [[2.0, 1.0]] * 2
+    assert [(said["sum"]["a"], said["mean"], said["max"]) for said in two] == [(3, 0.5, 1)] * 2
+    assert two[0]["gathered"].tolist() == [0, 1]
+    dealt = [sample for said in two for each in said["samples"] for sample in each]
+    assert len(set(dealt)) == len(dealt) == 8
+    for folder in ("one", "two"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "hf", dtype=torch.float64).state_dict()
+        torch.testing.assert_close(saved["model.norm.weight"], one["weights"]["model.norm.weight"])
+        assert (tmp_path / folder / "hf_critic" / "value_head.safetensors").is_file()
+
+
+def test_what_args_say_is_what_a_strategy_does() -> None:
+    strategy = get_strategy(Namespace(seed=9, max_norm=0.0, train_batch_size=8, micro_train_batch_size=2, bf16=True))
+    assert (strategy.seed, strategy.max_norm, strategy.accumulated_gradient, strategy.bf16) == (9, 0.0, 4, True)
+    assert (strategy.world_size, strategy.get_rank(), strategy.is_rank_0()) == (1, 0, True)
+    assert isinstance(get_strategy(Namespace(fsdp=True)), FSDPV2Strategy)
+    assert (Strategy().seed, Strategy(5).seed) == (42, 5)
+    with pytest.raises(ConfigError, match="all_reduce"):
+        strategy.all_reduce(1, "product")
+    with strategy.init_model_context(meta_init=True):
+        pass

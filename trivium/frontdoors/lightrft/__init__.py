@@ -7,7 +7,11 @@ from trivium.frontdoors.lightrft.critic import CriticVL, get_vlm_for_sequence_re
 from trivium.frontdoors.lightrft.experience import ExperienceVL, SamplesVL
 from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_strategy
 
+ActorLanguage = ActorVL
+"""Text-only models are read by the same class."""
+
 __all__ = [
+    "ActorLanguage",
     "ActorVL",
     "CriticVL",
     "ExperienceVL",

@@ -73,7 +73,7 @@ class ActorVL(nn.Module):
         self.pretrain_or_model = str(pretrain_or_model) if opened.directory else self.model.config.model_type
         self.packing_samples, self.high_entropy_token_ratio = packing_samples, high_entropy_token_ratio
         self.ranks: Ranks = ALONE
-        self._temperature = temperature
+        self._temperature, self._checkpointing = temperature, False
         self._core: list[LanguageModel] = []  # in a list: a second owner of the same parameters is no submodule
         self._sampler = Sampler()
 
@@ -82,9 +82,10 @@ class ActorVL(nn.Module):
         """The core's model over the same parameters."""
         if not self._core or self._core[0].device != self.model.device:
             how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device}
-            self._core = [
-                LanguageModel(sharing(self.model), temperature=self.temperature, autocast=self._autocast, **how)
-            ]
+            core = LanguageModel(sharing(self.model), temperature=self.temperature, autocast=self._autocast, **how)
+            if self._checkpointing:
+                checkpoint_gradients(core.module)
+            self._core = [core]
         return self._core[0]
 
     @property
@@ -222,12 +223,9 @@ class ActorVL(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Keeps one activation per layer and computes the others again in the backward pass."""
         del gradient_checkpointing_kwargs
-        checkpoint_gradients(self.language_model.module)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keeps all activations again; before the model is sharded."""
-        if self.ranks.size == 1:
-            self._core = []
+        if not self._checkpointing:
+            checkpoint_gradients(self.language_model.module)
+        self._checkpointing = True
 
     def print_trainable_parameters(self) -> str:
         """How many parameters are trained, of how many."""

@@ -84,7 +84,12 @@ def save(
     def finish(path: Path) -> None:
         (path / _STATE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
-    staging = ranks_agree(ranks, lambda: str(staging_directory(directory, tag)))
+    def begin() -> str:
+        for unfinished in directory.glob(".*.writing"):  # what a process that was killed left
+            shutil.rmtree(unfinished)
+        return str(staging_directory(directory, tag))
+
+    staging = ranks_agree(ranks, begin)
     take_snapshot(files, ranks, SaveStrategy.UNRESTRICTED, finish, copy=False).write(Path(staging))
 
     def conclude() -> None:
@@ -112,7 +117,10 @@ def load(role: Role, directory: Path, tag: str | None, ranks: Ranks) -> tuple[Pa
         for tensors in read_tensors(path, "optimizer"):
             optimizer.restore(tensors)
         assert role.optimizer is not None
-        for group, saved in zip(role.optimizer.param_groups, state["groups"], strict=True):
+        own = role.optimizer.param_groups
+        if len(own) != len(state["groups"]):
+            raise RunDirError(f"the optimizer of {path}", "it had other groups of parameters", "build it as it was")
+        for group, saved in zip(own, state["groups"], strict=True):
             group.update(saved)
     if role.scheduler is not None and state["scheduler"] is not None:
         role.scheduler.load_state_dict(state["scheduler"])

@@ -64,7 +64,7 @@ class CriticVL(nn.Module):
         opened = open_model(pretrain_or_model, options, backbone=True)
         self.model: PreTrainedModel = opened.model.eval()
         self.model_dir, self._autocast, self._seed = opened.directory, opened.autocast, seed
-        self.packing_samples, self.ranks = packing_samples, ALONE
+        self.packing_samples, self.ranks, self._checkpointing = packing_samples, ALONE, False
         head = {} if init_value_head or self.model_dir is None else saved_head(self.model_dir, value_head_prefix)
         first = self._built(head)
         self.value_head = first.value_head
@@ -72,7 +72,10 @@ class CriticVL(nn.Module):
 
     def _built(self, head: dict[str, Tensor]) -> ValueModel:
         how: dict[str, Any] = {"dtype": self.model.dtype, "device": self.model.device, "autocast": self._autocast}
-        return ValueModel(sharing(self.model), seed=self._seed, head=head, **how)
+        core = ValueModel(sharing(self.model), seed=self._seed, head=head, **how)
+        if self._checkpointing:
+            checkpoint_gradients(core.module)
+        return core
 
     @property
     def value_model(self) -> ValueModel:
@@ -110,7 +113,9 @@ class CriticVL(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Keeps one activation per layer and computes the others again in the backward pass."""
         del gradient_checkpointing_kwargs
-        checkpoint_gradients(self.value_model.module)
+        if not self._checkpointing:
+            checkpoint_gradients(self.value_model.module)
+        self._checkpointing = True
 
     def adopt(self, ranks: Ranks) -> None:
         """The core's model, now sharded over these ranks, is the model."""

@@ -43,7 +43,7 @@ class ExperienceVL:
     pixel_values: Tensor | None = None
     """The patches of all images end to end; of LLaVA (images, 3, H, W), of Idefics (B, tiles, 3, H, W)."""
     image_grid_thws: Tensor | None = None
-    """(images, 3), of models that cut images into patches."""
+    """(images, 3), of models that cut images into patches; a list with those of each row becomes one tensor."""
     raw_images: list[Any] | None = None
     """The images of each row, as PIL images."""
     pixel_values_videos: Tensor | None = None
@@ -76,6 +76,15 @@ class ExperienceVL:
     """What else some families' towers read: `pixel_attention_mask`, `image_sizes`."""
     origin: tuple[types.Experience, ...] | None = None
     """What the rows were made of: it knows media, groups, versions and rewards by name, which tensors do not."""
+
+    def __post_init__(self) -> None:
+        grids: Any = self.image_grid_thws
+        if isinstance(grids, list):  # one tensor for each row
+            self.image_num = [len(each) for each in cast("list[Tensor]", grids)]
+            self.image_grid_thws = torch.cat(grids) if grids else None
+        for name in ("info", "further", "pixel_inputs"):
+            if getattr(self, name) is None:
+                setattr(self, name, {})
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -119,9 +128,11 @@ class ExperienceVL:
         first, last = int(attended[0]), int(attended[-1]) + 1
         prompts = self.sequences.shape[1] - self.num_actions
         actions = slice(max(0, first - prompts), max(0, last - prompts))
-        numbers = {name: tensor[row : row + 1, actions] for name, tensor in self._per_action().items()}
+        numbers: dict[str, Any] = {name: tensor[row : row + 1, actions] for name, tensor in self._per_action().items()}
         further = {name: tensor[row : row + 1, actions] for name, tensor in self.further.items()}
-        lists = {name: _only(getattr(self, name), row) for name in ("labels", "references", "group_ids")}
+        lists: dict[str, Any] = {
+            name: _only(getattr(self, name), row) for name in ("labels", "references", "group_ids")
+        }
         return ExperienceVL(
             self.sequences[row : row + 1, first:last],
             **numbers,
@@ -192,16 +203,16 @@ class ExperienceVL:
             raw: list[Any] = [None] * size if self.raw_images is None else [[images] for images in self.raw_images]
             return [{"raw_images": raw[row], "image_num": _only(self.image_num, row)} for row in range(size)]
         if self.pixel_values.ndim == 5 and self.image_grid_thws is None:
-            counts, per_row = [1] * size, len(self.pixel_values)
-            numbers: list[int | None] = [None] * size if self.image_num is None else [*self.image_num]
+            counts, images = [1] * size, len(self.pixel_values)
+            numbers: Sequence[int | None] = [None] * size if self.image_num is None else self.image_num
         else:
             images = len(self.pixel_values) if self.image_grid_thws is None else len(self.image_grid_thws)
             counts = [1] * size if self.image_num is None and images == size else self.image_num or []
-            per_row, numbers = images, [*counts]
-        if len(counts) != size or sum(counts) != per_row:
+            numbers = counts
+        if len(counts) != size or sum(counts) != images:
             raise DataError(
                 f"the images of each of {size} rows",
-                f"{per_row} images, and image_num is {self.image_num}",
+                f"{images} images, and image_num is {self.image_num}",
                 "set image_num to how many each row has",
             )
         ends = np.cumsum([0, *counts])
@@ -330,7 +341,9 @@ class ExperienceVL:
         return types.Experience(
             tokens=tokens,
             response_mask=mask,
-            rollout_log_prob=np.zeros(len(tokens)) if old is None else np.where(mask, old, 0.0),
+            rollout_log_prob=np.zeros(len(tokens), np.float32)
+            if old is None
+            else np.where(mask, old, 0).astype(np.float32),
             policy_version=np.where(mask, 0, EXPERT_VERSION),
             group_id=str(row) if self.group_ids is None else self.group_ids[row],
             index=0 if self.group_ids is None else self.group_ids[:row].count(self.group_ids[row]),

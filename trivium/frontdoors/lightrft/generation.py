@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from trivium.frontdoors.lightrft.placing import media_of_rows
 from trivium.models.heads import LanguageModel
 from trivium.models.vision import Pixels, Vision
 from trivium.randomness import SampleKey
+from trivium.training.snapshot import TensorFile
 from trivium.types import Completion, Prompt, Request, Sampling
 
 _PIXEL_INPUTS = ("pixel_attention_mask", "image_sizes")
@@ -155,7 +157,10 @@ class Sampler:
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="trivium-actor-"))
             weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-            core.module.save_pretrained(directory, state_dict=dict(policy.export_weights()))
+            weights = {name: tensor.cpu().contiguous() for name, tensor in policy.export_weights()}
+            # Every rank writes one of its own, which `save_pretrained` of a sharded model would not do.
+            save_file(TensorFile("model", weights, core.module).converted(weights), directory / "model.safetensors")
+            core.module.config.save_pretrained(directory)
         config = TorchEngine.Config(
             device="cuda" if core.device.type == "cuda" else "cpu", dtype="bfloat16" if core.autocast else "float32"
         )

@@ -97,7 +97,7 @@ def open_model(source: str | Path | nn.Module, options: Options, *, backbone: bo
     there is no such model.
     """
     if isinstance(source, nn.Module):
-        model = getattr(source, "model", source)
+        model = source if isinstance(source, PreTrainedModel) else getattr(source, "model", source)
         if not isinstance(model, PreTrainedModel):
             raise ConfigError(
                 f"a model from a {type(source).__name__}", "no transformers model", "give a PreTrainedModel, or a path"

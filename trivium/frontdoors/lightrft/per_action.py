@@ -40,10 +40,10 @@ def per_action(
             "an action is predicted from what precedes it",
             "give num_actions between 1 and the length less one",
         )
-    mask = torch.ones_like(sequences) if attention_mask is None else (attention_mask != 0).to(sequences)
-    mask = mask.index_fill(1, mask.new_tensor([mask.shape[1] - 1]), 1) if not mask.any(1).all() else mask
+    mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    mask[:, -1] |= ~mask.any(1)  # a row of padding alone is one token, which is no action
     first = mask.cumsum(1) == 1
-    trained = (mask.bool() & ~first)[:, -actions:]
+    trained = (mask & ~first)[:, -actions:]
     experience = ExperienceVL(sequences, attention_mask=mask, action_mask=trained, **pixels)
     batch = experience.to_batch(model.backbone.vision)
     check_lengths(batch, max_positions(model.module))

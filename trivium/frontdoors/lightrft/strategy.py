@@ -269,6 +269,8 @@ class Strategy:
         model at once; that never changes a gradient."""
         core = core_of(model)
         network = core if isinstance(core, ValueModel) else core.module
+        if role not in _METRIC_NAME:
+            raise ConfigError(f"a learner of the role {role!r}", "no such role", f"known: {', '.join(_METRIC_NAME)}")
         return Learner(
             core,
             _METRIC_NAME[role],

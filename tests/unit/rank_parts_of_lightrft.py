@@ -1,0 +1,76 @@
+"""What each rank of a test of LightRFT's strategies does; forked processes import it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from training_parts import Reinforce, SquaredError
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from trivium.frontdoors.lightrft import ActorVL, CriticVL, get_strategy
+from trivium.types import Batch
+
+PROMPT = torch.tensor([[0, 5, 6], [7, 8, 9]])
+STEPS = 3
+
+
+def whole(actor: ActorVL) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.export_weights()}
+
+
+def on_ranks(rank: int, size: int, path: Path, folder: Path, batch: Batch, first: int = 0) -> dict[str, Any]:
+    """Trains policy and critic for some steps of a share of the batch each, with checkpoints of both, from the
+    checkpoint of step `first` where that is not 0. What is told is whole, or of all ranks."""
+    strategy = get_strategy(Namespace(seed=3, max_norm=1.0, train_batch_size=4, micro_train_batch_size=2))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    actor, average, critic = ActorVL(model), ActorVL(path), CriticVL(path, seed=4)
+    average.model.double()
+    before = torch.optim.AdamW(actor.parameters(), lr=0.01)  # built before the model is sharded
+    scheduler = get_scheduler("linear", before, num_warmup_steps=1, num_training_steps=6)
+    actor, before, scheduler = strategy.prepare((actor, before, scheduler))
+    critic = strategy.prepare_model(critic, is_training=True)
+    actor.gradient_checkpointing_enable()
+    after = strategy.create_optimizer(critic, lr=0.01)
+    average = strategy.prepare(average)
+    how: dict[str, Any] = {"max_response_length": 32, "max_sequences": 1 + rank}
+    policy = strategy.learner("policy", actor, before, scheduler, **how)
+    values = strategy.learner("critic", critic, after, **how)
+    parts: dict[str, Any] = {"ema_model": average}
+    if first:
+        tag = strategy.load_ckpt(actor.model, folder / "_actor", f"step{first}", **parts)[0].name
+        _, state = strategy.load_ckpt(critic, folder / "_critic", tag, optimizer=after)
+        assert state == {"consumed_samples": first}
+    share = batch if size == 1 else batch.select([row for row in range(len(batch)) if row % size == rank])
+    metrics: list[dict[str, float]] = []
+    for step in range(first + 1, STEPS + 1):
+        totals = strategy.totals(share, 32)
+        update: dict[str, Any] = {"lr": None, "max_grad_norm": 1.0, "step": step, "who": "a test", "totals": totals}
+        metrics.append(policy.update(share, Reinforce(), **update))
+        metrics[-1] |= values.update(share, SquaredError(), **update)
+        strategy.moving_average(actor, average, 0.9)
+        client: dict[str, Any] = {"client_state": {"consumed_samples": step}, "max_num": 2}
+        strategy.save_ckpt(critic, folder / "_critic", f"step{step}", **client, optimizer=after)
+        strategy.save_ckpt(actor.model, folder / "_actor", f"step{step}", **client, **parts)
+    strategy.save_model(actor, None, folder / "hf")
+    strategy.save_model(critic, None, folder / "hf_critic")
+    sequences, attention, _ = actor.generate(PROMPT, do_sample=False, max_new_tokens=4, eos_token_id=2)
+    with torch.no_grad():
+        log_prob = actor(sequences, 4, attention)
+        value = critic(sequences, 4, attention)
+    actor.close()
+    return {
+        "metrics": metrics,
+        "weights": whole(actor),
+        "average": whole(average),
+        "sequences": sequences,
+        "log_prob": log_prob,
+        "value": value,
+        "sum": strategy.all_reduce({"a": rank + 1, "b": torch.tensor([1.0, rank])}, "sum"),
+        "mean": strategy.all_reduce(float(rank), "mean"),
+        "max": strategy.all_reduce(rank, "max"),
+        "gathered": strategy.all_gather(torch.tensor([rank])),
+        "samples": [each.tolist() for each in strategy.setup_dataloader(list(range(10)), 2)],
+    }
