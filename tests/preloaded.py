@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 
 import torch.distributed.fsdp
+import transformers.models.auto.modeling_auto
+import transformers.models.auto.processing_auto
 import transformers.models.auto.tokenization_auto
 import transformers.models.qwen3.modeling_qwen3
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping

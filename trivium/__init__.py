@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trivium.config import RunConfig
+if TYPE_CHECKING:
+    from trivium.config import RunConfig
 
 __version__ = "0.1.0"
 
@@ -36,3 +37,11 @@ def run(
     from trivium.runtime.python_api import run_given  # torch and every package come with it
 
     return run_given(config, rewards, tasks)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RunConfig":  # its packages are half of what `trivium --help` would take
+        from trivium.config import RunConfig
+
+        return RunConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

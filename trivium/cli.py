@@ -1,28 +1,29 @@
 """The command line: parses arguments, calls the library, prints, and turns errors into exit codes. Nothing else.
 
-Exit codes: 0 finished, 1 failed, 2 invalid config or arguments, 130 interrupted. Torch is imported only by the
-commands that need it.
+Exit codes: 0 finished, 1 failed, 2 invalid config or arguments, 130 interrupted. A command imports what it needs:
+`--help` needs no config, and not every command needs torch.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from trivium import __version__
-from trivium.concurrency import usable_cores
-from trivium.config import load_config
-from trivium.config.plan import plan_run, refuse_too_large
 from trivium.errors import ConfigError, TriviumError, first_cause, text_of
 from trivium.runtime.main_loop import exit_without_threads
+
+if TYPE_CHECKING:
+    from trivium.config import RunConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,7 +107,7 @@ def run(
         values = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
         values += [] if linger is None else [f"serve.linger_s={linger}"]
         values += ["run.change=true"] if change else []
-        loaded = load_config(config, values)
+        loaded = load(config, values)
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.launch import run as run_all
 
@@ -117,7 +118,9 @@ def run(
 def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here."""
     with Outcome(debug):
-        loaded = load_config(config, overrides or ())
+        loaded = load(config, overrides or ())
+        from trivium.concurrency import usable_cores
+        from trivium.config.plan import plan_run, refuse_too_large
         from trivium.runtime.launch import ready
         from trivium.training.device import machine, training_ranks
 
@@ -132,7 +135,7 @@ def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False)
 def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Prints what CONFIG minimises: formulas with its values, each with its source."""
     with Outcome(debug):
-        loaded = load_config(config, overrides or ())
+        loaded = load(config, overrides or ())
         from trivium.runtime.build import explain as explain_run
 
         print(explain_run(loaded), end="")
@@ -147,7 +150,7 @@ def evaluate(
 ) -> None:
     """Evaluates a checkpoint of the run that CONFIG describes."""
     with Outcome(debug) as outcome:
-        loaded = load_config(config, overrides or ())
+        loaded = load(config, overrides or ())
         outcome.log_dir = Path(loaded.run.dir)
         from trivium.runtime.build import evaluate as evaluate_step
 
@@ -199,6 +202,42 @@ def export(
         print(f"wrote {out}")
 
 
+@app.command("serve-reward", context_settings=_CONFIGURED)
+def serve_reward(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="YAML file with a section `rewards`, or a reward model's directory.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 5000,
+    token_variable: Annotated[
+        str | None, typer.Option("--token-variable", help="Environment variable with the token of clients.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with that token.")] = None,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Samples scored together.")] = 32,
+    batch_tokens: Annotated[
+        int, typer.Option("--batch-tokens", min=1, help="Tokens through a model at once; 1: one sequence each time.")
+    ] = 8192,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="Samples that may wait.")] = 1024,
+    deadline: Annotated[float, typer.Option("--deadline", min=0.1, help="Longest seconds of a request.")] = 300.0,
+    debug: Debug = False,
+) -> None:
+    """Serves rewards over HTTP, in the forms of LightRFT, OpenRLHF and our own, until SIGTERM."""
+    with Outcome(debug):
+        from trivium.serving.serve_reward import RewardAddress, read_rewards
+        from trivium.serving.serve_reward import serve_reward as serve
+
+        file = None if token_file is None else str(token_file)
+        bounds = (max_batch, batch_tokens, max_waiting, deadline)
+        address = RewardAddress(host, port, token_variable, file, *bounds)
+        serve(read_rewards(source, overrides or ()), address, lambda line: print(line, flush=True))
+
+
 @app.command()
 def rollouts(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
@@ -233,7 +272,15 @@ def main() -> None:
         app()
     except SystemExit as left:
         exit_without_threads(left.code)
+        gc.freeze()  # else the interpreter looks for cycles in all of torch before it ends: half a second
         raise
+
+
+def load(config: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config of a command."""
+    from trivium.config import load_config
+
+    return load_config(config, overrides)
 
 
 def show(result: Mapping[str, Any]) -> None:

@@ -350,8 +350,6 @@ def _config_of(functions: Collection[Callable[..., Any]], base: type[Plugin]) ->
         __base__=base,
         __module__=first.__module__,
         __doc__=first.__doc__,
-        # No class statement describes these fields; without this pydantic looks for one through every loaded module.
-        __cls_kwargs__={"use_attribute_docstrings": False},
         **fields,
     )
 

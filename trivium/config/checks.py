@@ -197,7 +197,7 @@ def _served(config: RunConfig) -> bool:
     return config.run.mode == "serve" or ("train" in config.tasks and config.tasks["train"].kind == SERVED)
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -236,7 +236,7 @@ def _check_serving(config: RunConfig) -> Iterator[Problem]:
             f"nothing may wait for more than sync.deadline_s ({config.sync.deadline_s:g} s)",
             "raise sync.deadline_s as well",
         )
-    if serve.key_variable is None and not _loopback(serve.host):
+    if serve.key_variable is None and not is_loopback(serve.host):
         yield Problem(
             "serve.key_variable",
             f"serve.host {serve.host!r} without a key",

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
+from trivium.config.field_help import field_help
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
 from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
 from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
@@ -83,12 +84,18 @@ class Config(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, text in field_help(cls).items():
+            field = cls.__pydantic_fields__[name]
+            field.description = field.description or text
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """What is wrong with this section beside the others of `run`. `where` is its path in the config."""

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 EXACT = "trivium_exact"
 """Batched matrix products and softmax: bits do not depend on B, nor on padding S by further multiples of 64."""
@@ -77,5 +76,10 @@ def _windowed(mask: Tensor, window: int | None) -> Tensor:
     return mask.masked_fill(torch.arange(size, device=mask.device) <= newest - window, -torch.inf)
 
 
-AttentionInterface.register(EXACT, attend)
-AttentionInterface.register(FAST, partial(attend, fast=True))
+def registered(*, exact: bool) -> str:
+    """The name by which models of transformers find this attention."""
+    from transformers import AttentionInterface
+
+    name = EXACT if exact else FAST
+    AttentionInterface.register(name, partial(attend, fast=not exact))
+    return name

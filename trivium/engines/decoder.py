@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from trivium.engines.attention import EXACT, FAST
+from trivium.engines.attention import registered
 from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, pages
 from trivium.engines.seen import PromptImages, SeenPrompts, look
@@ -25,6 +24,9 @@ from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
 from trivium.types import IntArray, Media
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CHUNK = 512
 """Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
@@ -52,7 +54,7 @@ class Decoder:
     """Holds the weights and the key-value rows. All calls come from one thread, inside inference mode."""
 
     def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: str, exact: bool) -> None:
-        model = load_lm(model_dir, dtype=dtype, device=device, attention=EXACT if exact else FAST)
+        model = load_lm(model_dir, dtype=dtype, device=device, attention=registered(exact=exact))
         _refuse_unsupported(model, exact)
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         self.vision = vision_of(model)

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 _GRAIN = 32768
@@ -29,7 +28,6 @@ _ACTIVATIONS = (
     nn.Tanh,
     nn.ELU,
     nn.LogSigmoid,
-    *(kind[0] if isinstance(kind, tuple) else kind for kind in activations.ACT2CLS.values() if kind is not None),
 )
 
 
@@ -40,12 +38,16 @@ def available() -> bool:
 
 def make_invariant(model: nn.Module) -> None:
     """Replaces the arithmetic of the model's linear layers and activations, in place. Weights stay where they are."""
+    from transformers.activations import ACT2CLS
+
+    known = (kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values() if kind is not None)
+    activations = (*_ACTIVATIONS, *known)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(_linear, module)
         elif type(module) is Conv1D:
             module.forward = partial(_conv1d, module)
-        elif isinstance(module, _ACTIVATIONS) and not any(True for _ in module.parameters()):
+        elif isinstance(module, activations) and not any(True for _ in module.parameters()):
             module.forward = partial(aligned, module.forward)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trivium.engines.attention import EXACT, FAST
+from trivium.engines.attention import registered
 from trivium.engines.decoder import Decoder
 from trivium.errors import ConfigError
 from trivium.randomness import stream, uniforms
@@ -55,10 +55,9 @@ def _teach(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
 def _plain(decoder: Decoder, probes: np.ndarray, half: int) -> Tensor:
     """The same from one forward pass with transformers' own attention and no cache."""
     model = decoder.model
-    ours = EXACT if decoder.exact else FAST
     decoder.text.set_attn_implementation("eager")
     try:
         logits = model(input_ids=torch.from_numpy(probes).to(decoder.device), use_cache=False).logits
     finally:
-        decoder.text.set_attn_implementation(ours)
+        decoder.text.set_attn_implementation(registered(exact=decoder.exact))
     return logits[:, half - 1 : -1].float().log_softmax(-1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trivium.errors import DataError
 from trivium.models.heads import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
 from trivium.models.load import load_backbone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedModel:
@@ -22,6 +24,8 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
     the head is left out: it adds the same constant to every score. Raises DataError where transformers has no such
     class for the architecture.
     """
+    from transformers import AutoModelForSequenceClassification
+
     weight = folded_head(saved_head(directory))["weight"]
     backbone = load_backbone(directory, dtype=weight.dtype)
     config: Any = backbone.config
@@ -45,6 +49,8 @@ def load_classifier(path: Path, *, dtype: torch.dtype | str, device: torch.devic
 
     The type `auto` is the one it was saved in.
     """
+    from transformers import AutoModelForSequenceClassification
+
     model, report = AutoModelForSequenceClassification.from_pretrained(
         str(path), dtype=dtype, local_files_only=True, output_loading_info=True
     )

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from trivium.errors import TriviumError
 from trivium.models.linear import use_onednn
@@ -27,6 +26,9 @@ from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.models.vision import decoder_of
 from trivium.randomness import stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VALUE_HEAD = "value_head"
 """The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
@@ -58,7 +60,7 @@ class LanguageModel(nn.Module):
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
         """
         super().__init__()
-        given = isinstance(source, PreTrainedModel)
+        given = isinstance(source, nn.Module)
         self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None)
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -69,7 +71,7 @@ class LanguageModel(nn.Module):
         if not autocast:
             use_onednn(decoder_of(self.module))
         expected = self._by_logits(probe_pack(self.module), temperature)
-        self.backbone = Backbone(cast(PreTrainedModel, self.module.base_model), sequence)
+        self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
         self._check_head(expected)
         self.autocast = autocast
         self.names = tensor_names(self.module)
@@ -204,7 +206,7 @@ class ValueModel(nn.Module):
         in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
         the directory, or else is drawn. Raises TriviumError for a head of several outputs."""
         super().__init__()
-        given = isinstance(source, PreTrainedModel)
+        given = isinstance(source, nn.Module)
         self.module = source if given else load_backbone(source, dtype=dtype, device=device)
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
@@ -212,7 +214,7 @@ class ValueModel(nn.Module):
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
-        saved = dict(head) if head else {} if isinstance(source, PreTrainedModel) else saved_head(source)
+        saved = dict(head) if head else {} if isinstance(source, nn.Module) else saved_head(source)
         self.value_head = self._head(saved, width, seed).to(device)
         self.names = tensor_names(self)
         self.eval()

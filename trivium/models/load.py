@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from trivium.errors import ConfigError
 from trivium.models.vision import decoder_of, family_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load_lm(
@@ -25,6 +27,8 @@ def load_lm(
     `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model. A
     vision tower keeps its own.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     if family_in(path) is not None:
         seeing = AutoModelForImageTextToText.from_pretrained(str(path), dtype=dtype, local_files_only=True)
         if attention is not None:
@@ -47,6 +51,8 @@ def load_lm(
 
 def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """The same model without its output layer, in eval mode."""
+    from transformers import AutoModel
+
     model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return model if family_in(path) is None else _aligned(model)

@@ -15,13 +15,12 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trivium.config import Config
@@ -29,6 +28,9 @@ from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
 from trivium.models.hub import ModelPath, absence
 from trivium.models.vision import vision_of
 from trivium.randomness import stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _NAME = "default"
 """The adapter's name inside peft."""

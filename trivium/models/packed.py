@@ -15,14 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.linear import ROWS
@@ -37,6 +36,9 @@ from trivium.models.sequence_parallel import (
     local_states,
 )
 from trivium.models.vision import PlacedImages, refuse_images, vision_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -179,9 +181,6 @@ def _window(length: int, sliding_window: int | None, device: torch.device) -> to
     return (behind >= 0) & (behind < sliding_window)
 
 
-AttentionInterface.register(PACKED, packed_attention)
-
-
 class Backbone:
     """A decoder as a function from packs to hidden states: packed where the model allows it, else padded."""
 
@@ -276,9 +275,12 @@ class Backbone:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Whether this model, packed, gives what it gives padded: its code may ignore positions or the interface."""
+        from transformers import AttentionInterface
+
         batch = probe_pack(self.module)
         expected = self._padded(batch)
         before = str(self.module.config._attn_implementation)
+        AttentionInterface.register(PACKED, packed_attention)
         self.module.set_attn_implementation(PACKED)
         try:
             agrees = (self._packed(batch) - expected).abs().max() <= 1e-3 * expected.abs().max()

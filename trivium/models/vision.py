@@ -16,17 +16,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from trivium.errors import DataError
 from trivium.models.images import Images, images_of, join_pixels
 from trivium.types import IntArray, Media
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Pixels = Mapping[str, torch.Tensor]
 """One image, as its family's processor prepares it: `pixel_values`, and what else the tower wants to know of it."""
@@ -87,7 +89,7 @@ class Vision:
     def __init__(self, base: PreTrainedModel, family: Family) -> None:
         """`base` is the model without its output layer."""
         self.base, self.family = base, family
-        self.decoder = cast(PreTrainedModel, base.get_submodule(family.decoder))
+        self.decoder = cast("PreTrainedModel", base.get_submodule(family.decoder))
         config: Any = base.config
         self.placeholder = int(config.image_token_id)
         self._tower = str(config.vision_config.model_type)
@@ -227,7 +229,7 @@ def family_in(directory: str | Path) -> Family | None:
 def vision_of(module: PreTrainedModel) -> Vision | None:
     """The image side of a model, with or without its output layer; None where it reads text only, here."""
     family = FAMILIES.get(str(module.config.model_type))
-    return None if family is None else Vision(cast(PreTrainedModel, module.base_model), family)
+    return None if family is None else Vision(cast("PreTrainedModel", module.base_model), family)
 
 
 def decoder_of(module: PreTrainedModel) -> PreTrainedModel:

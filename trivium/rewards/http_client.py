@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import ipaddress
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from tenacity import wait_random_exponential as random_exponential
 
 from trivium.config import RewardConfig, RunConfig
+from trivium.config.checks import is_loopback
 from trivium.config.schema import ConfigPath, free
 from trivium.errors import ConfigError, DataError, Problem, RewardError, text_of
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("trivium")
 _SHOWN = 300
 """Characters of an error response that an error shows."""
-_BACKOFF = random_exponential(multiplier=0.25, max=10)
+_BACKOFF = random_exponential(multiplier=0.25, max=5)
 """Seconds before the next attempt: uniform between 0 and a bound that doubles each time."""
 _LONGEST_PAUSE_S = 30.0
 """A URL that fails is avoided for at most so long, while others do not."""
@@ -120,17 +120,13 @@ class EndpointConfig(RewardConfig):
         yield from super().warnings(run, where)
         for url in self.urls:
             parts = urlsplit(url)
-            if (self.token_variable or self.token_file) and parts.scheme == "http" and not is_loopback(parts.hostname):
+            if (
+                (self.token_variable or self.token_file)
+                and parts.scheme == "http"
+                and not is_loopback(parts.hostname or "")
+            ):
                 what, do = f"a token for {_shown(url)}", "use https, unless the network is trusted"
                 yield Problem(f"{where}.urls", what, "http sends it unencrypted", do)
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether only this machine can be reached at, or can reach, that address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def read_token(variable: str | None, file: str | None) -> str | None:

@@ -142,6 +142,11 @@ class Judge:
         """The names of the components, in the config's order."""
         return tuple(component.label for component in self._components)
 
+    @property
+    def comparing(self) -> tuple[str, ...]:
+        """The names of those that judge the members of a group against each other."""
+        return tuple(component.label for component in self._components if component.compares)
+
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Raises DataError, naming every reward whose columns are not among these (those of a first task, say), or the
         label that a recipe does not know."""

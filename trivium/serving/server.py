@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from trivium.errors import DataError, RolloutError
-from trivium.policy import EngineFailure
 from trivium.serving.bodies import RequestError, read_body
 from trivium.serving.connections import BodyReader
+from trivium.serving.endpoints import Endpoint, cancel_on_disconnect, guarded
 from trivium.serving.gateway import Gateway
 from trivium.serving.requests import read_chat, read_feedback, read_secret
 from trivium.serving.responses import chat_completion, chunks
-
-_T = TypeVar("_T")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class ChatServer:
     """The routes of the endpoint over a gateway; `app` serves them."""
 
     def __init__(self, gateway: Gateway, model: str, api_key: str | None, max_body_bytes: int = 2**22) -> None:
-        self.gateway, self.model, self._api_key = gateway, model, api_key
+        self.gateway, self.model = gateway, model
         self._bodies = BodyReader(max_body_bytes)
         self.app = FastAPI(title="Trivium", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/health", self._health, methods=["GET"])
@@ -39,37 +32,7 @@ class ChatServer:
             ("POST", "/v1/commit", self._commit),
         ]
         for method, path, endpoint in routes:
-            self.app.add_api_route(path, self._with_errors(endpoint), methods=[method])
-
-    def _with_errors(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint behind the key, with errors as responses."""
-
-        async def answer(request: Request) -> Response:
-            try:
-                self._authenticate(request)
-                return await endpoint(request)
-            except RequestError as error:
-                return _error_response(error)
-            except EngineFailure as error:  # the gateway raises it in the run, too
-                return _error_response(RequestError(500, error.asked, error.found, error.do, code="engine_failure"))
-            except (DataError, RolloutError) as error:
-                kind = "context_length_exceeded" if type(error).__name__ == "PromptTooLong" else None
-                return _error_response(RequestError(400, error.asked, error.found, error.do, code=kind))
-
-        return answer
-
-    def _authenticate(self, request: Request) -> None:
-        if self._api_key is None:
-            return
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(key.encode(), self._api_key.encode()):
-            raise RequestError(
-                401,
-                "this endpoint",
-                "no key, or another one, in `Authorization: Bearer ...`",
-                "send the key that the server was started with",
-                code="invalid_api_key",
-            )
+            self.app.add_api_route(path, guarded(endpoint, api_key), methods=[method])
 
     # ------------------------------------------------------------------ endpoints
 
@@ -77,7 +40,7 @@ class ChatServer:
         gateway, explorer = self.gateway, self.gateway.explorer
         sent = read_body(await self._bodies.read(request))
         chat = read_chat(sent, request.headers, self.model, explorer.sampling, gateway.text_of)
-        completions = await _cancel_on_disconnect(request, gateway.complete(chat))
+        completions = await cancel_on_disconnect(request, gateway.complete(chat))
         body = chat_completion(self.model, chat, completions, explorer.renderer)
         if not chat.stream:
             return JSONResponse(body)
@@ -103,26 +66,3 @@ class ChatServer:
         if body.keys() - {"task_id", "secret"} or not (task_id is None or isinstance(task_id, str)):
             raise RequestError(400, "commit", f"{body!r:.80}", "send a task_id as text, or nothing for every task")
         return JSONResponse(await self.gateway.commit(task_id, read_secret(body, request.headers)))
-
-
-def _error_response(error: RequestError) -> Response:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return JSONResponse(error.body(), error.status, headers)
-
-
-async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of the work, which is cancelled when the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            await asyncio.sleep(0)
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise RequestError(400, "a response", "the client has disconnected", "ask again")
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()

@@ -14,6 +14,7 @@ the text after the marker is encoded and appended to the tokens as they were sam
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -121,6 +122,18 @@ class ChatRenderer:
         )
         assert isinstance(text, str)
         return text
+
+    def read(self, text: str, media: Sequence[Media] = ()) -> Prompt:
+        """The prompt in a text that was rendered already, special tokens included; the placeholders of an image may be
+        one or as many as the image has tokens. Raises DataError where there are not as many images as `media`."""
+        if self._images is not None:
+            placeholder = re.escape(self._images.token)
+            text = re.sub(f"(?:{placeholder})+", lambda match: self._images.token if self._images else "", text)
+        prompt = self._expanded(self._encode(text), media)
+        if self._images is not None and not media and (prompt.tokens == self._images.token_id).any():
+            found, do = f"{self._images.token!r} stands in it, and there is no image", "send the images with the text"
+            raise DataError("a rendered text with its images", found, do)
+        return prompt
 
     def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
         """(prompt, completion tokens with end of turn) of text that the policy did not sample."""

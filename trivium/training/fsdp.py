@@ -1,23 +1,21 @@
-"""FSDP2 around a model: every parameter sharded over the ranks, gathered while its layer computes."""
+"""FSDP2 around a model: every parameter sharded over the ranks, gathered while its layer computes.
+
+What it needs of torch and transformers takes a second to import, which reading a config must not wait for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trivium.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_offload: bool) -> None:
@@ -29,6 +27,9 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
     """
     if ranks.mesh is None:
         return
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
     halved = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -45,6 +46,8 @@ def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_
 
 def units(model: nn.Module) -> Iterator[FSDPModule]:
     """The modules that are gathered by themselves; none in a process that is alone."""
+    from torch.distributed.fsdp import FSDPModule
+
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -54,15 +57,28 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
+def _is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor, on every rank. All ranks must call it."""
-    return cast(DTensor, tensor.detach()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full_scalar(tensor.detach())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a full tensor that is equal on all ranks, sharded as `like` is."""
-    if not isinstance(like, DTensor):
+    if not _is_sharded(like):
         return value.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
     local = like.to_local()
     sharded = distribute_tensor(
         value.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
@@ -72,4 +88,4 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def full_scalar(value: torch.Tensor) -> torch.Tensor:
     """A scalar of sharded tensors, reduced over all ranks."""
-    return cast(DTensor, value).full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if _is_sharded(value) else value

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trivium.errors import DataError, TriviumError
 from trivium.models.heads import LanguageModel, ValueModel
@@ -27,6 +25,9 @@ from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import ALONE, Ranks
 from trivium.types import AnyArray, Batch, Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TrainableObjective(Objective, Protocol):
@@ -275,6 +276,8 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
 
     transformers would do so in train mode only, which would also turn dropout on; so the layers are wrapped here.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise TriviumError(

@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
 from trivium.models.lora import base_state, has_adapter, merged_state, merged_tensor
-from trivium.training.fsdp import full_tensor
+from trivium.training.fsdp import full_tensor, local_part
 from trivium.training.ranks import Ranks
 from trivium.types import SaveStrategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SHARD_BYTES = 2**31
 """What one file holds at most, unless a single tensor is larger."""
@@ -82,6 +82,8 @@ class TensorFile:
 
     def converted(self, tensors: Named) -> dict[str, torch.Tensor]:
         """With the names and shapes that they have on disk."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         if self.model is None:
             return dict(tensors)
         ignored = getattr(self.model, "_keys_to_ignore_on_save", None) or ()
@@ -209,7 +211,7 @@ def take_snapshot(
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    local = other.to_local() if isinstance(other, DTensor) else other
+    local = local_part(other)
     return one.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
 

@@ -1,0 +1,145 @@
+"""What `trivium serve-reward` scores with: the rewards of a config, or one reward model, whose calls are batched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trivium.concurrency import Threads, gather_or_cancel
+from trivium.config import RewardConfig
+from trivium.errors import ConfigError, DataError, RewardError, RolloutError
+from trivium.rewards.judge import Judge, make_judge
+from trivium.rewards.model import ModelReward
+from trivium.rewards.recipe import Recipe
+from trivium.rewards.remote_forms import RemoteScore, Scored
+from trivium.serving.reward_requests import WantedReward
+from trivium.types import StopReason, Trajectory, Turn
+
+_NO_TOKENS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class JudgeScorer:
+    """The weighted sum of a config's rewards, as in a run; the components are metrics."""
+
+    whole = False
+
+    def __init__(self, configs: Sequence[RewardConfig], deadline_s: float) -> None:
+        """Raises ConfigError for rewards that compare the members of a group: a request holds no groups."""
+        self._judge: Judge = make_judge(configs, deadline_s)
+        self.name = " + ".join(self._judge.labels)
+        if comparing := self._judge.comparing:
+            raise ConfigError(
+                "rewards of single completions",
+                f"{', '.join(comparing)} compares the completions of a group",
+                "use it in the run's own config",
+            )
+
+    def lacking(self, columns: Mapping[str, Any]) -> str:
+        """Which columns the rewards need beside these, in words."""
+        return self._judge.lacking(columns)
+
+    async def __call__(self, batch: list[WantedReward]) -> list[Scored]:
+        return await gather_or_cancel(self._one(wanted) for wanted in batch)
+
+    async def _one(self, wanted: WantedReward) -> Scored:
+        turn = Turn(_NO_TOKENS, _NO_TOKENS, _NO_NUMBERS, _NO_TOKENS, StopReason.EOS, wanted.completion)
+        try:
+            scores = await self._judge.score(wanted.task, Trajectory(0, (turn,)))
+        except RolloutError as error:  # there is no thread for it
+            return str(error)
+        return str(scores) if isinstance(scores, RewardError) else RemoteScore(sum(scores.values()), scores)
+
+
+class ModelScorer:
+    """The score of a reward model's last token; sequences of up to `batch_tokens` together go through it at once.
+
+    A query is read as it is, in the model's own chat template, without padding; messages are rendered. Either ends with
+    the tokenizer's end of sequence.
+    """
+
+    whole = True
+
+    def __init__(self, config: ModelReward.Config, batch_tokens: int) -> None:
+        """Raises DataError for a directory without a reward model, or without a chat template."""
+        import torch
+
+        from trivium.models.classifier import load_score_model
+        from trivium.models.scoring import SequenceScorer
+        from trivium.text import hf_tokenizer
+        from trivium.text.renderer import renderer_of
+
+        path = Path(config.path)
+        self.name, self._weight = config.label, config.weight
+        has_gpu = torch.cuda.is_available()
+        device = config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
+        model = load_score_model(path, dtype=_dtype(path, config.dtype), device=torch.device(device))
+        self._scorer = SequenceScorer(model.eval(), model_dir=path, max_tokens=batch_tokens)
+        self._renderer = renderer_of(str(path))
+        tokenizer: Any = hf_tokenizer(path)
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"the reward model {path}", "its tokenizer has no end of sequence", "save an eos_token")
+        self._eos = tokenizer.eos_token_id
+        pad, eos = (re.escape(token or tokenizer.eos_token) for token in (tokenizer.pad_token, tokenizer.eos_token))
+        self._padding = re.compile(f"^(?:{pad})+|(?:{pad}|{eos})+$")
+        self._threads = Threads(1, "a reward model")
+
+    def lacking(self, columns: Mapping[str, Any]) -> str:
+        """It needs none."""
+        del columns
+        return ""
+
+    async def __call__(self, batch: list[WantedReward]) -> list[Scored]:
+        return await self._threads.run(lambda: self._scored(batch))
+
+    def _scored(self, batch: Sequence[WantedReward]) -> list[Scored]:
+        """The score of each; those that are refused (too long, an image that cannot be read) say why."""
+        results: list[Scored] = []
+        try:
+            sequences = [self._conversation(wanted) for wanted in batch]
+            for score in self._scorer.scores(sequences):
+                results.append(RemoteScore(score * self._weight))
+        except DataError as error:
+            if len(batch) == 1:
+                return [str(error)]
+            return [result for wanted in batch for result in self._scored([wanted])]
+        return results
+
+    def _conversation(self, wanted: WantedReward) -> Any:
+        from trivium.models.scoring import Conversation
+
+        if wanted.query is None:
+            prompt = self._renderer.render(wanted.task.prompt)
+            completion = self._renderer.read(wanted.completion)
+            whole = prompt.then(completion)
+        else:
+            media = [item for message in wanted.task.prompt for item in message.media]
+            whole = self._renderer.read(self._padding.sub("", wanted.query), media)
+        return Conversation(np.append(whole.tokens, np.int32(self._eos)), whole.media)
+
+
+def _dtype(path: Path, name: str) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    if name == "auto":
+        return AutoConfig.from_pretrained(path, local_files_only=True).dtype or torch.float32
+    return getattr(torch, name)
+
+
+Scorer = JudgeScorer | ModelScorer
+
+
+def scorer_of(configs: Sequence[RewardConfig], deadline_s: float, batch_tokens: int) -> Scorer:
+    """What scores with these rewards. Raises ConfigError for a reward model among others: the forms that send whole
+    queries have it read them as they are, and the others what follows the prompt."""
+    if len(configs) == 1 and isinstance(configs[0], ModelReward.Config):
+        return ModelScorer(configs[0], batch_tokens)
+    inner = [each for config in configs if isinstance(config, Recipe.Config) for each in config.components]
+    if models := [config for config in (*configs, *inner) if isinstance(config, ModelReward.Config)]:
+        found = f"{models[0].label} beside others"
+        raise ConfigError("one reward model, or rewards without any", found, "serve the model by itself")
+    return JudgeScorer(configs, deadline_s)
