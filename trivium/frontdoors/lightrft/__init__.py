@@ -6,6 +6,7 @@ from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.critic import CriticVL, get_vlm_for_sequence_regression
 from trivium.frontdoors.lightrft.experience import ExperienceVL, SamplesVL
 from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_strategy
+from trivium.frontdoors.lightrft.trainer import PPOTrainerVL, SPMDPPOTrainerVL
 
 ActorLanguage = ActorVL
 """Text-only models are read by the same class."""
@@ -16,6 +17,8 @@ __all__ = [
     "CriticVL",
     "ExperienceVL",
     "FSDPV2Strategy",
+    "PPOTrainerVL",
+    "SPMDPPOTrainerVL",
     "SamplesVL",
     "Strategy",
     "get_strategy",

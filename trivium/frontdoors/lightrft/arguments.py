@@ -1,0 +1,139 @@
+"""What the trainer reads: attributes of `args`, and the keyword arguments that are left for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trivium.errors import ConfigError, Problem
+from trivium.registry import suggest
+
+REQUIRED: Mapping[str, str] = {
+    "num_episodes": "passes over the prompts",
+    "rollout_batch_size": "prompts of a rollout, over all ranks",
+    "n_samples_per_prompt": "completions of each",
+    "train_batch_size": "sequences of an optimizer step, over all ranks",
+    "advantage_estimator": "gae, reinforce, reinforce++, rloo, reinforce_baseline, group_norm, grpo or cpgd",
+    "logging_steps": "rollouts from one logged row to the next",
+    "eval_steps": "rollouts from one evaluation to the next; -1: once per episode",
+    "save_steps": "rollouts from one checkpoint to the next; -1: none",
+    "ckpt_path": "the folder of the checkpoints",
+}
+"""What `fit` cannot do without."""
+OPTIONAL: Mapping[str, Any] = {
+    "seed": 42,
+    "freezing_actor_steps": -1,
+    "use_kl_loss": False,
+    "kl_estimator": "k1",
+    "use_cpg_loss": False,
+    "high_entropy_token_ratio": 0.0,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "aux_loss_coef": 0.0,
+    "advantages_norm": False,
+    "no_advantage_std_norm": False,
+    "advantage_clip": 0.0,
+    "reward_running_norm": False,
+    "reward_running_norm_minus_mean": False,
+    "reward_clip": 0.0,
+    "overlong_buffer": False,
+    "overlong_buffer_len": 1024,
+    "overlong_buffer_penalty_factor": 1.0,
+    "dynamic_sampling": False,
+    "dynamic_sampling_refills": 5,
+    "gamma": 1.0,
+    "lambd": 0.95,
+    "eval_temperature": None,
+    "eval_n_samples": 1,
+    "rollout_deadline_s": 3600.0,
+    "max_failed_fraction": 0.5,
+    "max_ckpt_num": 3,
+    "max_ckpt_mem": 1e8,
+    "use_wandb": None,
+    "wandb_org": None,
+    "wandb_group": None,
+    "wandb_project": "trivium",
+    "wandb_run_name": "",
+    "use_tensorboard": None,
+}
+"""What is read of `args` where it is there, with the value that holds where it is not."""
+GENERATE = frozenset(
+    {
+        "do_sample",
+        "max_new_tokens",
+        "min_new_tokens",
+        "max_length",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "pad_token_id",
+        "eos_token_id",
+        "gamma",
+        "lambd",
+    }
+)
+"""Keyword arguments of the constructor that say how completions are sampled and discounted."""
+_AS_ARGS = frozenset(OPTIONAL) - {"gamma", "lambd", "seed", "max_ckpt_num", "max_ckpt_mem"}
+"""Those that the original's scripts pass to the constructor beside `args`: they count more than `args`."""
+MAX_NEW_TOKENS = 1024
+
+
+def option(args: object, name: str) -> Any:
+    """An attribute of `args`, or what holds without it. None stands for an attribute that is not set."""
+    value = getattr(args, name, None)
+    return OPTIONAL[name] if value is None else value
+
+
+def check_args(args: object) -> None:
+    """Raises one ConfigError that lists every attribute that `fit` needs and `args` lacks, and every count that is no
+    positive number."""
+    missing = [name for name in REQUIRED if getattr(args, name, None) is None]
+    if missing:
+        problems = [Problem(f"args.{name}", REQUIRED[name], "no such attribute", "set it") for name in missing]
+        raise ConfigError(
+            "the attributes of `args` that `fit` reads",
+            f"{len(missing)} are missing: {', '.join(missing)}",
+            "set them on the namespace that is given to `fit`",
+            problems,
+        )
+    counts = ("num_episodes", "rollout_batch_size", "n_samples_per_prompt", "train_batch_size", "logging_steps")
+    wrong = [name for name in counts if int(getattr(args, name)) < 1]
+    wrong += [name for name in ("eval_steps", "save_steps") if not _is_cadence(getattr(args, name))]
+    if wrong:
+        values = ", ".join(f"{name} {getattr(args, name)}" for name in wrong)
+        raise ConfigError(
+            "counts of at least 1 in `args`", values, "correct them (-1: eval_steps and save_steps alone)"
+        )
+
+
+def _is_cadence(value: Any) -> bool:
+    return value == -1 or value >= 1
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """The keyword arguments that the constructor does not name, sorted by what they are about."""
+
+    sampling: Mapping[str, Any]
+    """Of GENERATE."""
+    overrides: Mapping[str, Any]
+    """Of OPTIONAL: they count more than the attributes of `args`."""
+
+
+def sorted_arguments(given: Mapping[str, Any]) -> GenerateArguments:
+    """Raises one ConfigError that lists all unknown keywords, each with the nearest known one."""
+    known = GENERATE | _AS_ARGS
+    unknown = sorted(set(given) - known)
+    if unknown:
+        problems = [Problem(name, "a keyword argument", "no such argument", suggest(name, known)) for name in unknown]
+        raise ConfigError(
+            "the keyword arguments of PPOTrainerVL",
+            f"unknown: {', '.join(unknown)}",
+            "correct them, or leave them out",
+            problems,
+        )
+    return GenerateArguments(
+        {name: value for name, value in given.items() if name in GENERATE},
+        {name: value for name, value in given.items() if name in _AS_ARGS},
+    )

@@ -1,0 +1,54 @@
+"""Where a run of `fit` stands: the arithmetic of rollouts, episodes and consumed prompts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.data_order import consumed_argument
+
+
+@dataclass(frozen=True)
+class Position:
+    """What is done at the start of `fit`."""
+
+    step: int
+    """Rollouts that are done."""
+    episode: int
+    """Passes over the prompts that are done."""
+    consumed: int
+    """Prompts of the current pass that are consumed, over all ranks."""
+    prompts: int
+    """Prompts that are consumed at all."""
+
+
+def rollouts_per_episode(args: Any, max_epochs: int, num_update_steps: int, loader: Any) -> int:
+    """How many rollouts a pass over the prompts has: the loader's own length, or, of a loader without one, as many as
+    have `num_update_steps` optimizer steps."""
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None and consumed_argument(set_epoch):
+        set_epoch(0, 0)  # or its length would be what is left of a pass
+    try:
+        length = len(loader)
+    except TypeError:
+        length = 0
+    if length:
+        return length
+    total = num_update_steps * args.train_batch_size
+    whole = total // max_epochs // args.rollout_batch_size // args.n_samples_per_prompt
+    return whole or max(1, math.ceil(total / max_epochs / args.rollout_batch_size / args.n_samples_per_prompt))
+
+
+def position(args: Any, consumed_samples: int, per_episode: int, step: int | None = None) -> Position:
+    """The place behind `consumed_samples` prompts; `step` is what a checkpoint says, where prompts were replaced."""
+    batch = int(args.rollout_batch_size)
+    if consumed_samples < 0 or consumed_samples % batch:
+        raise ConfigError(
+            f"to continue behind {consumed_samples} prompts",
+            f"a rollout consumes rollout_batch_size {batch} prompts at a time",
+            "resume with the rollout_batch_size of the checkpoint, and its client_states['consumed_samples']",
+        )
+    done = consumed_samples // batch
+    return Position(done if step is None else step, done // per_episode, done % per_episode * batch, consumed_samples)

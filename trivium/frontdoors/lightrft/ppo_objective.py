@@ -1,0 +1,264 @@
+"""The trainer's arguments as an algorithm of the core: estimator, losses, shapings, filters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from trivium.algorithms import GroupAlgorithm, PolicyObjective, ValueObjective
+from trivium.algorithms.aggregation import Counts, token_mean
+from trivium.algorithms.batches import padded, ragged
+from trivium.algorithms.kl import FixedKLController
+from trivium.algorithms.metadata import TokenWeightMetadata, metadata_of
+from trivium.algorithms.objective import Term, TokenWeight
+from trivium.algorithms.policy_losses.base import PolicyInputs
+from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
+from trivium.algorithms.token_weights import top_entropy
+from trivium.errors import ConfigError, UnknownName
+from trivium.frontdoors.lightrft.arguments import option
+from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
+from trivium.registry import suggest
+from trivium.types import AnyArray, Batch, Metrics
+
+ADVANTAGE_BOUND = 10.0
+"""The largest advantage, of either sign, that the policy's update sees."""
+ESTIMATORS = ("gae", "reinforce", "reinforce++", "rloo", "reinforce_baseline", "group_norm", "grpo", "cpgd")
+_KL = {"k1": {"kind": "k1"}, "k2": {"kind": "k2"}, "k3": {"kind": "k3", "cap": None}}
+_NORMALISED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")
+"""Estimators whose advantages are normalised over the rollout; the others compare rewards within their group."""
+_COMPARING = ("rloo", "reinforce_baseline", "group_norm", "grpo", "cpgd")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the trainer's constructor says of the objective."""
+
+    eps_clip: float
+    value_clip: float | None
+    gamma: float
+    lambd: float
+    has_reference: bool
+    has_critic: bool
+    max_new_tokens: int
+
+
+def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
+    """The algorithm that `args` and the constructor describe. Its KL coefficients are 1: the trainer puts in those that
+    its controller holds (`with_kl`).
+
+    Raises ConfigError for what cannot be trained.
+    """
+    name = str(getattr(args, "advantage_estimator", None) or ("gae" if settings.has_critic else "group_norm"))
+    _check(name, args, settings)
+    in_loss = bool(option(args, "use_kl_loss"))
+    kl: dict[str, Any] = {}
+    if settings.has_reference:
+        kl = {"coef": 1.0, "place": "loss" if in_loss else "reward", "estimator": _kl_estimator(args)}
+    section = {
+        "kind": "grpo",
+        "advantage": _estimator(name, settings),
+        "normalise_advantages": _normalise(name, args),
+        "clip_advantages": option(args, "advantage_clip") or None,
+        "policy_loss": _policy_loss(args, settings),
+        "aggregate": option(args, "loss_agg_mode"),
+        "kl": kl,
+        "old_log_prob": "recompute",
+        "filters": ["zero_variance"] if option(args, "dynamic_sampling") else [],
+        "shaping": _shapings(args, settings),
+    }
+    try:
+        config = PolicyGradientConfig.model_validate(section)
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError("the objective that the arguments describe", reasons, "correct them") from error
+    algorithm = policy_gradient(config, int(option(args, "seed")))
+    policy = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
+    critic = ValueObjective(settings.value_clip, config.aggregate)
+    objectives = (critic, policy) if settings.has_critic else (policy,)
+    return replace(algorithm, name=name, objectives=objectives, max_new_tokens=settings.max_new_tokens)
+
+
+def _check(name: str, args: object, settings: Settings) -> None:
+    if name not in ESTIMATORS:
+        raise UnknownName(f"args.advantage_estimator {name!r}", "no such estimator", suggest(name, ESTIMATORS))
+    if name == "gae" and not settings.has_critic:
+        raise ConfigError("the estimator 'gae'", "no critic", "give the trainer a critic, or use another estimator")
+    samples = int(getattr(args, "n_samples_per_prompt", 2))
+    if name in _COMPARING and samples < 2:
+        raise ConfigError(
+            f"the estimator {name!r}, which compares the completions of a prompt",
+            f"n_samples_per_prompt is {samples}",
+            "sample at least 2, or use gae or reinforce",
+        )
+    if option(args, "dynamic_sampling") and samples < 2:
+        raise ConfigError(
+            "dynamic sampling, which refuses prompts whose completions all earned the same",
+            f"n_samples_per_prompt is {samples}",
+            "sample at least 2, or leave it out",
+        )
+    if option(args, "aux_loss_coef") > 1e-8:
+        raise ConfigError(
+            "a load-balancing loss (aux_loss_coef)", "no such loss here", "leave it at 0: routers are not balanced"
+        )
+
+
+def _estimator(name: str, settings: Settings) -> dict[str, Any]:
+    gamma = settings.gamma
+    return {
+        "gae": {"kind": "gae", "gamma": gamma, "lam": settings.lambd, "whiten": False},
+        "reinforce": {"kind": "reinforce", "gamma": gamma},
+        "reinforce++": {"kind": "reinforce", "gamma": gamma},
+        "rloo": {"kind": "reinforce_baseline", "baseline": "others", "gamma": gamma},
+        "reinforce_baseline": {"kind": "reinforce_baseline"},  # its discount is 1
+        "group_norm": {"kind": "group_norm", "gamma": gamma},
+        "grpo": {"kind": "group_norm", "gamma": gamma},
+        "cpgd": {"kind": "cpgd"},
+    }[name]
+
+
+def _normalise(name: str, args: object) -> str:
+    """Once, over the whole rollout: what is in units of its group already is left alone."""
+    if name not in _NORMALISED and not (name == "rloo" and option(args, "advantages_norm")):
+        return "none"
+    return "mean" if option(args, "no_advantage_std_norm") else "std"
+
+
+def _kl_estimator(args: object) -> dict[str, Any]:
+    name = str(option(args, "kl_estimator"))
+    if name not in _KL:
+        raise UnknownName(f"args.kl_estimator {name!r}", "no such estimator", suggest(name, _KL))
+    return _KL[name]
+
+
+def _policy_loss(args: object, settings: Settings) -> dict[str, Any]:
+    bounds = {"clip_low": settings.eps_clip, "clip_high": settings.eps_clip}
+    if option(args, "use_cpg_loss"):
+        return {"kind": "cpgd", **bounds}
+    return {"kind": "ppo", **bounds, "dual_clip": None}
+
+
+def _shapings(args: object, settings: Settings) -> list[dict[str, Any]]:
+    """What happens to a reward before the estimator, in this order: overlong penalty, running norm, clip."""
+    steps: list[dict[str, Any]] = []
+    if option(args, "overlong_buffer"):
+        length, limit = int(option(args, "overlong_buffer_len")), settings.max_new_tokens
+        if not 0 < length <= limit:
+            raise ConfigError(
+                f"an overlong buffer of {length} tokens (overlong_buffer_len)",
+                f"completions have at most {limit} tokens (max_new_tokens)",
+                "choose a part of them",
+            )
+        factor = option(args, "overlong_buffer_penalty_factor")
+        steps.append({"kind": "overlong_penalty", "factor": factor, "buffer": length / limit, "limit": limit})
+    if option(args, "reward_running_norm"):
+        steps.append({"kind": "running_normalise", "minus_mean": bool(option(args, "reward_running_norm_minus_mean"))})
+    bound = float(option(args, "reward_clip"))
+    if bound > 0:
+        steps.append({"kind": "clip", "low": -bound, "high": bound})
+    return steps
+
+
+def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:
+    """The algorithm with this KL coefficient in the rewards, where it has a penalty there."""
+    estimator = algorithm.estimator
+    if estimator is None or estimator.kl_controller is None:
+        return algorithm
+    return replace(algorithm, estimator=replace(estimator, kl_controller=FixedKLController(coef)))
+
+
+def policy_objective(algorithm: GroupAlgorithm, kl_coef: float, *, masked: bool) -> PolicyObjective:
+    """The policy's objective with this KL coefficient in the loss, where it has such a term; `masked`: over the tokens
+    of an entropy mask (the columns of `with_mask`)."""
+    objective = next(each for each in algorithm.objectives if isinstance(each, PolicyObjective))
+    if objective.kl is not None:
+        objective = replace(objective, kl=Term(kl_coef, objective.kl.function, objective.kl.metadata))
+    if masked:
+        objective = replace(objective, token_weights=(_highest_entropies(1.0),))
+    return objective
+
+
+def critic_objective(algorithm: GroupAlgorithm) -> ValueObjective:
+    """The critic's objective."""
+    return next(each for each in algorithm.objectives if isinstance(each, ValueObjective))
+
+
+def _highest_entropies(ratio: float) -> TokenWeight:
+    metadata = metadata_of(top_entropy, TokenWeightMetadata, "top_entropy")
+    return TokenWeight(partial(top_entropy, fraction=ratio, per="sequence"), metadata, narrow=True)
+
+
+def high_entropy_mask(entropy: torch.Tensor, action_mask: torch.Tensor | None, ratio: float) -> torch.Tensor:
+    """(B, A) bool: of each sequence's valid tokens the `ratio` part with the highest entropies, at least one; all of
+    them for a ratio that is not between 0 and 1. `entropy` (B, A); no `action_mask` stands for ones."""
+    mask = torch.ones_like(entropy, dtype=torch.bool) if action_mask is None else action_mask.bool()
+    if not 0 < ratio < 1:
+        return mask
+    values = torch.where(mask, entropy, 0.0)
+    x = PolicyInputs(torch.zeros_like(values), mask, {}, torch.zeros_like(mask), values)
+    return _highest_entropies(ratio).weights(x).bool() & mask
+
+
+def with_mask(batch: Batch, masks: list[AnyArray]) -> Batch:
+    """The batch with the columns that narrow the policy loss to these tokens, (L,) bool for each row."""
+    numbers = [np.asarray(mask, np.float32) for mask in masks]
+    return batch.with_columns(counted=numbers, token_weight=numbers)
+
+
+def approximate_kl(algorithm: GroupAlgorithm, batch: Batch) -> list[AnyArray]:
+    """The KL estimate of each token against the reference, 0 outside the mask."""
+    assert algorithm.estimator is not None
+    mask = padded([e.response_mask for e in batch.experiences]).bool()
+    old, ref = (padded(batch.columns[name]) for name in ("old_log_prob", "ref_log_prob"))
+    x = PolicyInputs(old, mask, {"ref_log_prob": ref}, torch.zeros_like(mask))
+    return ragged(torch.where(mask, algorithm.estimator.kl(x), 0.0), batch)
+
+
+@dataclass(frozen=True)
+class WithPretraining:
+    """The policy's objective plus `coef` times the mean next-token loss of supervised rows: one loss, one optimizer
+    step. Supervised rows are an expert's (`types.EXPERT_VERSION`)."""
+
+    policy: PolicyObjective
+    coef: float
+    role: str = "policy"
+    head: str = "lm"
+    unit: str = "sequence"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.policy.needs
+
+    @property
+    def looks_at(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def on_policy(self) -> str:
+        return "none: it imitates as well"
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        del address
+        return batch
+
+    def derived(self, means: Metrics) -> Metrics:
+        return self.policy.derived(means)
+
+    def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
+        """This micro-batch's part of both losses; metrics are means over the tokens that each is about."""
+        assert inputs.log_prob is not None
+        mask = inputs.response_mask.bool()
+        given = mask & (inputs.policy_version < 0)
+        sampled, expert = denominators.sampled, denominators.expert
+        own = replace(sampled, expert_tokens=0, expert_sequences=0)
+        outputs = self.policy.loss(replace(inputs, response_mask=mask & ~given), own)
+        counts = Counts(max(expert.tokens, 1), max(expert.sequences, 1), 1.0)
+        imitation = token_mean(-inputs.log_prob, given, counts) * denominators.dp_size
+        scale = denominators.tokens / max(sampled.tokens, 1)
+        sums = {key: value * scale for key, value in outputs.sums.items()}
+        sums["train/ptx_loss"] = imitation.detach() * denominators.tokens
+        return LossOutputs(outputs.loss + self.coef * imitation, sums, outputs.maxima)

@@ -1,0 +1,82 @@
+"""Supervised text beside the rollouts (PTX): batches of the pretraining loader as rows of the policy's update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from trivium.errors import DataError
+from trivium.frontdoors.lightrft.data_order import in_order
+from trivium.types import EXPERT_VERSION, Batch, Experience
+
+
+class PretrainingBatches:
+    """An endless iterator over a loader, pass after pass, that knows how many batches it has given."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, given: int = 0) -> None:
+        """Continues behind `given` batches."""
+        self._loader, self._seed, self.given = loader, seed, 0
+        self._batches = self._endless()
+        while self.given < given:
+            next(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.given += 1
+        return batch
+
+    def _endless(self) -> Iterator[Any]:
+        number = 0
+        while True:
+            empty = True
+            for batch in in_order(self._loader, self._seed, "pretraining", number):
+                empty = False
+                yield batch
+            if empty:
+                raise DataError("a batch to pretrain on", "the loader has none", "give it data, or pass None")
+            number += 1
+
+
+def supervised_batch(loaded: Any) -> Batch:
+    """The rows of one batch of the loader: (_, input_ids, attention_mask, pixel_values, ...), ids and mask (B, S) or
+    (B, 1, S). Every token but the first is trained.
+
+    Raises DataError for anything else, and for pixels: an image's bytes would be needed.
+    """
+    if not isinstance(loaded, tuple | list) or len(loaded) < 3:
+        raise DataError(
+            "a batch (_, input_ids, attention_mask, ...) of pretraining data",
+            f"a {type(loaded).__name__}",
+            "collate it so",
+        )
+    if len(loaded) > 3 and isinstance(loaded[3], torch.Tensor) and loaded[3].numel():
+        raise DataError(
+            "a batch of pretraining text", "pixel values, without the images they were made from", "give text alone"
+        )
+    tokens, attention = (each.reshape(-1, each.shape[-1]).cpu().numpy() for each in loaded[1:3])
+    return Batch(
+        tuple(_row(ids[on.astype(bool)], n) for n, (ids, on) in enumerate(zip(tokens, attention, strict=True)))
+    )
+
+
+def _row(tokens: Any, number: int) -> Experience:
+    mask = np.arange(len(tokens)) > 0
+    version = np.full(len(tokens), EXPERT_VERSION, np.int32)
+    return Experience(tokens, mask, np.zeros(len(tokens), np.float32), version, f"pretraining-{number}", 0)
+
+
+def joined(rollouts: Batch, supervised: Batch) -> Batch:
+    """The rows of both; the columns of the rollouts are 0 on supervised rows, and the policy's loss counts none of
+    them."""
+    columns = {
+        name: [*arrays, *(np.zeros(len(e), np.float32) for e in supervised.experiences)]
+        for name, arrays in rollouts.columns.items()
+    }
+    return Batch((*rollouts.experiences, *supervised.experiences)).with_columns(**columns)

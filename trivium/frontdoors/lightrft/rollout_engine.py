@@ -1,0 +1,175 @@
+"""Completions of prompts: the core's engine and explorer, under the trainer's current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trivium.concurrency import run_here, usable_cores
+from trivium.engines.torch import TorchEngine
+from trivium.errors import ConfigError
+from trivium.explorer import Explorer, check_failures
+from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
+from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, PromptRenderer, task_of
+from trivium.models.images import Images, images_of
+from trivium.randomness import SampleKey
+from trivium.training.ranks import ranks_here
+from trivium.types import Group, Sampling, Task, Trajectory
+from trivium.workflows.single_turn import SingleTurn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
+    """How training completions are sampled. Raises ConfigError for values that make no sense."""
+    limit = given.get("max_new_tokens")
+    if limit is None and given.get("max_length") is not None:
+        limit = int(given["max_length"]) - prompt_max_len
+    limit = MAX_NEW_TOKENS if limit is None else int(limit)
+    temperature = float(given.get("temperature", 1.0)) if given.get("do_sample", True) else 0.0
+    top_p, top_k = float(given.get("top_p", 1.0)), max(0, int(given.get("top_k") or 0))
+    if limit < 1 or temperature < 0 or not 0 < top_p <= 1:
+        raise ConfigError(
+            "how completions are sampled",
+            f"max_new_tokens {limit}, temperature {temperature}, top_p {top_p}",
+            "use at least 1 token, a temperature of at least 0, and top_p above 0 and at most 1",
+        )
+    if top_p < 1 or top_k:
+        raise ConfigError(
+            "completions sampled with top_p below 1, or top_k",
+            f"top_p {top_p}, top_k {top_k}: log-probabilities of the trained model are over all tokens",
+            "leave them out: the gradient would be that of another policy",
+        )
+    stop = given.get("stop") or ()
+    return Sampling(
+        limit,
+        temperature,
+        min_new_tokens=int(given.get("min_new_tokens") or 0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    )
+
+
+class _NoJudge:
+    """Rewards are computed for a whole rollout, when it is complete."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        return {}
+
+    async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> Sequence[Mapping[str, float]]:
+        return [{}] * len(trajectories)
+
+
+class Rollouts:
+    """An engine that samples from the actor, in this process."""
+
+    def __init__(
+        self,
+        model_dir: Path | None,
+        save_model: Callable[[Path], None],
+        weights: Weights,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_max_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        device: torch.device,
+        bfloat16: bool,
+        deadline_s: float,
+        max_failed_fraction: float,
+    ) -> None:
+        """`model_dir` is what the actor was loaded from; None for a model that was built in memory: `save_model` writes
+        it into a directory. `weights` are the current ones, gathered by all ranks."""
+        self._own_dir = Path(tempfile.mkdtemp(prefix="trivium-actor-")) if model_dir is None else None
+        if self._own_dir is not None:
+            save_model(self._own_dir)
+        self._model_dir = model_dir or self._own_dir
+        assert self._model_dir is not None
+        self.images: Images | None = images_of(self._model_dir)
+        self._weights, self._seed = weights, seed
+        self._deadline_s, self._max_failed_fraction = deadline_s, max_failed_fraction
+        self._renderer = PromptRenderer(tokenizer, self.images, prompt_max_len)
+        self._eos = self._renderer.eos_token_ids | eos_token_ids
+        cuda = device.type == "cuda"
+        self._config = TorchEngine.Config(
+            device="cuda" if cuda else "cpu", dtype="bfloat16" if bfloat16 and cuda else "float32"
+        )
+        self._engine: TorchEngine | None = None
+
+    def decode(self, tokens: Any) -> str:
+        """Text without special tokens."""
+        return self._renderer.decode(tokens)
+
+    def groups(
+        self, batch: PromptBatch, names: Sequence[str], *, purpose: str, version: int, samples: int, sampling: Sampling
+    ) -> list[Group]:
+        """`samples` completions of each prompt under the weights of `version`; a prompt's name decides its randomness.
+
+        Raises RolloutsFailing where too many failed. All ranks must call: weights are gathered.
+        """
+        return run_here(self._groups(batch, names, purpose, version, samples, sampling))
+
+    async def _groups(
+        self, batch: PromptBatch, names: Sequence[str], purpose: str, version: int, samples: int, sampling: Sampling
+    ) -> list[Group]:
+        engine = await self._loaded(version)
+        explorer = Explorer(
+            engine,
+            self._renderer,
+            SingleTurn(SingleTurn.Config()),
+            _NoJudge(),
+            sampling,
+            engine.max_context,
+            self._deadline_s,
+            max(1, len(names) * samples),
+            must_judge=False,
+        )
+        tasks = [task_of(batch, row, name, self.images) for row, name in enumerate(names)]
+        groups = await asyncio.gather(
+            *(
+                explorer.rollout(
+                    task,
+                    [SampleKey(self._seed, purpose, task.taskset, task.task_id, 0, index) for index in range(samples)],
+                    slot=number,
+                )
+                for number, task in enumerate(tasks)
+            )
+        )
+        check_failures(groups, self._max_failed_fraction, "a rollout")
+        return list(groups)
+
+    def adopt(self, version: int) -> None:
+        """Takes the weights of this version over. All ranks must call."""
+        run_here(self._loaded(version))
+
+    async def _loaded(self, version: int) -> TorchEngine:
+        """The engine with the weights of this version."""
+        if self._engine is None:
+            assert self._model_dir is not None
+            self._engine = TorchEngine(
+                self._config,
+                model_dir=self._model_dir,
+                eos_token_ids=self._eos,
+                decode=self._renderer.decode,
+                threads=max(1, usable_cores() // ranks_here()),
+            )
+            await self._engine.load(version, list(self._weights()))
+        elif self._engine.version != version:
+            await self._engine.load(version, list(self._weights()))
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the engine, and deletes what was written for it."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            run_here(engine.close())
+        if self._own_dir is not None:
+            shutil.rmtree(self._own_dir, ignore_errors=True)

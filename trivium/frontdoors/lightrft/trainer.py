@@ -1,0 +1,484 @@
+"""PPOTrainerVL: LightRFT's trainer object over the core's learner, algorithms and rollout engine.
+
+`fit` calls `self.ppo_train`, which calls `self.training_step`, which calls `self.training_step_actor` and
+`self.training_step_critic`: a subclass may override any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from trivium.algorithms import GroupAlgorithm
+from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
+from trivium.errors import ConfigError
+from trivium.frontdoors.lightrft.arguments import check_args, option, sorted_arguments
+from trivium.frontdoors.lightrft.evaluation import evaluated
+from trivium.frontdoors.lightrft.experience import ExperienceVL
+from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
+from trivium.frontdoors.lightrft.fit_position import Position, position, rollouts_per_episode
+from trivium.frontdoors.lightrft.ppo_objective import (
+    Settings,
+    WithPretraining,
+    algorithm_of,
+    critic_objective,
+    high_entropy_mask,
+    policy_objective,
+    with_kl,
+)
+from trivium.frontdoors.lightrft.pretraining import PretrainingBatches, joined, supervised_batch
+from trivium.frontdoors.lightrft.replay_buffer import ReplayBuffer
+from trivium.frontdoors.lightrft.reward_scoring import RewardScorer
+from trivium.frontdoors.lightrft.rollout_engine import Rollouts, sampling_of
+from trivium.frontdoors.lightrft.rollout_steps import RolloutStep, rollout_steps
+from trivium.frontdoors.lightrft.saving import latest_position, resume, save
+from trivium.frontdoors.lightrft.trainer_logs import Logs
+from trivium.frontdoors.lightrft.updates import (
+    ACTOR_NAMES,
+    CRITIC_NAMES,
+    blank_experience,
+    bounded,
+    buffer_status,
+    columns_of,
+    mean_status,
+    narrowed,
+    renamed,
+    rollout_status,
+    rollout_summary,
+)
+from trivium.training.learner import Learner
+from trivium.types import Batch, Group, Metrics
+
+
+class PPOTrainerVL:
+    """Trains an actor, and a critic where there is one, by PPO or one of its relatives. Text-only models too.
+
+    Under torchrun every rank runs the same script: `rollout_batch_size` and `train_batch_size` are over all of them.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        actor: Any,
+        critic: torch.nn.Module | None,
+        reward_model: Any,
+        initial_model: Any,
+        ema_model: Any,
+        actor_optim: torch.optim.Optimizer,
+        critic_optim: torch.optim.Optimizer | None,
+        actor_scheduler: Any,
+        critic_scheduler: Any,
+        ema_beta: float = 0.992,
+        init_kl_coef: float = 0.001,
+        kl_target: float | None = None,
+        kl_horizon: int = 10000,
+        ptx_coef: float = 0,
+        micro_train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        buffer_cpu_offload: bool = True,
+        eps_clip: float = 0.2,
+        value_clip: float | None = 0.2,
+        micro_rollout_batch_size: int = 8,
+        gradient_checkpointing: bool = False,
+        max_epochs: int = 1,
+        max_norm: float = 1.0,
+        tokenizer: Callable[[Any], dict[str, Any]] | None = None,
+        processor: Callable[[Any], dict[str, Any]] | None = None,
+        prompt_max_len: int = 128,
+        dataloader_pin_memory: bool = True,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: Callable[..., Any] | None = None,
+        reward_fn_label_map: dict[str, int] | None = None,
+        reward_recipe: dict[Any, Any] | None = None,
+        save_hf_ckpt: bool = False,
+        disable_ds_ckpt: bool = False,
+        **generate_kwargs: Any,
+    ) -> None:
+        """As in LightRFT's document, `value_clip` None for no clip; `strategy.args` says the rest (`arguments`).
+
+        `generate_kwargs`: `max_new_tokens`, `max_length`, `min_new_tokens`, `temperature`, `do_sample`, `stop`,
+        `eos_token_id`, `gamma`, `lambd`, and what `args` may say too. Raises ConfigError for any other.
+        """
+        given = sorted_arguments(generate_kwargs)
+        if isinstance(reward_model, list | tuple) and len(reward_model) != 1 and not (reward_fn or reward_recipe):
+            raise ConfigError(
+                f"a list of {len(reward_model)} reward models", "no reward_fn combines them", "give reward_fn"
+            )
+        for name, value in (("micro_train_batch_size", micro_train_batch_size), ("max_epochs", max_epochs)):
+            if value < 1:
+                raise ConfigError(name, str(value), "use at least 1")
+        if critic is not None and critic_optim is None:
+            raise ConfigError("a critic", "no critic_optim", "give it an optimizer")
+        self.strategy, self.actor, self.critic = strategy, actor, critic
+        self.reward_model, self.initial_model, self.ema_model = reward_model, initial_model, ema_model
+        self.actor_optim, self.critic_optim = actor_optim, critic_optim
+        self.actor_scheduler, self.critic_scheduler = actor_scheduler, critic_scheduler
+        self.ema_beta, self.ptx_coef, self.max_norm, self.max_epochs = ema_beta, ptx_coef, max_norm, max_epochs
+        self.eps_clip, self.value_clip, self.prompt_max_len = eps_clip, value_clip, prompt_max_len
+        self.micro_train_batch_size, self.micro_rollout_batch_size = micro_train_batch_size, micro_rollout_batch_size
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.processor, self.gradient_checkpointing = processor, gradient_checkpointing
+        self.save_hf_ckpt, self.disable_ds_ckpt = save_hf_ckpt, disable_ds_ckpt
+        self.generate_kwargs, self._overrides = dict(given.sampling), dict(given.overrides)
+        self.sampling = sampling_of(self.generate_kwargs, prompt_max_len)
+        self.kl_ctl = get_kl_controller(
+            {
+                "type": "adaptive" if kl_target else "fixed",
+                "kl_coef": init_kl_coef,
+                "target_kl": kl_target,
+                "horizon": kl_horizon,
+            }
+        )
+        self.replay_buffer = ReplayBuffer(buffer_limit, buffer_cpu_offload, dataloader_pin_memory)
+        self.rewards = RewardScorer(
+            reward_model,
+            reward_fn,
+            reward_fn_label_map,
+            reward_recipe,
+            remote_rm_url,
+            strategy=strategy,
+            tokenizer=self.tokenizer,
+            processor=processor,
+        )
+        self.policy_version = 0
+        """How often the actor's weights have changed in this process."""
+        self.pretrain_dataloader: Iterator[Any] | None = None
+        """An endless iterator over supervised batches; one goes into each step of the actor."""
+        self._rollouts: Rollouts | None = None
+        self._logs: Logs | None = None
+        self._state: dict[str, Any] = {}
+        self._global_steps = 0
+        self._eval_dataloader: Any = None
+        self.args = strategy.args
+        self._check_temperature()
+        self._learners = self._open_learners()
+        self._read_args(strategy.args)
+
+    # ------------------------------------------------------------------ parts
+
+    def _check_temperature(self) -> None:
+        """Scores are of the distribution that is sampled from."""
+        temperature = self.sampling.temperature or 1.0
+        for model in (self.actor, self.initial_model, self.ema_model):
+            if model is not None:
+                model.temperature = temperature
+
+    def _open_learners(self) -> dict[str, Learner]:
+        """Role -> what trains or scores it; `actor` and `critic` in micro-batches of training, the others of
+        rollouts."""
+        longest, train, rollout = (
+            self.sampling.max_new_tokens,
+            self.micro_train_batch_size,
+            self.micro_rollout_batch_size,
+        )
+        open_learner = self.strategy.learner
+        how = {"max_response_length": longest}
+        actor = (self.actor, self.actor_optim, self.actor_scheduler)
+        learners = {
+            "actor": open_learner("policy", *actor, max_sequences=train, **how),
+            "actor_scores": open_learner("policy", self.actor, max_sequences=rollout, **how),
+        }
+        if self.initial_model is not None:
+            learners["reference"] = open_learner("reference", self.initial_model, max_sequences=rollout, **how)
+        if self.critic is not None:
+            critic = (self.critic, self.critic_optim, self.critic_scheduler)
+            learners["critic"] = open_learner("critic", *critic, max_sequences=train, **how)
+            learners["critic_scores"] = open_learner("critic", self.critic, max_sequences=rollout, **how)
+        return learners
+
+    def _read_args(self, args: Any) -> None:
+        """Builds what `args` decides; keyword arguments of the constructor count more."""
+        self.args = Namespace(**{**vars(args), **self._overrides})
+        self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
+        self.high_entropy_token_ratio = float(option(self.args, "high_entropy_token_ratio"))
+        previous = self.algorithm.state() if hasattr(self, "algorithm") else {}
+        self.algorithm: GroupAlgorithm = algorithm_of(
+            self.args,
+            Settings(
+                eps_clip=self.eps_clip,
+                value_clip=self.value_clip,
+                gamma=float(self.generate_kwargs.get("gamma", option(self.args, "gamma"))),
+                lambd=float(self.generate_kwargs.get("lambd", option(self.args, "lambd"))),
+                has_reference=self.initial_model is not None,
+                has_critic=self.critic is not None,
+                max_new_tokens=self.sampling.max_new_tokens,
+            ),
+        )
+        self.algorithm.restore(previous)
+        scoring = {"actor": self._learners["actor_scores"]}
+        scoring |= {"reference": self._learners["reference"]} if "reference" in self._learners else {}
+        scoring |= {"critic": self._learners["critic_scores"]} if "critic_scores" in self._learners else {}
+        self.experience_maker = ExperienceMaker(
+            rollouts=self._engine,
+            models=Models(scoring),
+            scorer=self.rewards,
+            tokenizer=self.tokenizer,
+            ranks=self.strategy.ranks,
+            algorithm=lambda: with_kl(self.algorithm, self.kl_ctl.value),
+            with_entropy=0 < self.high_entropy_token_ratio < 1,
+        )
+
+    def _engine(self) -> Rollouts:
+        """The rollout engine; made when it is first needed."""
+        if self._rollouts is None:
+            eos = self.generate_kwargs.get("eos_token_id")
+            ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+            self._rollouts = Rollouts(
+                self.actor.model_dir,
+                lambda path: self.strategy.save_model(self.actor, self.processor or self.tokenizer, str(path)),
+                self.actor.export_weights,
+                self.tokenizer,  # pyright: ignore[reportArgumentType]
+                prompt_max_len=self.prompt_max_len,
+                eos_token_ids=frozenset(ids),
+                seed=int(option(self.args, "seed")),
+                device=self.strategy.ranks.device,
+                bfloat16=bool(getattr(self.args, "bf16", False)),
+                deadline_s=float(option(self.args, "rollout_deadline_s")),
+                max_failed_fraction=float(option(self.args, "max_failed_fraction")),
+            )
+        return self._rollouts
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(
+        self,
+        args: Any,
+        prompts_dataloader: Any,
+        pretrain_dataloader: Any,
+        eval_dataloader: Any = None,
+        consumed_samples: int = 0,
+        num_update_steps_per_episodes: int = 1,
+    ) -> None:
+        """Rollouts and updates until `args.num_episodes` passes over the prompts are done.
+
+        Of `args` it reads what `arguments.REQUIRED` lists, and `arguments.OPTIONAL` where it is there. It continues
+        behind `consumed_samples` prompts; together with `strategy.load_ckpt` of a checkpoint, bit for bit.
+        """
+        check_args(args)
+        self._read_args(args)
+        args = self.args
+        self._check_sizes(args)
+        per_episode = rollouts_per_episode(args, self.max_epochs, num_update_steps_per_episodes, prompts_dataloader)
+        start = self._continue(args, consumed_samples, per_episode)
+        if args.eval_steps == -1:
+            args.eval_steps = per_episode
+        seed = int(option(args, "seed"))
+        self.pretrain_dataloader = None
+        if pretrain_dataloader is not None:
+            self.pretrain_dataloader = PretrainingBatches(pretrain_dataloader, seed, self._state.get("pretraining", 0))
+        self._eval_dataloader = eval_dataloader
+        self._logs = Logs(args, self.strategy, start.step)
+        bar = tqdm(
+            total=per_episode * args.num_episodes,
+            initial=start.episode * per_episode + start.consumed // args.rollout_batch_size,
+            desc="rollouts",
+            disable=not self.strategy.is_rank_0(),
+        )
+        try:
+            self._fit(args, self._rollout_steps(args, prompts_dataloader, start), start.step, bar)
+        finally:
+            bar.close()
+            self.close()
+
+    def _fit(self, args: Any, rollouts: Iterator[RolloutStep], done: int, bar: Any) -> None:
+        for step, (episode, groups, consumed) in enumerate(rollouts, done + 1):
+            for experience in self.experience_maker.make_experience_list(groups, self.micro_rollout_batch_size):
+                self.replay_buffer.append(experience)
+            before = rollout_summary(self.strategy.ranks, self.replay_buffer.items)
+            status = {**before, **self.ppo_train(step)}
+            self.replay_buffer.clear()
+            if "kl" in status:
+                self.kl_ctl.update(status["kl"], args.rollout_batch_size * args.n_samples_per_prompt)
+            client_states = self._client_states(step, consumed)
+            bar.update(consumed // args.rollout_batch_size - bar.n)
+            self.save_logs_and_checkpoints(args, step, bar, status, client_states, episode)
+
+    def _check_sizes(self, args: Any) -> None:
+        """Raises ConfigError for batches that cannot be cut as they must be."""
+        size, sequences = self.strategy.ranks.data_size, args.rollout_batch_size * args.n_samples_per_prompt
+        for name in ("rollout_batch_size", "train_batch_size"):
+            if getattr(args, name) % size:
+                raise ConfigError(
+                    f"{name} {getattr(args, name)} over {size} ranks", "the ranks do not divide it", "use a multiple"
+                )
+        if args.train_batch_size > sequences:
+            raise ConfigError(
+                f"train_batch_size {args.train_batch_size}, in sequences",
+                f"a rollout has {sequences}: rollout_batch_size {args.rollout_batch_size} prompts with "
+                f"n_samples_per_prompt {args.n_samples_per_prompt} completions each",
+                "lower train_batch_size, or raise one of the others: an optimizer step is about one rollout",
+            )
+
+    def _continue(self, args: Any, consumed_samples: int, per_episode: int) -> Position:
+        """Where to start; what a loaded checkpoint knows beside the weights is taken from it."""
+        if consumed_samples == 0 and getattr(args, "load_checkpoint", False):
+            consumed_samples = latest_position(args)
+            self.strategy.print(f"load_checkpoint: continuing behind {consumed_samples} prompts")
+        states = resume(self, args, consumed_samples) if consumed_samples else {}
+        self._state = dict(states)
+        if "algorithm" in states:
+            self.algorithm.restore(states["algorithm"])
+        if isinstance(self.kl_ctl, AdaptiveKLController) and states.get("kl_initial") == self.kl_ctl.initial:
+            self.kl_ctl.value = float(states["kl_coef"])
+        return position(args, consumed_samples, per_episode, states.get("global_step"))
+
+    def _client_states(self, step: int, consumed: int) -> dict[str, Any]:
+        """What a checkpoint must know beside weights and optimizers."""
+        return {
+            "consumed_samples": consumed,
+            "global_step": step,
+            "kl_coef": self.kl_ctl.value,
+            "kl_initial": getattr(self.kl_ctl, "initial", self.kl_ctl.value),
+            "algorithm": self.algorithm.state(),
+            "pretraining": getattr(self.pretrain_dataloader, "given", 0),
+        }
+
+    # ------------------------------------------------------------------ updates
+
+    def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
+        """`max_epochs` passes over the replay buffer, in parts of `args.train_batch_size` sequences (over all ranks):
+        one `training_step` each. The means of what they returned, and statistics of the rollout."""
+        ranks, items = self.strategy.ranks, len(self.replay_buffer)
+        share = max(1, int(self.args.train_batch_size) // ranks.data_size)
+        parts = ranks.all_reduce_max(math.ceil(items / share))
+        statuses: list[tuple[float, dict[str, float]]] = []
+        for _ in range(self.max_epochs):
+            for part in self.replay_buffer.parts(parts):
+                experience = ExperienceVL.join(part) if part else blank_experience()
+                mask = self._entropy_mask(experience)
+                how = {} if mask is None else {"entropy_mask": mask}
+                statuses.append((float(len(part)), self.training_step(experience, global_steps, **how)))
+        return {**mean_status(ranks, statuses), **buffer_status(ranks, self.replay_buffer.items)}
+
+    def _entropy_mask(self, experience: ExperienceVL) -> torch.Tensor | None:
+        """The tokens of the policy loss, where it is about those of high entropy alone."""
+        if experience.action_entropy is None or not 0 < self.high_entropy_token_ratio < 1:
+            return None
+        return high_entropy_mask(experience.action_entropy, experience.action_mask, self.high_entropy_token_ratio)
+
+    def training_step(
+        self, experience: ExperienceVL, global_steps: int, entropy_mask: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """One optimizer step of the actor, once `global_steps` is beyond `freezing_actor_steps`, and one of the critic
+        where there is one. All ranks must call, each with its share of the sequences."""
+        self._global_steps, status = global_steps, dict[str, float]()
+        if global_steps > self.freezing_actor_steps:
+            how = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
+            status |= self.training_step_actor(experience, **how)
+        if self.critic is not None:
+            status |= self.training_step_critic(experience)
+        return status
+
+    def training_step_actor(
+        self, experience: ExperienceVL, entropy_mask: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """One optimizer step of the actor: policy loss, over the tokens of `entropy_mask` (B, A) where it is given, KL
+        loss over all, and with `pretrain_dataloader` the supervised loss; then one of the moving average.
+
+        Raises TriviumError, weights untouched, where the gradient is not finite.
+        """
+        learner = self._learners["actor"]
+        objective: Any = policy_objective(self.algorithm, self.kl_ctl.value, masked=entropy_mask is not None)
+        batch = bounded(columns_of(experience, learner, objective.needs - {"counted", "token_weight"}))
+        if entropy_mask is not None:
+            batch = narrowed(batch, experience, entropy_mask)
+        if self.pretrain_dataloader is not None:
+            objective = WithPretraining(objective, self.ptx_coef)
+            batch = joined(batch, supervised_batch(next(self.pretrain_dataloader)))
+        metrics = self._update("actor", batch, objective)
+        self.policy_version += 1
+        if self.ema_model is not None:
+            self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
+        status = {**rollout_status(experience), **renamed(metrics, ACTOR_NAMES)}
+        if "policy_loss" not in status and "actor_loss" in status:
+            status["policy_loss"] = status["actor_loss"] - self.ptx_coef * status.get("ptx_loss", 0.0)
+        return status | ({"kl": status["kl_loss"]} if "kl_loss" in status else {})
+
+    def training_step_critic(self, experience: ExperienceVL) -> dict[str, float]:
+        """One optimizer step of the critic: half the squared error, clipped within `value_clip` of the old values."""
+        learner, objective = self._learners["critic"], critic_objective(self.algorithm)
+        batch = columns_of(experience, learner, objective.needs)
+        metrics = self._update("critic", batch, objective)
+        return renamed(metrics, CRITIC_NAMES)
+
+    def _update(self, role: str, batch: Batch, objective: Any) -> Metrics:
+        """One optimizer step of a role over the shares of all ranks, at the rate that the scheduler left."""
+        learner = self._learners[role]
+        totals = self.strategy.totals(batch, learner.max_response_length)
+        who = f"the {role} in step {self._global_steps}"
+        return learner.update(batch, objective, None, self.max_norm, step=self._global_steps, who=who, totals=totals)
+
+    # ------------------------------------------------------------------ evaluation, logs, checkpoints
+
+    def evaluate(self, eval_dataloader: Any, global_step: int) -> dict[str, float]:
+        """`reward_mean`, `format_reward_mean`, `accuracy_reward_mean`, `response_length_mean` and `num_samples` over
+        the held-out prompts of all ranks; {} for None. Training goes on as if it had not been called.
+
+        `args.eval_n_samples` completions of each prompt, sampled at `args.eval_temperature` (unset: as in training).
+        """
+        del global_step  # the weights are those of now
+        if eval_dataloader is None:
+            return {}
+        temperature = option(self.args, "eval_temperature")
+        sampling = self.sampling if temperature is None else replace(self.sampling, temperature=float(temperature))
+        samples = int(option(self.args, "eval_n_samples"))
+        how: dict[str, Any] = {"version": self.policy_version, "samples": samples, "sampling": sampling}
+        return evaluated(self.experience_maker, eval_dataloader, **how)
+
+    def save_logs_and_checkpoints(
+        self,
+        args: Any,
+        global_step: int,
+        step_bar: Any,
+        logs_dict: Mapping[str, float] = {},
+        client_states: Mapping[str, Any] = {},
+        episode: int = 0,
+    ) -> None:
+        """Every `args.logging_steps` a row of logs, every `eval_steps` an evaluation, every `save_steps` a checkpoint
+        `global_step{N}` in `args.ckpt_path`: `_actor`, `_critic`, `_ema`; with `save_hf_ckpt` `global_step{N}_hf`."""
+        if step_bar is not None and hasattr(step_bar, "set_postfix"):
+            shown = ("reward", "policy_loss", "kl", "response_length")
+            step_bar.set_postfix({name: round(logs_dict[name], 4) for name in shown if name in logs_dict})
+        evaluation: dict[str, float] = {}
+        if self._eval_dataloader is not None and args.eval_steps > 0 and global_step % args.eval_steps == 0:
+            evaluation = self.evaluate(self._eval_dataloader, global_step)
+        if self._logs is not None:
+            wanted = global_step % args.logging_steps == 0
+            self._logs.log(global_step, logs_dict if wanted else {}, evaluation, episode)
+        if args.save_steps > 0 and global_step % args.save_steps == 0:
+            save(self, args, f"global_step{global_step}", dict(client_states))
+
+    def _rollout_steps(self, args: Any, loader: Any, start: Position) -> Iterator[RolloutStep]:
+        """The groups of each step, generated under the weights of then."""
+
+        def generate(loaded: Any, first: int) -> list[Group]:
+            groups = self.experience_maker.generate(
+                loaded,
+                first,
+                purpose="train",
+                version=self.policy_version,
+                samples=int(args.n_samples_per_prompt),
+                sampling=self.sampling,
+            )
+            return self.algorithm.filter(groups)[0]
+
+        return rollout_steps(args, loader, start, generate, self.strategy.ranks)
+
+    def close(self) -> None:
+        """Ends the rollout engine and the logs; another `fit` opens them again."""
+        if self._rollouts is not None:
+            self._rollouts.close()
+            self._rollouts = None
+        if self._logs is not None:
+            self._logs.close()
+            self._logs = None
+
+
+SPMDPPOTrainerVL = PPOTrainerVL
+"""The name that the original's scripts construct."""

@@ -1,0 +1,68 @@
+"""What a trainer logs, and where: Weights & Biases, else TensorBoard, by the core's monitors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trivium.frontdoors.lightrft.arguments import option
+from trivium.monitors.tensorboard import TensorBoardMonitor
+from trivium.monitors.wandb import WandbMonitor
+from trivium.protocols import Monitor
+
+_UNLOGGED = ("reward", "response_length", "total_length", "num_actions", "return")
+"""Of a status: the same numbers are logged under `rollout/`."""
+
+
+def rows_of(status: Mapping[str, float], evaluation: Mapping[str, float]) -> dict[str, float]:
+    """A status and an evaluation by the names of their groups: `rollout/`, `train/`, `eval/`."""
+    row: dict[str, float] = {}
+    for name, value in status.items():
+        if name.startswith("rollout_"):
+            row[f"rollout/{name.removeprefix('rollout_')}"] = value
+        elif name not in _UNLOGGED and not name.startswith("reward_metrics/"):
+            row[f"train/{name}"] = value
+    return row | {f"eval/{name}": value for name, value in evaluation.items()}
+
+
+class Logs:
+    """The monitor that `args` names; only the first rank has one."""
+
+    def __init__(self, args: Any, strategy: Any, step: int) -> None:
+        self._monitor: Monitor | None = None
+        if not strategy.is_rank_0():
+            return
+        key, directory = option(args, "use_wandb"), option(args, "use_tensorboard")
+        if key:
+            self._monitor = _wandb(args, key, step)
+        elif directory:
+            folder = Path(args.ckpt_path) if directory is True else Path(directory)
+            self._monitor = TensorBoardMonitor(TensorBoardMonitor.Config(), run_dir=folder, resume_step=step)
+
+    def log(self, step: int, status: Mapping[str, float], evaluation: Mapping[str, float], episode: int) -> None:
+        """One row, where there is anything to log."""
+        row = rows_of(status, evaluation)
+        if row and self._monitor is not None:
+            self._monitor.log(step, {**row, "train/episode": float(episode)})
+
+    def close(self) -> None:
+        """Ends the monitor."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def _wandb(args: Any, key: Any, step: int) -> Monitor:
+    """The W&B run; a text is the API key, as in the original."""
+    if isinstance(key, str) and key.lower() not in ("true", "1"):
+        os.environ.setdefault("WANDB_API_KEY", key)
+    config = WandbMonitor.Config(
+        project=option(args, "wandb_project"),
+        name=option(args, "wandb_run_name"),
+        group=option(args, "wandb_group"),
+        entity=option(args, "wandb_org"),
+    )
+    folder = Path(args.ckpt_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return WandbMonitor(config, run_dir=folder, resume_step=step)

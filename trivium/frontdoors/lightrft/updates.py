@@ -1,0 +1,169 @@
+"""One optimizer step of actor or critic on an experience: the core's `Learner.update` with the trainer's objective."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from trivium.errors import DataError
+from trivium.frontdoors.lightrft.experience import COLUMNS, ExperienceVL
+from trivium.frontdoors.lightrft.experience_maker import gathered
+from trivium.frontdoors.lightrft.ppo_objective import ADVANTAGE_BOUND, with_mask
+from trivium.training.learner import Learner
+from trivium.training.ranks import Ranks
+from trivium.types import AnyArray, Batch, Metrics
+
+ACTOR_NAMES = {
+    "train/loss_term/policy_gradient": "policy_loss",
+    "train/loss_term/kl": "kl_loss",
+    "train/lr/policy": "actor_lr",
+    "train/grad_norm/policy": "actor_grad_norm",
+    "train/loss/policy": "actor_loss",
+}
+"""Metric of the core -> its name in a status; others lose their area."""
+CRITIC_NAMES = {
+    "train/loss/value": "critic_loss",
+    "train/lr/value": "critic_lr",
+    "train/grad_norm/value": "critic_grad_norm",
+    "train/value_predicted": "values",
+}
+
+
+def renamed(metrics: Metrics, names: Mapping[str, str]) -> dict[str, float]:
+    """The metrics as a status: names of the original where it has one. How far engine and trainer are apart is
+    measured once, before the first update."""
+    return {
+        names.get(key, key.removeprefix("train/").replace("/", "_")): value
+        for key, value in metrics.items()
+        if not key.startswith("mismatch/")
+    }
+
+
+def bounded(batch: Batch) -> Batch:
+    """The batch with advantages of at most `ADVANTAGE_BOUND`."""
+    kept = [np.clip(row, -ADVANTAGE_BOUND, ADVANTAGE_BOUND) for row in batch.columns["advantages"]]
+    return batch.with_columns(advantages=kept)
+
+
+def narrowed(batch: Batch, experience: ExperienceVL, entropy_mask: torch.Tensor) -> Batch:
+    """The batch whose policy loss is about the tokens of `entropy_mask`, (B, A) as the experience's action mask."""
+    actions = experience.action_mask
+    if actions is None or entropy_mask.shape != actions.shape:
+        shape = f"{tuple(entropy_mask.shape)}"
+        raise DataError("an entropy mask of the shape of action_mask", shape, "give one number for each action")
+    rows: list[AnyArray] = []
+    for e, mask, chosen in zip(batch.experiences, actions.bool().cpu(), entropy_mask.bool().cpu(), strict=True):
+        row = np.zeros(len(e), np.bool_)
+        row[e.response_mask] = chosen[mask].numpy()
+        rows.append(row)
+    return with_mask(batch, rows)
+
+
+def rollout_status(experience: ExperienceVL) -> dict[str, float]:
+    """Means over the sequences of an experience, from its `info`: `reward`, `kl`, `return`, `response_length`, ..."""
+    status: dict[str, float] = {}
+    for name, value in _flat(experience.info):
+        numbers = value.float()
+        if name == "kl" and "response_length" in experience.info:
+            weights = torch.as_tensor(experience.info["response_length"]).float().to(numbers.device)
+            status[name] = float((numbers * weights).sum() / weights.sum().clamp(min=1))
+        else:
+            status[name] = float(numbers.mean())
+    return status
+
+
+def _flat(info: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors with a number for each row; nested ones by the name of their mapping."""
+    flat: list[tuple[str, torch.Tensor]] = []
+    for name, value in info.items():
+        if isinstance(value, Mapping):
+            flat += [(f"{name}/{inner}", each) for inner, each in _flat(cast("Mapping[str, Any]", value))]
+        elif isinstance(value, torch.Tensor) and value.numel() and name != "num_actions":
+            flat.append((name, value))
+    return flat
+
+
+def mean_status(ranks: Ranks, statuses: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """The weighted mean of each name over the statuses of all ranks: (weight, status) of each update."""
+    everyone = [each for part in gathered(ranks, list(statuses)) for each in part]
+    names = dict.fromkeys(name for _, status in everyone for name in status)
+    return {name: _weighted(everyone, name) for name in names}
+
+
+def _weighted(statuses: Sequence[tuple[float, Mapping[str, float]]], name: str) -> float:
+    having = [(weight, status[name]) for weight, status in statuses if name in status]
+    total = sum(weight for weight, _ in having)
+    if not total or len({value for _, value in having}) == 1:
+        return float(having[-1][1])
+    return sum(weight * value for weight, value in having) / total
+
+
+def columns_of(experience: ExperienceVL, learner: Learner, needs: Collection[str]) -> Batch:
+    """The core batch of an experience. Raises DataError, which lists them all, where it lacks fields of `needs`."""
+    batch = experience.to_batch(learner.model.backbone.vision)
+    names = {column: field for field, column in COLUMNS.items()}
+    missing = sorted(names.get(name, name) for name in needs if name not in batch.columns and name != "entropy")
+    if missing:
+        raise DataError(
+            "an experience to train on",
+            f"it has no {', '.join(missing)}",
+            "let the experience maker make it, or set them",
+        )
+    return batch
+
+
+def blank_experience() -> ExperienceVL:
+    """One sequence without a trained token: the share of a rank that has no other."""
+    numbers: dict[str, Any] = {name: torch.zeros(1, 1) for name in COLUMNS}
+    return ExperienceVL(
+        torch.zeros(1, 2, dtype=torch.int64),
+        action_mask=torch.zeros(1, 1, dtype=torch.bool),
+        attention_mask=torch.ones(1, 2, dtype=torch.int64),
+        **numbers,
+    )
+
+
+def rollout_summary(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
+    """`rollout_*`: means and spread over the sequences of all ranks before they are trained on."""
+    numbers = _numbers_of(ranks, items)
+    if not len(numbers["reward"]):
+        return {"rollout_samples": 0.0}
+    summary = {
+        "rollout_reward": float(numbers["reward"].mean()),
+        "rollout_reward_std": float(numbers["reward"].std()),
+        "rollout_samples": float(len(numbers["reward"])),
+    }
+    names = ("response_length", "return", *(name for name in numbers if name.startswith("reward_metrics/")))
+    for name in names:
+        summary[f"rollout_{name.removeprefix('reward_metrics/')}"] = float(numbers[name].mean())
+    return summary
+
+
+def buffer_status(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, float]:
+    """`step_reward_*`, `advantages_*`, `returns_*` over the sequences, or trained tokens, of all ranks."""
+    status: dict[str, float] = {}
+    numbers = _numbers_of(ranks, items)
+    for name in ("advantages", "returns"):
+        rows = [getattr(item, name)[item.action_mask] for item in items if getattr(item, name) is not None]
+        mine = torch.cat(rows).double().cpu().numpy() if rows else np.zeros(0)
+        numbers[name] = np.concatenate(gathered(ranks, mine))
+    for name, label in (("reward", "step_reward"), ("advantages", "advantages"), ("returns", "returns")):
+        values = numbers[name]
+        if len(values):
+            measures = {"mean": values.mean(), "std": values.std(), "max": values.max(), "min": values.min()}
+            status |= {f"{label}_{measure}": float(value) for measure, value in measures.items()}
+    return status
+
+
+def _numbers_of(ranks: Ranks, items: Sequence[ExperienceVL]) -> dict[str, AnyArray]:
+    """Number of each sequence of all ranks, by its name in `info`."""
+    mine: dict[str, list[float]] = {"reward": []}
+    for item in items:
+        for name, value in _flat(item.info):
+            mine.setdefault(name, []).append(float(value[0]) if value.ndim else float(value))
+    everyone = gathered(ranks, mine)
+    names = dict.fromkeys(name for each in everyone for name in each)
+    return {name: np.asarray([x for each in everyone for x in each.get(name, [])], np.float64) for name in names}
