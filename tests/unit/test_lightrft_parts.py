@@ -188,6 +188,18 @@ def test_arguments_of_generate_that_are_unknown_are_errors(text_dir: Path) -> No
         actor.generate(SEQUENCES, torch.zeros(1, 3, 4, 4), max_new_tokens=1, eos_token_id=2)
 
 
+def test_bfloat16_computes_from_float32_weights_and_models_stay_in_eval_mode(tmp_path: Path) -> None:
+    """GPT-2 has dropout; half-precision weights that are given become whole ones."""
+    path = write_model(tmp_path, "gpt2")
+    full, halved = ActorVL(path).train(), ActorVL(path, bf16=True)
+    assert not any(part.training for part in (*full.modules(), *full.language_model.modules()))
+    given = ActorVL(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+    for actor in (halved, given):
+        assert actor.model.dtype == torch.float32
+        torch.testing.assert_close(actor(SEQUENCES, 4, MASK), full(SEQUENCES, 4, MASK), rtol=0.05, atol=0.1)
+        assert actor(SEQUENCES, 4, MASK).tolist() != full(SEQUENCES, 4, MASK).tolist()
+
+
 def test_a_copy_of_an_actor_is_of_its_own(text_dir: Path) -> None:
     actor = ActorVL(text_dir)
     before = actor(SEQUENCES, 3, MASK)
@@ -225,6 +237,25 @@ def test_a_critic_shares_the_trunk_of_an_actor_it_is_given(text_dir: Path) -> No
         before = critic(SEQUENCES, 3, MASK)
         actor.model.get_input_embeddings().weight.mul_(2)
         assert critic(SEQUENCES, 3, MASK).tolist() != before.tolist()
+
+
+def test_a_critic_with_an_adapter_trains_it_and_its_head_and_saves_both(text_dir: Path, tmp_path: Path) -> None:
+    critic, strategy = CriticVL(text_dir, lora_rank=2), Strategy()
+    trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
+    assert {"value_head.weight", "value_head.bias"} < trained
+    assert all("lora_" in name or name.startswith("value_head") for name in trained)
+    optimizer = strategy.create_optimizer(critic, lr=0.1)
+    learner = strategy.learner("critic", critic, optimizer, max_response_length=32)
+    before = critic(SEQUENCES, 4, MASK).tolist()
+    update(learner, make_batch(returns=1.0), SquaredError())
+    values = critic(SEQUENCES, 4, MASK).detach()
+    assert values.tolist() != before
+    strategy.save_model(critic, None, tmp_path / "merged")
+    torch.testing.assert_close(CriticVL(tmp_path / "merged")(SEQUENCES, 4, MASK).detach(), values)
+    strategy.save_ckpt(critic, tmp_path / "_critic", optimizer=optimizer)
+    update(learner, make_batch(returns=1.0), SquaredError())
+    strategy.load_ckpt(critic, tmp_path / "_critic", optimizer=optimizer)
+    assert critic(SEQUENCES, 4, MASK).tolist() == values.tolist()
 
 
 # --------------------------------------------------------------------------- ExperienceVL
@@ -500,7 +531,7 @@ def test_what_args_say_is_what_a_strategy_does() -> None:
     assert (strategy.seed, strategy.max_norm, strategy.accumulated_gradient, strategy.bf16) == (9, 0.0, 4, True)
     assert (strategy.world_size, strategy.get_rank(), strategy.is_rank_0()) == (1, 0, True)
     assert isinstance(get_strategy(Namespace(fsdp=True)), FSDPV2Strategy)
-    assert (Strategy().seed, Strategy(5).seed) == (42, 5)
+    assert (Strategy().seed, Strategy(5).seed, Strategy(Namespace(seed=6)).seed) == (42, 5, 6)
     with pytest.raises(ConfigError, match="all_reduce"):
         strategy.all_reduce(1, "product")
     with strategy.init_model_context(meta_init=True):

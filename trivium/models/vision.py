@@ -147,7 +147,8 @@ class Vision:
         side = int(config.vision_config.image_size) // int(config.vision_config.patch_size)
         if self.family.axis:
             return side**2 // int(config.scale_factor) ** 2
-        return side**2 + int(getattr(config, "vision_feature_select_strategy", "default") == "full")
+        whole = side**2 + int(self._tower.startswith("clip"))  # CLIP has a token for the image as a whole
+        return whole - int(config.vision_feature_select_strategy == "default")
 
     def features(self, images: PlacedImages) -> Features:
         """What the tower makes of the images, in one pass. Raises DataError where an image has another number of

@@ -151,6 +151,6 @@ class Optimizer:
             if name not in self.parameters:
                 raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
             parameter = self.parameters[name]
-            like = value.shape == parameter.shape
+            like = moment != "step" and value.shape == parameter.shape
             whole = shard_like(value, parameter) if like else value.to(parameter.device)
             self._optimizer.state[parameter][moment] = whole

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -235,6 +235,10 @@ class ActorVL(nn.Module):
     def close(self) -> None:
         """Ends the engine of `generate`."""
         self._sampler.close()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stays in eval mode, whatever `mode` says; gradients do not depend on it."""
+        return super().train(False)
 
     def adopt(self, ranks: Ranks) -> None:
         """The core's model, now sharded over these ranks, is the model."""

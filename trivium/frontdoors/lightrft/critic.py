@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -116,6 +116,10 @@ class CriticVL(nn.Module):
         if not self._checkpointing:
             checkpoint_gradients(self.value_model.module)
         self._checkpointing = True
+
+    def train(self, mode: bool = True) -> Self:
+        """Stays in eval mode, whatever `mode` says; gradients do not depend on it."""
+        return super().train(False)
 
     def adopt(self, ranks: Ranks) -> None:
         """The core's model, now sharded over these ranks, is the model."""

@@ -5,13 +5,11 @@ Every rank runs the same script with its share of the data. What all must agree 
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -30,6 +28,7 @@ from trivium.frontdoors.lightrft import checkpoints
 from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.checkpoints import Role
 from trivium.frontdoors.lightrft.critic import CriticVL
+from trivium.frontdoors.lightrft.script_calls import ScriptCalls
 from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.loss import LossDenominators
@@ -40,13 +39,12 @@ from trivium.training.optim import Optimizer, OptimizerConfig, Scheduler, adamw
 from trivium.training.ranks import COLLECTIVE_S, Ranks, join_ranks, launched_ranks
 from trivium.types import Batch
 
-_log = logging.getLogger("trivium")
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _METRIC_NAME = {"policy": "policy", "reference": "reference", "critic": "value"}
 Wrapped = ActorVL | CriticVL
 
 
-class Strategy:
+class Strategy(ScriptCalls):
     """Trains in this process alone."""
 
     sharded = False
@@ -54,7 +52,7 @@ class Strategy:
 
     def __init__(
         self,
-        seed: int | None = None,
+        seed: int | Namespace | None = None,
         max_norm: float | None = None,
         micro_train_batch_size: int | None = None,
         train_batch_size: int | None = None,
@@ -62,7 +60,9 @@ class Strategy:
         args: Namespace | None = None,
     ) -> None:
         """What is None comes from `args`, or else has the defaults 42, 1.0, 1, 1 and False. `max_norm` 0 does not clip
-        gradients. Joins the ranks and seeds torch, numpy and random."""
+        gradients. Joins the ranks and seeds torch, numpy and random. `Strategy(args)` is `Strategy(args=args)`."""
+        if isinstance(seed, Namespace):
+            seed, args = None, seed
         self.args = Namespace() if args is None else args
 
         def chosen(name: str, value: Any, default: Any) -> Any:
@@ -164,13 +164,6 @@ class Strategy:
 
     # ------------------------------------------------------------------ models and optimizers
 
-    @contextmanager
-    def init_model_context(self, meta_init: bool = False) -> Generator[None]:
-        """Models are built within it. They are opened whole on every rank, whatever `meta_init` says."""
-        if meta_init:
-            _log.info("meta_init: models are opened whole on every rank, then sharded")
-        yield
-
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
         """Models, or tuples (model, optimizer) or (model, optimizer, scheduler), ready to be trained: on their device,
         sharded over the ranks. One alone is returned as such, several as a list; None stays None."""
@@ -232,15 +225,18 @@ class Strategy:
         self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Namespace, max_steps: int
     ) -> tuple[Any, Any, Any, Any]:
         """((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models, reference), prepared: AdamW,
-        and a cosine to a tenth of the rate after `lr_warmup_ratio` of `max_steps` optimizer steps."""
+        and a cosine to a tenth of the rate after `lr_warmup_ratio` of `max_steps` optimizer steps. `args` may have
+        `actor_learning_rate` (else 1e-6), `critic_learning_rate` (9e-6), `adam_betas` (0.9, 0.95), `l2` (0) and
+        `lr_warmup_ratio` (0.03)."""
         trained: list[tuple[Any, Any, Any]] = []
-        for model, name in ((actor, "actor_learning_rate"), (critic, "critic_learning_rate")):
+        betas, decay = getattr(args, "adam_betas", (0.9, 0.95)), getattr(args, "l2", 0.0)
+        warmup = math.ceil(max_steps * getattr(args, "lr_warmup_ratio", 0.03))
+        for model, name, usual in ((actor, "actor_learning_rate", 1e-6), (critic, "critic_learning_rate", 9e-6)):
             if model is None:
                 trained.append((None, None, None))
                 continue
-            ready, lr = self.prepare_model(model, is_training=True), float(getattr(args, name))
-            optimizer = self.create_optimizer(ready, lr=lr, betas=args.adam_betas, weight_decay=args.l2)
-            warmup = math.ceil(max_steps * args.lr_warmup_ratio)
+            ready, lr = self.prepare_model(model, is_training=True), float(getattr(args, name, usual))
+            optimizer = self.create_optimizer(ready, lr=lr, betas=betas, weight_decay=decay)
             how: dict[str, Any] = {"num_warmup_steps": warmup, "num_training_steps": max_steps}
             scheduler = get_scheduler(
                 "cosine_with_min_lr", optimizer, **how, scheduler_specific_kwargs={"min_lr": 0.1 * lr}
