@@ -49,6 +49,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "by_source": "trivium.rewards.by_source:BySource",
         "model": "trivium.rewards.model:ModelReward",
         "remote": "trivium.rewards.remote:RemoteReward",
+        "generative_judge": "trivium.rewards.generative:GenerativeJudge",
         "recipe": "trivium.rewards.recipe:Recipe",
     },
     "reward_managers": {

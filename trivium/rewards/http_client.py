@@ -248,10 +248,10 @@ class EndpointClient:
                 body = await self._read(response, url)
         except TimeoutError:
             found, do = f"no whole response within {seconds:.3g} s", "raise attempt_s, or see why the service is slow"
-            raise _TryAgain(self._error(EndpointTimeout, url, found, do)) from None
+            raise _TryAgain(self.error(EndpointTimeout, url, found, do)) from None
         except httpx.TransportError as problem:
             found, do = f"{type(problem).__name__}: {problem}", "start the service, or correct urls"
-            raise _TryAgain(self._error(EndpointUnreachable, url, found, do)) from None
+            raise _TryAgain(self.error(EndpointUnreachable, url, found, do)) from None
         return self._value(url, response, body)
 
     async def _read(self, response: httpx.Response, url: str) -> bytes:
@@ -267,18 +267,18 @@ class EndpointClient:
         """The JSON value of a whole response, or the error that its status stands for."""
         status, text = response.status_code, body.decode(errors="replace")
         if status == 429 or status >= 500:
-            error = self._error(EndpointFailed, url, f"status {status}: {text}", "look at the service's log")
+            error = self.error(EndpointFailed, url, f"status {status}: {text}", "look at the service's log")
             raise _TryAgain(error, retry_after_s(response.headers.get("Retry-After")))
         if status in (401, 403):
             found = f"status {status}: it refuses {'a request without a token' if self._token is None else 'the token'}"
             do = "set token_variable or token_file to the token of the service"
-            raise self._error(TokenRefused, url, found, do)
+            raise self.error(TokenRefused, url, found, do)
         if 300 <= status < 400:
             do = "name the URL that it leads to in urls"
-            raise self._error(RequestRefused, url, f"status {status}, a redirect", do)
+            raise self.error(RequestRefused, url, f"status {status}, a redirect", do)
         if not 200 <= status < 300:
             do = "correct the request's protocol, path or data: the service says what is wrong"
-            raise self._error(RequestRefused, url, f"status {status}: {text}", do)
+            raise self.error(RequestRefused, url, f"status {status}: {text}", do)
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -303,9 +303,9 @@ class EndpointClient:
 
     def malformed(self, url: str, found: str, do: str) -> EndpointError:
         """The error of a response that is not of the protocol's form."""
-        return self._error(MalformedResponse, url, found, do)
+        return self.error(MalformedResponse, url, found, do)
 
-    def _error(self, kind: type[EndpointError], url: str, found: str, do: str) -> EndpointError:
+    def error(self, kind: type[EndpointError], url: str, found: str, do: str) -> EndpointError:
         """An error of this URL, without what may be secret in it: a service may echo the token."""
         shown = found if self._token is None else found.replace(self._token, "<token>")
         error = kind(f"rewards from {_shown(url)}", text_of(shown, _SHOWN), do)

@@ -1,0 +1,219 @@
+"""The score that a language model writes: a generative judge behind any endpoint that OpenAI's clients can call."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from trivium.concurrency import gather_or_cancel
+from trivium.config import RunConfig
+from trivium.config.schema import changeable
+from trivium.errors import Problem, described
+from trivium.policy import finite_number
+from trivium.rewards.batcher import Batcher
+from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError
+from trivium.types import Media
+
+_FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_OWN_FIELDS = ("prompt", "completion", "conversation")
+_THINKING = re.compile(r"(?s)^.*</think>")
+
+
+class UnreadableVerdict(EndpointError):
+    """A judge wrote no score, or one that is not allowed."""
+
+
+class GenerativeJudge:
+    """The number in what a language model writes about the completion; with several samples, their mean or majority.
+
+    A verdict without a readable number is an error of the trajectory, never a score. Requests are retried and bounded
+    as those of `kind: remote`.
+    """
+
+    class Config(EndpointConfig):
+        kind: str = "generative_judge"
+        model: str
+        """The name of the model at the endpoint. `urls` are its base URLs (http://host:8000/v1): `/chat/completions` is
+        appended."""
+        template: str = changeable(
+            "Judge the answer to the question.\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}\n\n"
+            "Explain in a few words, then end with a line `Score: n`, n a whole number from 0 (wrong) to 10 (right)."
+        )
+        """The user message. `{prompt}` is the last user message, `{completion}` the completion, `{conversation}` the
+        whole prompt, a line for each message, `{answer}` or another name the task's column. Other braces stay."""
+        system: str = changeable("")
+        """The system message; empty sends none."""
+        pattern: str = changeable(r"(?i)\bscore\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
+        """A Python regular expression: the score is the first group (without one, the match) of its last match, behind
+        the last `</think>`."""
+        json_key: str | None = changeable(None)
+        """The key of the score in the last JSON object that has it, in place of `pattern`."""
+        choices: dict[str, float] = changeable({})
+        """The number that each text stands for (`{yes: 1, no: 0}`), upper and lower case alike; empty reads numbers."""
+        min_score: float = changeable(0.0)
+        """The lowest number that may be written, which becomes 0; a lower one is an error."""
+        max_score: float = changeable(10.0)
+        """The highest number that may be written, which becomes 1; a higher one is an error."""
+        samples: int = changeable(1, ge=1)
+        """Verdicts for each completion, each from a request of its own."""
+        aggregate: Literal["mean", "majority"] = changeable("mean")
+        """What several verdicts become: their mean, or the most frequent one (the lowest of equally frequent ones)."""
+        temperature: float = changeable(0.0, ge=0)
+        """Of the judge; 0 is greedy."""
+        max_tokens: int = changeable(512, ge=1)
+        """Longest verdict; one that is cut off is an error."""
+        seed: int = changeable(0)
+        """Sent with the first sample's request; the next ones get the numbers that follow."""
+        images: bool = changeable(False)
+        """Sends the prompt's images along, before the text."""
+        extra_body: dict[str, Any] = changeable({})
+        """Further keys of the request, for example `{chat_template_kwargs: {enable_thinking: false}}` for vLLM; null
+        leaves one out (`{seed: null}`, where an endpoint refuses it)."""
+
+        @field_validator("pattern")
+        @classmethod
+        def _compiles(cls, pattern: str) -> str:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"not a regular expression: {error}") from error
+            return pattern
+
+        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from super().problems(run, where)
+            if "completion" not in _FIELD.findall(self.template):
+                do = "write {completion} where the judge is to read it"
+                yield Problem(f"{where}.template", "a template with the completion", "no {completion}", do)
+            if self.samples > 1 and not self.temperature:
+                found, do = f"{self.samples} samples at temperature 0", "set temperature, or leave samples out"
+                yield Problem(f"{where}.samples", "several verdicts", found, do)
+            if not self.min_score < self.max_score:
+                found, do = f"{self.min_score:g} to {self.max_score:g}", "set min_score below max_score"
+                yield Problem(f"{where}.max_score", "a range of scores", found, do)
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError where there is no token."""
+        self._config, self._pattern = config, re.compile(config.pattern)
+        self._client = EndpointClient(config, "/chat/completions")
+        self._choices = {text.casefold(): number for text, number in config.choices.items()}
+        self._ask = Batcher(self._verdicts, 1, 0.0, config.max_concurrent)
+        fields = (*_FIELD.findall(config.template), *_FIELD.findall(config.system))
+        columns = [name for name in dict.fromkeys(fields) if name not in _OWN_FIELDS]
+        names = ("prompt", "completion", "prompt_messages", "prompt_media", *columns)
+        # The judge asks a task for the columns that the template names.
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+
+    async def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_messages: Sequence[Mapping[str, str]],
+        prompt_media: Sequence[Media],
+        **columns: Any,
+    ) -> float:
+        """Raises EndpointError."""
+        config = self._config
+        conversation = "\n".join(f"{message['role']}: {message['content']}" for message in prompt_messages)
+        fields = {**columns, "prompt": prompt, "completion": completion, "conversation": conversation}
+        messages = self._messages(fields, prompt_media)
+        bodies = [self._body(messages, config.seed + number) for number in range(config.samples)]
+        return self._aggregated(await gather_or_cancel(self._ask(body) for body in bodies))
+
+    def _messages(self, fields: Mapping[str, Any], media: Sequence[Media]) -> list[dict[str, Any]]:
+        text: Any = _filled(self._config.template, fields)
+        if self._config.images and media:
+            urls = [f"data:{item.mime};base64,{base64.b64encode(item.data).decode('ascii')}" for item in media]
+            images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+            text = [*images, {"type": "text", "text": text}]
+        system = _filled(self._config.system, fields)
+        return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
+
+    def _body(self, messages: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
+        config = self._config
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens, "seed": seed}
+        body = {"model": config.model, "messages": [*messages], **sampling, **config.extra_body}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _verdicts(self, bodies: list[dict[str, Any]]) -> list[float]:
+        return [self._verdict(*await self._client.post(body)) for body in bodies]
+
+    def _verdict(self, url: str, value: Any) -> float:
+        """The score in a response, from 0 to 1."""
+        do = "name the base URL of an endpoint for OpenAI's clients in urls, with its /v1"
+        try:
+            choice = value["choices"][0]
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            raise self._client.malformed(url, f"no choices[0].message.content in {described(value)}", do) from None
+        if not isinstance(text, str):
+            raise self._client.malformed(url, f"content: {described(text)}, where text is wanted", do)
+        if reason == "length":
+            do = "raise max_tokens, or ask for a shorter verdict"
+            raise self.unreadable(url, f"a verdict cut off at {self._config.max_tokens} tokens", do)
+        try:
+            return self._scaled(self._score(_THINKING.sub("", text)))
+        except ValueError as error:
+            do = "let the template say how the score is written, as pattern, json_key and choices read it"
+            raise self.unreadable(url, f"{error}: {text[-160:]!r}", do) from None
+
+    def unreadable(self, url: str, found: str, do: str) -> EndpointError:
+        """The error of a verdict without a score."""
+        return self._client.error(UnreadableVerdict, url, found, do)
+
+    def _score(self, text: str) -> object:
+        """The score as it stands in a verdict. Raises ValueError."""
+        if self._config.json_key is not None:
+            return _last_under(self._config.json_key, text)
+        matches = [*self._pattern.finditer(text)]
+        if not matches:
+            raise ValueError("no match of the pattern")
+        score = matches[-1].group(1 if self._pattern.groups else 0)
+        return score if self._choices or score is None else float(score)
+
+    def _scaled(self, score: object) -> float:
+        if self._choices:
+            text = str(score).strip().casefold()
+            if text not in self._choices:
+                raise ValueError(f"{text[:40]!r} is none of the choices {', '.join(self._config.choices)}")
+            return finite_number(self._choices[text])
+        low, high, number = self._config.min_score, self._config.max_score, finite_number(score)
+        if not low <= number <= high:
+            raise ValueError(f"{number:g} is not from {low:g} to {high:g}")
+        return (number - low) / (high - low)
+
+    def _aggregated(self, scores: Sequence[float]) -> float:
+        if self._config.aggregate == "mean":
+            return statistics.fmean(scores)
+        counts = Counter(scores)
+        return min(score for score in counts if counts[score] == max(counts.values()))
+
+
+def _filled(template: str, fields: Mapping[str, Any]) -> str:
+    """The template with its fields, each in one pass: braces in a completion are text."""
+
+    def text(match: re.Match[str]) -> str:
+        value = fields.get(match[1], match[0])
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+    return _FIELD.sub(text, template)
+
+
+def _last_under(key: str, text: str) -> object:
+    """The value of a key in the last JSON object of a text that has it. Raises ValueError."""
+    decoder, at = json.JSONDecoder(), len(text)
+    while (at := text.rfind("{", 0, at)) >= 0:
+        try:
+            value, _ = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict) and key in value:
+            return value[key]
+    raise ValueError(f"no JSON object with {key!r}")
