@@ -58,6 +58,9 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "batch": "trivium.frontdoors.verl.reward_managers:BatchRewardManager",
         "prime": "trivium.frontdoors.verl.reward_managers:PrimeRewardManager",
     },
+    "renderers": {
+        "chat": "trivium.text.renderer:renderer_of",
+    },
     "engines": {
         "torch": "trivium.engines.torch:TorchEngine",
         "scripted": "trivium.engines.scripted:ScriptedEngine",

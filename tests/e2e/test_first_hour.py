@@ -747,7 +747,9 @@ def test_a_trained_reward_model_is_exported_and_rewards_another_run(
     unexported = f"rewards: [{{kind: model, path: {run}/checkpoints/step-000012/reward}}]"
     rl = "tasks: {train: {kind: jsonl, path: pairs.jsonl}}\nengine: {sampling: {max_new_tokens: 2}}\n"
     rl += "schedule: {steps: 8, groups_per_step: 8, group_size: 4}\n"
-    assert "--role reward" in ends(2, "check", sums(tmp_path, "wrong", rl + unexported))
+    ends(0, "check", sums(tmp_path, "unexported", rl + unexported))
+    without = f"rewards: [{{kind: model, path: {run}/checkpoints/step-000012/policy}}]"
+    assert "--role reward" in ends(2, "check", sums(tmp_path, "wrong", rl + without))
     ends(0, "run", sums(tmp_path, "policy", f"{rl}rewards: [{{kind: model, path: {out}}}]"))
     assert "trained: policy" in ends(1, "export", str(tmp_path / "policy"), str(tmp_path / "x"), "--role", "reward")
     rows = rows_of(tmp_path / "policy")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -15,11 +17,13 @@ from trivium.errors import DataError
 from trivium.models.classifier import classifier_of, load_score_model
 from trivium.models.heads import VALUE_HEAD, ScoreModel, ValueModel
 from trivium.models.packed import pack
+from trivium.models.scoring import Conversation, SequenceScorer
 from trivium.rewards.model import ModelReward
 from trivium.text import hf_tokenizer
-from trivium.text.renderer import ChatRenderer
+from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import TinyModel
-from trivium.types import Message
+from trivium.text.tiny_vision import TinyVisionModel
+from trivium.types import Media, Message
 
 CPU = torch.device("cpu")
 MESSAGES = [{"role": "system", "content": "12"}, {"role": "user", "content": "3+4="}]
@@ -65,9 +69,10 @@ def test_transformers_reads_the_scores_that_training_reads(architecture: str, tm
         for directory in (path, out):
             either = load_score_model(directory, dtype=torch.float32, device=CPU)
             torch.testing.assert_close(either(packed, last), scores)
-    given = [reward("3+4=", completion, MESSAGES) for completion in ("7", "11")]
-    assert given == pytest.approx(scores.tolist(), abs=1e-5)
-    assert given[0] != given[1]
+    for each in (reward, ModelReward(ModelReward.Config(path=str(path)))):
+        given = [each("3+4=", completion, MESSAGES) for completion in ("7", "11")]
+        assert given == pytest.approx(scores.tolist(), abs=1e-5)
+        assert given[0] != given[1]
 
 
 def test_the_score_head_has_no_bias_unless_it_was_saved_with_one(tmp_path: Path) -> None:
@@ -83,6 +88,7 @@ def test_the_score_head_has_no_bias_unless_it_was_saved_with_one(tmp_path: Path)
 
 def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     path = reward_model(tmp_path)
+    head_of(path).rename(tmp_path / "head")
     section = plugin("rewards", RewardConfig)({"kind": "model", "path": str(path)})
     (problem,) = section.problems(None, "rewards[0]")
     assert problem.where == "rewards[0].path"
@@ -90,6 +96,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     assert "--role reward" in problem.do
     with pytest.raises(DataError, match="not one for sequence classification"):
         ModelReward(ModelReward.Config(path=str(path)))
+    (tmp_path / "head").rename(head_of(path))
     two = classifier_of(path, pad_token_id=None)
     two.score, two.config.num_labels = torch.nn.Linear(32, 2, bias=False), 2
     two.save_pretrained(tmp_path / "two")
@@ -102,3 +109,42 @@ def test_a_conversation_beyond_the_context_is_an_error_of_its_own(tmp_path: Path
     reward = ModelReward(ModelReward.Config(path=str(exported(reward_model(tmp_path), tmp_path / "out"))))
     with pytest.raises(DataError, match="built for 24"):
         reward("", "7" * 30, MESSAGES)
+
+
+def test_a_model_that_reads_images_scores_conversations_with_their_images(tmp_path: Path) -> None:
+    """Its tokenizer and processor are those of the checkpoint's policy."""
+    policy = TinyVisionModel(TinyVisionModel.Config(hidden=32, heads=2, mlp=32, layers=1), seed=1)
+    model_dir, path = policy.materialize(tmp_path / "policy"), tmp_path / "reward"
+    model = ScoreModel(model_dir, dtype=torch.float32, device=CPU, seed=3)
+    model.module.save_pretrained(path)
+    save_file({name: 100 * value for name, value in model.value_head.state_dict().items()}, head_of(path))
+    reward = ModelReward(ModelReward.Config(path=str(path)))
+    red, blue = (image(colour) for colour in ("red", "blue"))
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    plain, of_red, of_blue = (reward("3", "4", messages, media) for media in ([], [red], [blue]))
+    assert len({plain, of_red, of_blue}) == 3
+    rendered = renderer_of(model_dir)
+    prompt, tokens = rendered.expert([Message(**m) for m in messages[:2]] + [Message("user", "3", (red,))], "4")
+    sequence = Conversation(np.concatenate([prompt.tokens, tokens]), prompt.media)
+    scorer = SequenceScorer(
+        load_score_model(path, dtype=torch.float32, device=CPU), model_dir=model_dir, max_tokens=999
+    )
+    assert scorer.scores([sequence]) == [of_red]
+    assert scorer.scores([Conversation(tokens), sequence])[1] == pytest.approx(of_red, abs=1e-4)
+    marked = [{**messages[0], "content": "1<image>"}, *messages[1:]]
+    assert reward("3", "4", marked, [red]) != of_red
+    with pytest.raises(DataError, match="its text marks 1"):
+        reward("3", "4", marked, [red, blue])
+    text_only = ModelReward(ModelReward.Config(path=str(reward_model(tmp_path / "text"))))
+    with pytest.raises(DataError, match="text only"):
+        text_only("3", "4", MESSAGES, [red])
+
+
+def image(colour: str) -> Media:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), colour).save(file, "PNG")
+    return Media("image/png", file.getvalue())

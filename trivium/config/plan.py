@@ -20,6 +20,7 @@ from trivium.config.schema import Config, RunConfig
 class StagePlan(Config):
     """The arithmetic of one stage."""
 
+    name: str = ""
     first_step: int
     last_step: int
     groups_per_step: int
@@ -55,13 +56,14 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
     machine = machine or Machine()
     stages: list[StagePlan] = []
     step = 0
-    for stage in config.stage_configs():
+    for name, stage in zip(config.stage_names, config.stage_configs(), strict=True):
         schedule = stage.schedule
         rolled_out = schedule.groups_per_step - stage.buffer.strategy.num_stored(schedule.groups_per_step)
         batch = plan_batch(stage, ranks)
         memory = plan_memory(stage, batch, machine)
         stages.append(
             StagePlan(
+                name=name,
                 first_step=step + 1,
                 last_step=step + schedule.steps,
                 groups_per_step=schedule.groups_per_step,

@@ -169,7 +169,9 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
     problems: list[Problem] = []
     base = config.model_dump(exclude={"stages"}, exclude_unset=True)
     resolved: list[dict[str, Any]] = []
+    problems += _name_problems(config)
     for number, stage in enumerate(config.stages):
+        change = {key: value for key, value in stage.items() if key != "name"}
         problems += [
             Problem(
                 f"stages[{number}].{name}", f"{name!r} of one stage", "all stages share it", "set it outside `stages`"
@@ -177,7 +179,7 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
             for name in sorted({"run", "model", "stages"} & set(stage))
         ]
         try:
-            staged = RunConfig.model_validate(overlaid(base, stage))
+            staged = RunConfig.model_validate(overlaid(base, change))
         except ValidationError as error:
             problems += flatten(error, RunConfig, f"stages[{number}]")
             continue
@@ -186,10 +188,22 @@ def _validate(data: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]
             continue
         problems += check(staged, f"stages[{number}].")
         complete = staged.model_dump(mode="json", exclude_unset=True)
-        resolved.append({name: None if stage[name] is None else complete[name] for name in stage})
+        own = {name: None if value is None else complete[name] for name, value in change.items()}
+        resolved.append({**({"name": stage["name"]} if "name" in stage else {}), **own})
     if not config.stages:
         problems += check(config)
     return config.model_copy(update={"stages": tuple(resolved)}), problems
+
+
+def _name_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the names of stages."""
+    names = [stage.get("name") for stage in config.stages]
+    for number, name in enumerate(names):
+        where = f"stages[{number}].name"
+        if "name" in config.stages[number] and (not isinstance(name, str) or not name):
+            yield Problem(where, "a name of the stage", repr(name), "write some text, or leave the key out")
+        elif name is not None and name in names[:number]:
+            yield Problem(where, f"the stage {name!r}", "an earlier one has this name", "choose another one")
 
 
 def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:

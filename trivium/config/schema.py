@@ -644,14 +644,21 @@ class RunConfig(Config):
     cluster: ClusterSection = ClusterSection()
     serve: ServeSection = ServeSection()
     stages: tuple[dict[str, Any], ...] = ()
-    """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them."""
+    """Ordered overrides of this config, each with its own `schedule.steps`; one global step runs across them. A stage
+    may have a `name`, by which later ones refer to the reward model that it trains."""
 
     def stage_configs(self) -> tuple[RunConfig, ...]:
         """One config per stage, without `stages`; the config itself where there are none."""
         base = self.model_dump(exclude={"stages"}, exclude_unset=True)
         if not self.stages:
             return (self,)
-        return tuple(type(self).model_validate(merged(base, stage)) for stage in self.stages)
+        stages = [{key: value for key, value in stage.items() if key != "name"} for stage in self.stages]
+        return tuple(type(self).model_validate(merged(base, stage)) for stage in stages)
+
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """The name of each stage; empty for one without."""
+        return tuple(stage.get("name", "") for stage in self.stages) or ("",)
 
     @property
     def max_staleness(self) -> int:

@@ -5,28 +5,37 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from trivium.config import RewardConfig, RunConfig
 from trivium.errors import DataError, Problem
 from trivium.models.hub import ModelPath
+from trivium.registry import resolve
+from trivium.types import IMAGE, Media, Message
+
+if TYPE_CHECKING:
+    from trivium.models.scoring import Conversation
 
 
 class ModelReward:
     """The score of a reward model for the conversation: the task's prompt and the text of the last turn.
 
-    The completion ends with the tokenizer's end of sequence, whose score counts. One sequence is scored at a time, so a
+    The completion ends with the end of its turn, whose score counts. One sequence is scored at a time, so a
     score does not depend on what else is scored.
     """
 
     class Config(RewardConfig):
         kind: str = "model"
-        path: ModelPath
+        path: ModelPath | None = None
         """Directory of a model that `AutoModelForSequenceClassification` loads, and its tokenizer: what `trivium export
-        --role reward` writes."""
+        --role reward` writes; or the `reward/` of a checkpoint, which may read images."""
+        stage: str | None = None
+        """In place of a path: the name of an earlier stage of the same run, whose `reward_model` it is."""
         heads: dict[str, float] | None = None
         """Which heads of a reward model with several are the reward, and the weight of each: `{preference: 1.0}`."""
         device: str = "auto"
@@ -37,26 +46,66 @@ class ModelReward:
         """CPU threads of a call."""
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            reason = _not_a_classifier(Path(self.path))
-            if reason:
+            if (self.path is None) == (self.stage is None):
+                found = "neither path nor stage" if self.path is None else "both path and stage"
+                yield Problem(f"{where}.path", "where the reward model is", found, "set one of the two")
+            if self.path is not None and (reason := _no_reward_model(Path(self.path))):
                 yield Problem(
                     f"{where}.path",
                     f"the reward model {self.path}",
                     reason,
-                    "name what `trivium export RUN OUT --role reward` wrote, or another directory that transformers' "
-                    "AutoModelForSequenceClassification loads",
+                    "name what `trivium export RUN OUT --role reward` wrote, `reward/` of a checkpoint, or another "
+                    "directory that transformers' AutoModelForSequenceClassification loads",
                 )
 
     def __init__(self, config: Config) -> None:
         """Raises DataError for a directory without a reward model or without a chat template."""
-        import torch  # here: reading a config must not wait for it
+        if config.path is None:
+            raise DataError(
+                f"the reward model of the stage {config.stage!r}",
+                "no run that trains it",
+                "use it in that run, or a path",
+            )
+        path = Path(config.path)
+        if reason := _no_reward_model(path):
+            raise DataError(f"the reward model {path}", reason, "name what `trivium export --role reward` wrote")
+        self._model: _Model = _Trained(config, path) if _is_trained_here(path) else _Classifier(config, path)
+        self._threads, self._lock = config.threads, threading.Lock()
+
+    def __call__(
+        self,
+        prompt: str,
+        completion: str,
+        prompt_messages: Sequence[Mapping[str, str]],
+        prompt_media: Sequence[Media] = (),
+    ) -> float:
+        """Raises DataError for a conversation that the model was not built for."""
+        import torch
+
+        sequence = self._model.sequence(prompt_messages, prompt_media, completion)
+        with self._lock, torch.no_grad():  # calls in several threads would compete for the same cores
+            torch.set_num_threads(self._threads)
+            return self._model.score(sequence)
+
+
+class _Model(Protocol):
+    """A reward model of one of the two formats."""
+
+    def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> Any:
+        """The conversation as the reward model was trained on it: prompt, completion, what ends it."""
+        ...
+
+    def score(self, sequence: Any) -> float: ...
+
+
+class _Classifier:
+    """A sequence classifier of transformers."""
+
+    def __init__(self, config: ModelReward.Config, path: Path) -> None:
         from transformers import AutoTokenizer
 
         from trivium.models.classifier import head_names_of, head_weights, load_classifier
 
-        path = Path(config.path)
-        if reason := _not_a_classifier(path):
-            raise DataError(f"the reward model {path}", reason, "name what `trivium export --role reward` wrote")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if self._tokenizer.chat_template is None or self._tokenizer.eos_token_id is None:
             raise DataError(
@@ -64,36 +113,96 @@ class ModelReward:
                 "its tokenizer has no chat template, or no end of sequence",
                 "save chat_template.jinja and eos_token in the directory",
             )
-        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = load_classifier(path, dtype=config.dtype, device=device)
+        self._model = load_classifier(path, dtype=config.dtype, device=_device(config))
         self._weights = head_weights(head_names_of(self._model), config.heads, path)
-        self._threads, self._label = config.threads, config.label
-        self._lock = threading.Lock()
+        self._label = config.label
 
-    def __call__(self, prompt: str, completion: str, prompt_messages: Sequence[Mapping[str, str]]) -> float:
-        import torch
-
-        tokens = self.tokens(prompt_messages, completion)
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and len(tokens) > limit:
+    def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> list[int]:
+        if media:
             raise DataError(
-                f"a score of {self._label!r} for a conversation of {len(tokens)} tokens",
-                f"the reward model was built for {limit} (max_position_embeddings)",
-                "lower engine.sampling.max_new_tokens, leave out the longest tasks, or use another reward model",
+                f"a score of {self._label!r} for a conversation with images",
+                "sequence classifiers read text only, here",
+                "name the `reward/` of a checkpoint whose model reads images, or its stage",
             )
-        with self._lock, torch.no_grad():  # calls in several threads would compete for the same cores
-            torch.set_num_threads(self._threads)
-            batch = torch.tensor([tokens], device=self._model.device)
-            logits = self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0]
-            return float(logits @ logits.new_tensor(self._weights))
-
-    def tokens(self, messages: Sequence[Mapping[str, str]], completion: str) -> list[int]:
-        """The conversation as the reward model was trained on it: prompt, completion, end of sequence."""
         prompt = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
         encoded = self._tokenizer([prompt, completion], add_special_tokens=False)["input_ids"]
         return [*encoded[0], *encoded[1], self._tokenizer.eos_token_id]
+
+    def score(self, sequence: list[int]) -> float:
+        import torch
+
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and len(sequence) > limit:
+            raise DataError(
+                f"a score of {self._label!r} for a conversation of {len(sequence)} tokens",
+                f"the reward model was built for {limit} (max_position_embeddings)",
+                "lower engine.sampling.max_new_tokens, leave out the longest tasks, or use another reward model",
+            )
+        batch = torch.tensor([sequence], device=self._model.device)
+        logits = self._model(input_ids=batch, attention_mask=torch.ones_like(batch)).logits[0]
+        return float(logits @ logits.new_tensor(self._weights))
+
+
+class _Trained:
+    """The `reward/` of a checkpoint, with text and images rendered as it was trained with them."""
+
+    def __init__(self, config: ModelReward.Config, path: Path) -> None:
+        import torch
+
+        from trivium.models.classifier import load_score_model
+        from trivium.models.scoring import SequenceScorer
+
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        model = load_score_model(path, dtype=dtype, device=torch.device(_device(config)), heads=config.heads)
+        # A checkpoint has one tokenizer and processor for all its models.
+        model_dir = path if (path / "tokenizer_config.json").is_file() else path.parent / "policy"
+        self._scorer = SequenceScorer(model, model_dir=model_dir)
+        self._renderer: Any = resolve("renderers", "chat")(model_dir)
+
+    def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> Conversation:
+        from trivium.models.scoring import Conversation
+
+        prompt, tokens = self._renderer.expert(_with_media(messages, media), completion)
+        return Conversation(np.concatenate([prompt.tokens, tokens]), tuple(prompt.media))
+
+    def score(self, sequence: Conversation) -> float:
+        return self._scorer.scores([sequence])[0]
+
+
+def _with_media(messages: Sequence[Mapping[str, str]], media: Sequence[Media]) -> list[Message]:
+    """The messages with the media that they mark; those that no message marks belong to the last one of the user."""
+    marked = [message["content"].count(IMAGE) if media else 0 for message in messages]
+    if media and not any(marked):
+        users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        marked[users[-1] if users else -1] = len(media)
+    if sum(marked) != len(media):
+        raise DataError(
+            f"a conversation with {len(media)} images", f"its text marks {sum(marked)}", f"mark each with {IMAGE}"
+        )
+    left = iter(media)
+    return [
+        Message(message["role"], message["content"], tuple(islice(left, number)))
+        for message, number in zip(messages, marked, strict=True)
+    ]
+
+
+def _device(config: ModelReward.Config) -> str:
+    import torch  # here: reading a config must not wait for it
+
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _is_trained_here(path: Path) -> bool:
+    return (path / "value_head.safetensors").is_file()
+
+
+def _no_reward_model(path: Path) -> str:
+    """Why a directory is no reward model; empty where it is one."""
+    return "" if _is_trained_here(path) and (path / "config.json").is_file() else _not_a_classifier(path)
 
 
 def _not_a_classifier(path: Path) -> str:

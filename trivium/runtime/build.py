@@ -33,6 +33,7 @@ from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSour
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.schedule import Cadence, Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
@@ -532,6 +533,8 @@ def evaluate(config: RunConfig, step: int) -> Metrics:
         model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
     else:
         model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
+    store = CheckpointStore(run_dir / "checkpoints")
+    last = with_reward_models(last, config.stage_names, stage_ends(store), store)
     stage = Stage(last, 0, step, True, run_dir, model_dir)
     with shown(run_dir):
         metrics = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)

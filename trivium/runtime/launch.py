@@ -43,6 +43,7 @@ from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import open_run_dir, recorded_changes, refuse_another_run
+from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine
 from trivium.training.ranks import launched_ranks, ranks_here, this_rank
@@ -216,6 +217,7 @@ def _remaining_stages(
                 record |= {"stage": number, "pinned": list(ends)}
                 _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
                 (run_dir / "summary.json").unlink(missing_ok=True)  # it says that the run is finished
+                stage_config = with_reward_models(stage_config, config.stage_names, ends, store)
                 yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
                 latest = None
             ends.append(store.steps()[-1])
@@ -238,7 +240,9 @@ def explore(config: RunConfig) -> dict[str, Any]:
         while number != len(stages) - 1 and (number := asyncio.run(waiting.wait_for_trainer(name))) is not None:
             _log.info("stage %d: explorer %s begins", number, name)
             explored += 1
-            stage = Stage(stages[number], number, steps[number], number == len(stages) - 1, run_dir, model_dir)
+            store = CheckpointStore(run_dir / "checkpoints")
+            stage_config = with_reward_models(stages[number], config.stage_names, stage_ends(store), store)
+            stage = Stage(stage_config, number, steps[number], number == len(stages) - 1, run_dir, model_dir)
             synchronizer = build_synchronizer(stage.config, board).attach(waiting)
             endpoints = local_endpoints(stage, synchronizer, name)
             if stage.num_explorers:

@@ -27,6 +27,7 @@ from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed
 from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary, holds_tasks, shares_buffer
+from trivium.runtime.stage_models import stage_problems
 from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer
@@ -81,7 +82,7 @@ class Findings:
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     """Looks at everything that the stages of a config read or use on this machine, on which that many ranks train."""
     findings = Findings()
-    findings.problems += _directory_problems(Path(config.run.dir))
+    findings.problems += [*_directory_problems(Path(config.run.dir)), *stage_problems(config)]
     sources: dict[str, TaskSource | None] = {}
     for number, stage in enumerate(config.stage_configs()):
         own = Findings()

@@ -64,7 +64,7 @@ class RewardScorer:
         reward_fn: Callable[..., Any] | None = None,
         reward_fn_label_map: Mapping[Any, int] | None = None,
         reward_recipe: Mapping[Any, Sequence[Any]] | None = None,
-        remote_rm_url: str | Sequence[str] | None = None,
+        remote_rm_url: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
         *,
         strategy: Any = None,
         tokenizer: Any = None,

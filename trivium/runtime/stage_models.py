@@ -1,0 +1,73 @@
+"""Reward models that a stage trains and a later one is rewarded by: `rewards: [{kind: model, stage: NAME}]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trivium.algorithms import build_algorithm
+from trivium.checkpoint.store import CheckpointStore
+from trivium.config import RewardConfig, RunConfig
+from trivium.errors import Problem, RunDirError
+from trivium.registry import suggest
+from trivium.rewards.model import ModelReward
+from trivium.rewards.recipe import changed, parts_of
+
+_ROLE = "reward"
+"""The role of a reward model in a train engine, and its directory in a checkpoint."""
+
+
+def stage_problems(config: RunConfig) -> Iterator[Problem]:
+    """The stages that rewards name and that train no reward model before them."""
+    stages, names = config.stage_configs(), config.stage_names
+    for number, stage in enumerate(stages):
+        where = f"stages[{number}].rewards" if config.stages else "rewards"
+        for name in _stages_read(stage.rewards):
+            model, earlier = f"the reward model of the stage {name!r}", [each for each in names[:number] if each]
+            if name not in earlier:
+                found = "that is no earlier stage" if name in names else "no stage has this name"
+                do = suggest(name, earlier) if earlier else "give an earlier stage, which trains it, this `name`"
+                yield Problem(where, model, found, do)
+            elif not _trains_reward_model(stages[names.index(name)]):
+                found = f"stages[{names.index(name)}] has algorithm.kind {stages[names.index(name)].algorithm.kind!r}"
+                yield Problem(where, model, found, "name a stage with algorithm.kind: reward_model")
+
+
+def with_reward_models(
+    stage: RunConfig, names: Sequence[str], ends: Sequence[int], store: CheckpointStore
+) -> RunConfig:
+    """The config of a stage with the directories of the reward models that it names by stage. `ends` are the steps that
+    the stages before it ended at. Raises RunDirError where there is no such checkpoint."""
+
+    def located(reward: RewardConfig) -> RewardConfig:
+        if not isinstance(reward, ModelReward.Config) or reward.stage is None:
+            return reward
+        number = names.index(reward.stage)
+        if number >= len(ends):
+            raise RunDirError(
+                f"the reward model of the stage {reward.stage!r}",
+                f"{store.directory} holds no checkpoint of its end",
+                "train that stage first, in this run directory",
+            )
+        path = store.open(ends[number]).path / _ROLE
+        return reward.model_copy(update={"path": str(path.resolve()), "stage": None})
+
+    if not _stages_read(stage.rewards):
+        return stage
+    return stage.model_copy(update={"rewards": changed(stage.rewards, located)})
+
+
+def stage_ends(store: CheckpointStore) -> list[int]:
+    """The steps that the stages ended at, as far as the checkpoints tell; the last one may not have ended yet."""
+    latest = store.latest()
+    return [] if latest is None else [*latest.state["pinned"], latest.step]
+
+
+def _stages_read(rewards: Sequence[RewardConfig]) -> list[str]:
+    configs = [part.reward for part in parts_of(rewards)]
+    return [reward.stage for reward in configs if isinstance(reward, ModelReward.Config) and reward.stage is not None]
+
+
+def _trains_reward_model(stage: RunConfig) -> bool:
+    section = stage.algorithm.settled(stage)
+    algorithm = build_algorithm(section, stage.run.seed, stage.engine.sampling.max_new_tokens)
+    return any(objective.role == _ROLE for objective in algorithm.objectives)
