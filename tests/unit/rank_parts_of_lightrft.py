@@ -10,6 +10,7 @@ import torch
 from training_parts import Reinforce, SquaredError
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft import ActorVL, CriticVL, get_strategy
 from trivium.types import Batch
 
@@ -30,7 +31,13 @@ def on_ranks(rank: int, size: int, path: Path, folder: Path, batch: Batch, first
     average.model.double()
     before = torch.optim.AdamW(actor.parameters(), lr=0.01)  # built before the model is sharded
     scheduler = get_scheduler("linear", before, num_warmup_steps=1, num_training_steps=6)
+    shared = CriticVL(actor)
     actor, before, scheduler = strategy.prepare((actor, before, scheduler))
+    try:
+        strategy.prepare_model(shared, is_training=True)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
     critic = strategy.prepare_model(critic, is_training=True)
     actor.gradient_checkpointing_enable()
     after = strategy.create_optimizer(critic, lr=0.01)
@@ -62,6 +69,7 @@ def on_ranks(rank: int, size: int, path: Path, folder: Path, batch: Batch, first
         value = critic(sequences, 4, attention)
     actor.close()
     return {
+        "refused": refused,
         "metrics": metrics,
         "weights": whole(actor),
         "average": whole(average),

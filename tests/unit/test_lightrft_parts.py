@@ -518,6 +518,7 @@ def test_two_ranks_train_save_and_resume_as_one(tmp_path: Path) -> None:
     assert [said["sum"]["b"].tolist() for said in two] == [[2.0, 1.0]] * 2
     assert [(said["sum"]["a"], said["mean"], said["max"]) for said in two] == [(3, 0.5, 1)] * 2
     assert two[0]["gathered"].tolist() == [0, 1]
+    assert all("shares its trunk, on 2 ranks" in said["refused"] for said in two)
     dealt = [sample for said in two for each in said["samples"] for sample in each]
     assert len(set(dealt)) == len(dealt) == 8
     for folder in ("one", "two"):

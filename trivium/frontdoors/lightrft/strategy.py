@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -74,6 +75,7 @@ class Strategy(ScriptCalls):
         self.train_batch_size = int(chosen("train_batch_size", train_batch_size, 1))
         self.bf16 = bool(chosen("bf16", bf16, False))
         self._roles: list[tuple[Wrapped, Role]] = []
+        self._replaced: list[weakref.ref[Tensor]] = []
         self.ranks = Ranks()
         self.setup_distributed()
 
@@ -198,6 +200,14 @@ class Strategy(ScriptCalls):
         core = core_of(model)
         if self.world_size > 1:
             before = dict(core.named_parameters())
+            replaced = {id(parameter) for each in self._replaced if (parameter := each()) is not None}
+            if not replaced.isdisjoint(map(id, before.values())):
+                raise ConfigError(
+                    f"a {type(model).__name__} that shares its trunk, on {self.world_size} ranks",
+                    "the model that it shares it with was sharded before",
+                    "give both a directory: each is sharded by itself",
+                )
+            self._replaced += [weakref.ref(parameter) for parameter in before.values()]
             offload = bool(getattr(self.args, "fsdp_cpu_offload", False))
             shard(core, self.ranks, trained=is_training, bfloat16=core.autocast, cpu_offload=offload)
             model.adopt(self.ranks)
