@@ -152,7 +152,7 @@ class Objective(Protocol):
 
     @property
     def head(self) -> str:
-        """`lm`, `value` or `score`."""
+        """`lm`, `value`, `score`, or `lm+value`: a value head on the policy's own hidden states."""
         ...
 
     @property

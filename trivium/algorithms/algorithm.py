@@ -32,11 +32,13 @@ from trivium.algorithms.preference_objective import HeadsObjective, PreferenceOb
 from trivium.algorithms.rollout_metrics import describe, describe_tokens
 from trivium.algorithms.shaping import Moments, Shaping, shaped
 from trivium.algorithms.stats import masked_var
-from trivium.algorithms.value_loss import ValueObjective
+from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.errors import DataError
 from trivium.types import SCORES, AnyArray, Batch, Group, Metrics, Teacher
 
-AnyObjective = PolicyObjective | ValueObjective | PreferenceObjective | ScoreObjective | HeadsObjective
+AnyObjective = (
+    PolicyObjective | ValueObjective | SharedObjective | PreferenceObjective | ScoreObjective | HeadsObjective
+)
 _SCORE_OF = {column: what for what, column in SCORES.items()}
 
 

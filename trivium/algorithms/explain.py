@@ -14,7 +14,7 @@ from trivium.algorithms.objective import PolicyObjective, Term
 from trivium.algorithms.preference_objective import HeadsObjective, PreferenceObjective, ScoreObjective
 from trivium.algorithms.value_loss import FORMULA as VALUE_FORMULA
 from trivium.algorithms.value_loss import SOURCE as VALUE_SOURCE
-from trivium.algorithms.value_loss import ValueObjective
+from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.registry import resolve
 
 LEGEND = (
@@ -122,6 +122,14 @@ def _(objective: ValueObjective) -> Iterator[Line]:
     error = with_values(VALUE_FORMULA, {"clip": objective.clip})
     yield Line("minimise", f"mean of {error}, over the tokens of the critic", VALUE_SOURCE)
     yield _mean(objective.aggregate)
+
+
+@about.register
+def _(objective: SharedObjective) -> Iterator[Line]:
+    yield from about(objective.policy)
+    error = with_values(VALUE_FORMULA, {"clip": objective.value.clip})
+    yield Line("+", f"{objective.coef:g} times the mean of {error}, by a head on the policy's trunk", VALUE_SOURCE)
+    yield _mean(objective.value.aggregate)
 
 
 @about.register

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from trivium.algorithms.aggregation import agg_loss
-from trivium.algorithms.objective import aggregated, metric_sums, required
+from trivium.algorithms.objective import PolicyObjective, aggregated, metric_sums, required
 from trivium.algorithms.policy_losses.base import zero_outside
 from trivium.algorithms.stats import masked_mean
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.protocols import CutAnywhere
+from trivium.types import Batch, Metrics
 
 FORMULA = "{clip:max(}(v - G)^2{clip:, (min(max(v, V - clip), V + clip) - G)^2)} / 2"
 """For one token: v the value now, V before the step, G the return."""
@@ -56,6 +57,50 @@ class ValueObjective(CutAnywhere):
         loss = aggregated(losses, mask, self.aggregate, denominators)
         metrics = {"train/value_clip_fraction": clipped.to(values.dtype), "train/value_predicted": values}
         return LossOutputs(loss, metric_sums(metrics, mask))
+
+
+@dataclass(frozen=True)
+class SharedObjective:
+    """The policy's objective plus `coef` times the critic's, where both heads are on one backbone: one forward pass and
+    one optimizer step. A token that the policy's correction rejects teaches neither."""
+
+    policy: PolicyObjective
+    value: ValueObjective
+    coef: float
+
+    role: str = "policy"
+    head: str = "lm+value"
+
+    @property
+    def unit(self) -> str:
+        return self.policy.unit
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.policy.needs | self.value.needs
+
+    @property
+    def looks_at(self) -> frozenset[str]:
+        return self.policy.looks_at
+
+    @property
+    def on_policy(self) -> str:
+        return self.policy.on_policy
+
+    def select(self, batch: Batch, *address: int) -> Batch:
+        return self.policy.select(batch, *address)
+
+    def derived(self, means: Metrics) -> Metrics:
+        return self.policy.derived(means)
+
+    def loss(self, inputs: LossInputs, denominators: LossDenominators) -> LossOutputs:
+        """This micro-batch's part of the step's loss, and its metrics: those of both, the losses by themselves."""
+        policy, value = (each.loss(inputs, denominators) for each in (self.policy, self.value))
+        losses = {"train/loss/policy": policy.loss, "train/loss/value": value.loss}
+        alone = {key: loss.detach() * denominators.tokens for key, loss in losses.items()}  # sums are divided by tokens
+        return LossOutputs(
+            policy.loss + self.coef * value.loss, {**policy.sums, **value.sums, **alone}, {**policy.maxima}
+        )
 
 
 def compute_value_loss(

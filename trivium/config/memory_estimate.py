@@ -372,7 +372,8 @@ def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str
     algorithm = build(section, config.run.seed)
     trained = list(dict.fromkeys(objective.role for objective in algorithm.objectives))
     frozen = {} if "policy" in trained else {"policy": shape}
-    for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained)):
+    shared = {"critic"} if any(objective.head == "lm+value" for objective in algorithm.objectives) else set[str]()
+    for role in sorted({_ROLE_OF[what] for what in algorithm.needs if what in _ROLE_OF} - set(trained) - shared):
         teacher = algorithm.teacher.path if role == "teacher" and algorithm.teacher is not None else None
         frozen[role] = read_shape(teacher) if teacher is not None else shape
     return trained, frozen

@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
         entropy_grad: bool = False,
         candidates: torch.Tensor | None = None,
         top_k: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """Two numbers about each of the N tokens at `rows` of the pack, never the first of a sequence:
 
         `log_prob`: (log_prob, entropy), each (N,), with gradient. With `candidates`, (N, K) further token ids for each,
@@ -105,9 +105,22 @@ class LanguageModel(nn.Module):
         over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
         token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place.
         """
+        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k}
+        return self._numbers(self._states(batch, rows), batch, rows, what, **options)
+
+    def _numbers(
+        self,
+        states: LocalStates,
+        batch: Pack,
+        rows: torch.Tensor,
+        what: str,
+        *,
+        entropy_grad: bool,
+        candidates: torch.Tensor | None,
+        top_k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         output = cast(nn.Linear, self.module.get_output_embeddings())
         head: dict[str, Any] = {"weight": output.weight, "bias": output.bias, "temperature": self.temperature}
-        states = self._states(batch, rows)
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
@@ -179,6 +192,43 @@ def _refusal(module: PreTrainedModel, found: str) -> TriviumError:
         found,
         "use a model whose logits are one linear layer of the last hidden state (no soft-capping)",
     )
+
+
+class ActorCritic(LanguageModel):
+    """A policy with a value head on its own hidden states: one forward pass gives log-probabilities and values.
+
+    Its `names` are the policy's: the head is saved by itself.
+    """
+
+    def __init__(
+        self, source: Path | PreTrainedModel, *, seed: int, head: Mapping[str, torch.Tensor] | None = None, **how: Any
+    ) -> None:
+        """`head` is the state of its value head, or is drawn as a value model's; the others as a language model's."""
+        super().__init__(source, **how)
+        width = cast(nn.Linear, self.module.get_output_embeddings()).in_features
+        drawn = value_head(folded_head(head or {}), width, seed, self.dtype, biased=ValueModel.biased)
+        self.value_head = drawn.to(self.device)
+
+    def forward(
+        self,
+        batch: Pack,
+        rows: torch.Tensor,
+        what: str = "log_prob",
+        *,
+        entropy_grad: bool = False,
+        candidates: torch.Tensor | None = None,
+        top_k: int = 0,
+    ) -> tuple[torch.Tensor, ...]:
+        """As a language model's; `log_prob_and_values` gives (log_prob, entropy, values), and `values` those of the
+        states before the tokens twice."""
+        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k}
+        if what not in ("values", "log_prob_and_values"):
+            return super().forward(batch, rows, what, **options)
+        states = self._states(batch, rows)
+        values = states.gather(self.value_head(states.values.to(self.dtype)).squeeze(1).clone())
+        if what == "values":
+            return values, values
+        return *self._numbers(states, batch, rows, "log_prob", **options), values
 
 
 class ValueModel(nn.Module):

@@ -6,6 +6,7 @@ import torch
 
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import Machine, host_memory
+from trivium.errors import ConfigError
 from trivium.training.ranks import launched_ranks
 
 
@@ -18,3 +19,13 @@ def machine() -> Machine:
 def training_ranks(config: RunConfig) -> int:
     """Processes that train together: those of torchrun, or the actors that the config asks Ray for."""
     return config.cluster.ranks if config.cluster.kind == "ray" else launched_ranks()
+
+
+def device_of(name: str) -> torch.device:
+    """The device that `train.device` means here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
+    return device

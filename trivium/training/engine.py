@@ -10,7 +10,6 @@ backbone's matrix products and attention under autocast, which casts from the fl
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,12 +19,11 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import Field
 
-from trivium.checkpoint.atomic import MANIFEST
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.memory_estimate import vision_problems
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
-from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.heads import VALUE_HEAD, ActorCritic, LanguageModel, ScoreModel, ValueModel, saved_head
 from trivium.models.lora import (
     ADAPTER_STEM,
     LoraConfig,
@@ -39,6 +37,7 @@ from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
+from trivium.training.device import device_of
 from trivium.training.flops import measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
@@ -47,6 +46,7 @@ from trivium.training.ranks import ALONE, Ranks
 from trivium.training.snapshot import (
     Snapshot,
     TensorFile,
+    copy_companions,
     full_weights,
     read_tensors,
     take_snapshot,
@@ -77,8 +77,6 @@ _METRIC_NAME = {
 _EXACT_IDS = 2**24
 """Token ids below this are exact as float32, which is what columns hold."""
 _ADAPTER = "policy-adapter"
-_WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
-_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 
 
 class TorchTrainEngine(TrainEngine):
@@ -127,6 +125,13 @@ class TorchTrainEngine(TrainEngine):
                     "an optimizer for a critic",
                     f"the algorithm {run.algorithm.kind!r} trains none",
                     "leave the key out, or use algorithm.kind ppo",
+                )
+            if self.critic_optimizer is not None and getattr(run.algorithm, "shares_trunk", False):
+                yield Problem(
+                    f"{where}.critic_optimizer",
+                    "an optimizer for a critic",
+                    "its trunk is the policy's (algorithm.critic.trunk shared), and both take one step",
+                    "leave the key out; algorithm.critic.value_coef weighs the critic's loss",
                 )
             yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
             if self.lora is not None:
@@ -185,6 +190,9 @@ class TorchTrainEngine(TrainEngine):
         """What is trained, and where, in one line."""
         models = []
         for role, learner in self._learners.items():
+            if role == "critic" and self._shares_trunk:
+                models.append("critic, a head of the policy")
+                continue
             parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
             number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
             frozen = learner.optimizer is None
@@ -284,8 +292,8 @@ class TorchTrainEngine(TrainEngine):
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
-        what is large in several numbered files. With LoRA `policy/` is merged, and `policy-adapter/` is what peft would
-        write.
+        what is large in several numbered files. Of a critic on the policy's trunk `critic/` has the head alone. With
+        LoRA `policy/` is merged, and `policy-adapter/` is what peft would write.
 
         The files are the same on any number of ranks; each rank writes some of them, when `checkpoint.save_strategy`
         lets it.
@@ -315,8 +323,8 @@ class TorchTrainEngine(TrainEngine):
 
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
-        files = weight_files(self._policy, "")
-        take_snapshot(files, self.ranks, self.save_strategy, self._add_companions, copy=False).write(directory)
+        files, finish = weight_files(self._policy, ""), partial(copy_companions, self._model_dir)
+        take_snapshot(files, self.ranks, self.save_strategy, finish, copy=False).write(directory)
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
         """What a checkpoint of this moment consists of."""
@@ -326,6 +334,8 @@ class TorchTrainEngine(TrainEngine):
                 files += weight_files(learner.model, f"{role}/")
             if learner.optimizer is not None:
                 files.append(TensorFile(f"{role}-optimizer", learner.optimizer.state()))
+        if "policy" in self._learners and isinstance(self._policy, ActorCritic):
+            files.append(TensorFile(f"critic/{VALUE_HEAD}", self._policy.value_head.state_dict()))
         adapted = self.config.lora is not None and "policy" in self._learners
         if adapted:
             files.append(TensorFile(f"{_ADAPTER}/{ADAPTER_STEM}", adapter_parameters(self._policy.module), single=True))
@@ -333,19 +343,12 @@ class TorchTrainEngine(TrainEngine):
 
         def finish(directory: Path) -> None:
             if "policy" in self._learners:
-                self._add_companions(directory / "policy")
+                copy_companions(self._model_dir, directory / "policy")
             if adapted:
                 describe_adapter(self._policy.module, directory / _ADAPTER)
             (directory / "engine.json").write_text(json.dumps({"version": version}) + "\n", encoding="utf-8")
 
         return take_snapshot(files, self.ranks, self.save_strategy, finish, copy=copy)
-
-    def _add_companions(self, directory: Path) -> None:
-        """The files of the initial model that training does not change: tokenizer, template, licence."""
-        skip = {p for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS, MANIFEST) for p in self._model_dir.glob(pattern)}
-        for file in self._model_dir.iterdir():
-            if file.is_file() and file not in skip:
-                shutil.copyfile(file, directory / file.name)
 
     def close(self) -> None:
         """Frees the models."""
@@ -391,24 +394,30 @@ class TorchTrainEngine(TrainEngine):
         torch.set_num_threads(self._threads)
         self._learners = {}
         if "policy" in roles:
-            model = LanguageModel(policy if lora is None else self._model_dir, temperature=self._temperature, **how)
+            own: dict[str, Any] = {"seed": self._seed, "head": saved_head(critic)} if self._shares_trunk else {}
+            kind = ActorCritic if self._shares_trunk else LanguageModel
+            source = policy if lora is None else self._model_dir
+            model = kind(source, temperature=self._temperature, **how, **own)
             if lora is not None:
                 model.adapt(lora, seed=self._seed, adapter=adapter)
             self._add("policy", model, trained="policy" in trained)
-        if "critic" in roles:
+        if "critic" in roles and self._shares_trunk:
+            self._learners["critic"] = self._learner_of("critic", self._policy)
+        elif "critic" in roles:
             self._add("critic", ValueModel(critic, seed=self._seed, **how), trained=True)
         if "reward" in roles:
-            self._add("reward", ScoreModel(reward, seed=self._seed, outputs=self._score_head, **how), trained=True)
+            objective = next(each for each in self.algorithm.objectives if each.role == "reward")
+            head: ScoreHead = getattr(objective, "score_head", ScoreHead())
+            self._add("reward", ScoreModel(reward, seed=self._seed, outputs=head, **how), trained=True)
         if "reference" in roles:
             self._add_reference(how)
         if "teacher" in roles:
             self._add_teacher(how)
 
     @property
-    def _score_head(self) -> ScoreHead:
-        """The head that the objective of the reward model wants."""
-        objective = next(each for each in self.algorithm.objectives if each.role == "reward")
-        return getattr(objective, "score_head", ScoreHead())
+    def _shares_trunk(self) -> bool:
+        """Whether the critic is a head of the policy."""
+        return any(objective.head == "lm+value" for objective in self.algorithm.objectives)
 
     def _add_reference(self, how: dict[str, Any]) -> None:
         """The policy as the stage began with it. With LoRA that is the policy with its adapter off, where it is here
@@ -463,7 +472,7 @@ class TorchTrainEngine(TrainEngine):
             cpu_offload=self.config.cpu_offload,
         )
         if trained:
-            network = model if isinstance(model, ValueModel) else model.module
+            network = model if isinstance(model, ValueModel | ActorCritic) else model.module
             optimizer = Optimizer(network, self._optimizer_config(role))
         self._learners[role] = self._learner_of(role, model, optimizer=optimizer, top_k=top_k)
 
@@ -487,13 +496,3 @@ class TorchTrainEngine(TrainEngine):
             score_context=score_context,
             model_dir=self._model_dir,
         )
-
-
-def device_of(name: str) -> torch.device:
-    """The device that `train.device` means here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
-    return device

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trivium.errors import DataError, TriviumError
-from trivium.models.heads import LanguageModel, ValueModel
+from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
@@ -75,7 +75,7 @@ class Learner:
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
-        model (`values`).
+        model (`values`), or both of a policy with a value head.
 
         Leading axis L, 0 outside the mask. `top` is (L, K, 2): the top-k token ids, and their log-probability.
         Raises DataError for a sequence that is longer than the model's context.
@@ -213,9 +213,12 @@ class Learner:
         two = pack([np.zeros(2, np.int32)], self.model.device)
         if self._blank and self._sight is not None:
             two = self._sight.shown(two, (), blank=True)
-        numbers = self.model(two, torch.ones(1, dtype=torch.int64, device=self.model.device))
+        row = torch.ones(1, dtype=torch.int64, device=self.model.device)
+        both = isinstance(self.model, ActorCritic) and torch.is_grad_enabled()
+        numbers = self.model(two, row, "log_prob_and_values") if both else self.model(two, row)
         if torch.is_grad_enabled():
-            (numbers if isinstance(numbers, torch.Tensor) else numbers[0]).sum().mul(0.0).backward()
+            parts: Sequence[torch.Tensor] = [numbers] if isinstance(numbers, torch.Tensor) else numbers
+            torch.stack([part.sum() for part in parts if part.requires_grad]).sum().mul(0.0).backward()
 
     def _collate(self, batch: Batch, rows: Sequence[int], columns: Iterable[str]) -> MicroBatch:
         how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype}
@@ -229,7 +232,12 @@ class Learner:
         else:
             top = micro.columns.get("teacher_top")
             candidates = None if top is None else micro.trained(top[..., 0]).long()
-            log_prob, entropy = self.model(micro.pack, micro.rows, entropy_grad=entropy_grad, candidates=candidates)
+            what = "log_prob_and_values" if isinstance(self.model, ActorCritic) else "log_prob"
+            log_prob, entropy, *values = self.model(
+                micro.pack, micro.rows, what, entropy_grad=entropy_grad, candidates=candidates
+            )
+            if values:
+                outputs["values"] = micro.grid(values[0])
             if candidates is not None:
                 log_prob, outputs["candidate_log_prob"] = log_prob[:, 0], micro.grid(log_prob[:, 1:])
             outputs["log_prob"], outputs["entropy"] = micro.grid(log_prob), micro.grid(entropy)

@@ -7,6 +7,7 @@ and any number of ranks reads them. A model's files are a plain Hugging Face dir
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
 from trivium.models.lora import base_state, has_adapter, merged_state, merged_tensor
@@ -39,6 +40,8 @@ SHARD_BYTES = 2**31
 DEADLINE_S = 3600.0
 """How long the ranks wait for the slowest of them to write its files."""
 _INDEX = "model.safetensors.index.json"
+_WRITTEN_BY_US = ("*.safetensors", "*.safetensors.index.json", "config.json")
+_OTHER_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")
 _BEAT_S, _SILENT_S, _POLL_S = 0.5, 120.0, 0.05
 """How often a save in the background reports progress; how long it may be silent; how often its report is read."""
 
@@ -224,6 +227,14 @@ def read_tensors(directory: Path, stem: str) -> Iterator[dict[str, torch.Tensor]
         raise RunDirError(f"read {stem} from {directory}", "no such files", "resume with what was trained before")
     for path in paths:
         yield load_file(path)
+
+
+def copy_companions(model_dir: Path, directory: Path) -> None:
+    """Copies the files of a model that training does not change: tokenizer, template, licence."""
+    skip = {path for pattern in (*_WRITTEN_BY_US, *_OTHER_WEIGHTS, MANIFEST) for path in model_dir.glob(pattern)}
+    for file in model_dir.iterdir():
+        if file.is_file() and file not in skip:
+            shutil.copyfile(file, directory / file.name)
 
 
 def _describe(model: PreTrainedModel, folder: Path) -> None:

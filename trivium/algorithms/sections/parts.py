@@ -134,6 +134,27 @@ class CriticConfig(Config):
     """How far a value may move from the old one before its error stops improving; null for any distance."""
     aggregate: Aggregation = "token-mean"
     """How token losses become one number."""
+    trunk: Literal["own", "shared"] = "own"
+    """Whether the critic is a model of its own, with its own optimizer steps, or a value head on the policy's hidden
+    states: one forward pass, and one step by `train.optimizer`."""
+    value_coef: float = changeable(0.1, gt=0)
+    """Weight of the critic's loss beside the policy's, where they share a trunk."""
+
+    def own_problems(self, warmup: int, where: str) -> Iterator[Problem]:
+        if self.trunk == "shared" and warmup:
+            yield Problem(
+                f"{where}.trunk",
+                f"a critic on the policy's trunk with {warmup} step(s) that update the critic alone",
+                "a step of the critic changes the policy",
+                "leave algorithm.critic_warmup out, or set it to own",
+            )
+        if self.trunk == "own" and self.value_coef != type(self).model_fields["value_coef"].default:
+            yield Problem(
+                f"{where}.value_coef",
+                f"a weight of {self.value_coef:g} for the critic's loss",
+                "a critic of its own has its own optimizer steps",
+                "set algorithm.critic.trunk: shared, or train.critic_optimizer.lr",
+            )
 
 
 class PassesConfig(AlgorithmConfig):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from trivium.algorithms.advantages.finishing import Normalise
-from trivium.algorithms.algorithm import Estimator, GroupAlgorithm
+from trivium.algorithms.algorithm import AnyObjective, Estimator, GroupAlgorithm
 from trivium.algorithms.correction import Correction
 from trivium.algorithms.filters import Filter
 from trivium.algorithms.kl import KlController, get_kl_controller
@@ -45,7 +45,7 @@ from trivium.algorithms.sections.parts import (
 )
 from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.algorithms.shaping import Moments, Shaping
-from trivium.algorithms.value_loss import ValueObjective
+from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.config import Plugin, RunConfig
 from trivium.config.checks import SETTLED
 from trivium.errors import Problem
@@ -129,6 +129,11 @@ class PolicyGradientConfig(UpdateConfig):
         metadata = metadata_or_problem(self.advantage, "advantages", EstimatorMetadata, "advantage")
         return isinstance(metadata, EstimatorMetadata) and "values" in metadata.needs
 
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether there is a critic, and it is a head of the policy."""
+        return self.has_critic and self.critic.trunk == "shared"
+
     def settled(self, run: RunConfig) -> PolicyGradientConfig:
         if self.correction.kind != "auto" or run.max_age == 0:
             return self
@@ -177,6 +182,7 @@ class PolicyGradientConfig(UpdateConfig):
                 "use algorithm.kind sft, or buffer.kind memory",
             )
         yield from self.kl.problems(run, f"{where}.kl")
+        yield from self.critic.own_problems(self.critic_warmup, f"{where}.critic")
         yield from self.entropy.problems(run, f"{where}.entropy")
         yield from self.correction.problems(run, f"{where}.correction")
         for number, gate in enumerate(self.gates):
@@ -402,10 +408,9 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         ),
         seed=seed,
     )
-    critic = ValueObjective(config.critic.clip, config.critic.aggregate)
     return GroupAlgorithm(
         name=config.kind,
-        objectives=(critic, policy) if "values" in estimator_metadata.needs else (policy,),
+        objectives=_with_critic(policy, config.critic) if "values" in estimator_metadata.needs else (policy,),
         estimator=Estimator(
             estimator,
             estimator_metadata,
@@ -429,6 +434,12 @@ def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:
         teacher=config.teacher.teacher() if config.teacher is not None else None,
         critic_warmup=config.critic_warmup,
     )
+
+
+def _with_critic(policy: PolicyObjective, config: CriticConfig) -> tuple[AnyObjective, ...]:
+    """What is minimised of the policy and its critic, in order."""
+    critic = ValueObjective(config.clip, config.aggregate)
+    return (critic, policy) if config.trunk == "own" else (SharedObjective(policy, critic, config.value_coef),)
 
 
 def supervised(config: UpdateConfig, seed: int) -> GroupAlgorithm:
