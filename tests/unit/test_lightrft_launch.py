@@ -128,6 +128,14 @@ def test_a_namespace_with_every_default_of_the_original_is_accepted(given: dict[
     assert translate(Namespace(**{**defaults, **given})).config["tasks"]["train"]["images"] == ""
 
 
+def test_flags_of_openrlhf_that_share_a_name_are_taken(given: dict[str, Any]) -> None:
+    translation = translate({**given, "rollout.temperature": "0.5", "algo.advantage.lambd": 1.0, "ds.zero_stage": 2})
+    config = translation.config
+    assert (config["engine"]["sampling"]["temperature"], config["algorithm"]["advantage"]["lam"]) == (0.5, 1.0)
+    assert any("OpenRLHF" in note for note in translation.notes)
+    assert "rollout.temprature" in refused({**given, "rollout.temprature": 1.0})
+
+
 def test_flags_without_effect_are_named(given: dict[str, Any]) -> None:
     notes = "\n".join(translate({**given, "engine_type": "vllm", "zero_stage": 3, "enable_ema": True}).notes)
     assert all(flag in notes for flag in ("engine_type: no effect", "zero_stage: no effect", "enable_ema"))

@@ -1,68 +1,116 @@
-"""The algorithm of LightRFT's flags: estimator, losses, KL, and what is done to rewards."""
+"""The algorithm of LightRFT's flags: estimator, losses, KL, and what is done to rewards.
+
+`estimated` is what PPOTrainerVL and `trivium run` share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
 from trivium.registry import CATALOGUE, suggest
 
-_DISCOUNTED: Mapping[str, Mapping[str, Any]] = {
+ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "gae": {"kind": "gae", "whiten": False},
     "reinforce": {"kind": "reinforce"},
     "reinforce++": {"kind": "reinforce"},
     "group_norm": {"kind": "group_norm"},
     "grpo": {"kind": "group_norm"},
     "rloo": {"kind": "reinforce_baseline", "baseline": "others"},
-}
-"""Estimators that read gamma."""
-ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
-    **_DISCOUNTED,
     "reinforce_baseline": {"kind": "reinforce_baseline"},
     "cpgd": {"kind": "cpgd"},
 }
 """advantage_estimator -> algorithm.advantage."""
+UNDISCOUNTED = ("reinforce_baseline", "cpgd")
+"""Estimators that do not read gamma."""
+OF_GROUPS = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
+"""Estimators that compare the completions of a prompt."""
 _NORMALISED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")
-"""Estimators whose advantages get mean 0 and variance 1 over the step, once; the others compare rewards in a group."""
-_OF_GROUPS = ("group_norm", "grpo", "rloo", "reinforce_baseline", "cpgd")
+"""Estimators whose advantages are normalised over the step, once; the others compare rewards in a group."""
+KL_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "k1": {"kind": "k1"},
+    "k2": {"kind": "k2"},
+    "k3": {"kind": "k3", "cap": None},
+}
+"""kl_estimator -> algorithm.kl.estimator."""
+
+
+class Values(Protocol):
+    """Values by the names of flags."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
+
+
+def estimated(values: Values) -> dict[str, Any]:
+    """The part of the section `algorithm` that makes rewards advantages, and these a policy loss."""
+    estimator = values["advantage_estimator"]
+    advantage = dict(ESTIMATORS.get(estimator, {"kind": estimator}))
+    if estimator not in UNDISCOUNTED:
+        advantage["gamma"] = values["gamma"]
+    if estimator == "gae":
+        advantage["lam"] = values["lambd"]
+    section: dict[str, Any] = {
+        "advantage": advantage,
+        "policy_loss": _policy_loss(values),
+        "aggregate": values["loss_agg_mode"],
+        "old_log_prob": "recompute",
+    }
+    if estimator in _NORMALISED or (estimator == "rloo" and values["advantages_norm"]):
+        section["normalise_advantages"] = "mean" if values["no_advantage_std_norm"] else "std"
+    if values["advantage_clip"] > 0:
+        section["clip_advantages"] = values["advantage_clip"]
+    if values["dynamic_sampling"]:
+        section["filters"] = ["zero_variance"]
+    return section | ({"shaping": shaping} if (shaping := _shaping(values)) else {})
+
+
+def _policy_loss(values: Values) -> dict[str, Any]:
+    clips = {"clip_low": values["eps_clip"], "clip_high": values["eps_clip"]}
+    if values["use_cpg_loss"]:
+        return {"kind": "cpgd", **clips}
+    return {"kind": "gspo", **clips} if values["use_gspo"] else {"kind": "ppo", **clips, "dual_clip": None}
+
+
+def _shaping(values: Values) -> list[dict[str, Any]]:
+    """What happens to a completion's reward before the estimator: overlong penalty, running norm, clip."""
+    steps: list[dict[str, Any]] = []
+    if values["overlong_buffer"]:
+        factor, longest = values["overlong_buffer_penalty_factor"], values["generate_max_len"]
+        part = values["overlong_buffer_len"] / longest
+        steps.append({"kind": "overlong_penalty", "factor": factor, "buffer": part, "limit": longest})
+    if values["reward_running_norm"]:
+        steps.append({"kind": "running_normalise", "minus_mean": values["reward_running_norm_minus_mean"]})
+    if values["reward_clip"] > 0:
+        steps.append({"kind": "clip", "low": -values["reward_clip"], "high": values["reward_clip"]})
+    return steps
+
+
+# --------------------------------------------------------------------------- `trivium run`
 
 
 def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     """The section `algorithm`; what does not fit together goes to `problems`."""
     problems += conflicts(lightrft)
-    estimator = lightrft["advantage_estimator"]
-    advantage = dict(ESTIMATORS.get(estimator, ESTIMATORS["gae"]))
-    if estimator in _DISCOUNTED:
-        advantage["gamma"] = lightrft["gamma"]
-    if estimator == "gae":
-        advantage["lam"] = lightrft["lambd"]
+    critic = lightrft["advantage_estimator"] == "gae"
     algorithm: dict[str, Any] = {
-        "kind": "ppo" if estimator == "gae" else "grpo",
-        "advantage": advantage,
-        "policy_loss": _policy_loss(lightrft),
-        "aggregate": lightrft["loss_agg_mode"],
+        "kind": "ppo" if critic else "grpo",
+        **estimated(lightrft),
         "epochs": lightrft["max_epochs"],
         "mini_batches": max(1, sequences_per_step(lightrft) // max(1, lightrft["train_batch_size"])),
         "correction": "none",
-        "old_log_prob": "recompute",
     }
-    if estimator in _NORMALISED or (estimator == "rloo" and lightrft["advantages_norm"]):
-        algorithm["normalise_advantages"] = "mean" if lightrft["no_advantage_std_norm"] else "std"
-    if lightrft["advantage_clip"] > 0:
-        algorithm["clip_advantages"] = lightrft["advantage_clip"]
     if 0 < lightrft["high_entropy_token_ratio"] < 1:
         gate = {"kind": "top_entropy", "fraction": lightrft["high_entropy_token_ratio"], "per": "sequence"}
         algorithm["gates"] = [gate]
     if lightrft["dynamic_sampling"]:
-        algorithm |= {"filters": ["zero_variance"], "refill": lightrft["dynamic_sampling_refills"]}
-    if estimator == "gae":
-        algorithm["critic"] = {"clip": lightrft["value_clip"] or None, "aggregate": "seq-mean-token-mean"}
+        algorithm["refill"] = lightrft["dynamic_sampling_refills"]
+    if critic:
+        algorithm["critic"] = {"clip": lightrft["value_clip"] or None, "aggregate": lightrft["loss_agg_mode"]}
         if lightrft["freezing_actor_steps"] > 0:
             algorithm["critic_warmup"] = lightrft["freezing_actor_steps"]
-    sections = {"kl": _kl(lightrft, problems), "shaping": _shaping(lightrft, problems)}
-    return algorithm | {name: section for name, section in sections.items() if section}
+    return algorithm | ({"kl": kl} if (kl := _kl(lightrft, problems)) else {})
 
 
 def sequences_per_step(lightrft: Settings) -> int:
@@ -70,61 +118,40 @@ def sequences_per_step(lightrft: Settings) -> int:
     return lightrft["rollout_batch_size"] * lightrft["n_samples_per_prompt"]
 
 
-def _policy_loss(lightrft: Settings) -> dict[str, Any]:
-    clips = {"clip_low": lightrft["eps_clip"], "clip_high": lightrft["eps_clip"]}
-    if lightrft["use_cpg_loss"]:
-        return {"kind": "cpgd", **clips}
-    return {"kind": "gspo", **clips} if lightrft["use_gspo"] else {"kind": "ppo", **clips, "dual_clip": None}
-
-
 def _kl(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     coef, in_loss, estimator = lightrft["init_kl_coef"], lightrft["use_kl_loss"], lightrft["kl_estimator"]
-    if estimator not in ("k1", "k2", "k3"):
-        problems.append(Problem("kl_estimator", repr(estimator), "no such estimator", "use k1, k2 or k3"))
     if not coef:
         return {}
     kl = {"coef": coef, "place": "loss" if in_loss else "reward"}
-    kl["estimator"] = "k1+" if in_loss and estimator == "k1" else estimator
+    kl["estimator"] = "k1+" if in_loss and estimator == "k1" else KL_ESTIMATORS.get(estimator)
     if not lightrft["kl_target"]:
         return kl
     if in_loss:
-        do = "leave one of the two out"
-        found = "use_kl_loss adds the penalty to the loss, and a target steers one in the reward"
+        do = "leave one of the two out, or use python -m trivium.frontdoors.lightrft"
+        found = "use_kl_loss adds the penalty to the loss, and a run steers one in the reward"
         problems.append(Problem("kl_target", str(lightrft["kl_target"]), found, do))
     return kl | {"controller": "adaptive", "target": lightrft["kl_target"], "horizon": lightrft["kl_horizon"]}
 
 
-def _shaping(lightrft: Settings, problems: list[Problem]) -> list[dict[str, Any]]:
-    """What happens to a completion's reward, in the original's order."""
-    steps: list[dict[str, Any]] = []
-    if lightrft["overlong_buffer"]:
-        longest, buffer = lightrft["generate_max_len"], lightrft["overlong_buffer_len"]
-        if not 0 < buffer <= longest:
-            found = f"a completion has at most {longest} tokens (generate_max_len)"
-            problems.append(Problem("overlong_buffer_len", str(buffer), found, "make it a part of them"))
-        factor = lightrft["overlong_buffer_penalty_factor"]
-        steps.append({"kind": "overlong_penalty", "factor": factor, "buffer": buffer / longest})
-    if lightrft["reward_running_norm"]:
-        steps.append({"kind": "running_normalise", "minus_mean": lightrft["reward_running_norm_minus_mean"]})
-    if lightrft["reward_clip"] > 0:
-        steps.append({"kind": "clip", "low": -lightrft["reward_clip"], "high": lightrft["reward_clip"]})
-    return steps
+# --------------------------------------------------------------------------- what does not fit together
 
 
 def conflicts(lightrft: Settings) -> list[Problem]:
     """Flags that contradict each other, and values that no name stands for."""
+    problems = [
+        Problem(flag, repr(lightrft[flag]), "no such name", suggest(lightrft[flag], known))
+        for flag, known in (
+            ("advantage_estimator", ESTIMATORS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("loss_agg_mode", CATALOGUE["aggregations"]),
+        )
+        if lightrft[flag] not in known
+    ]
     estimator, samples = lightrft["advantage_estimator"], lightrft["n_samples_per_prompt"]
-    problems: list[Problem] = []
-    if estimator not in ESTIMATORS:
-        found = "no such estimator"
-        problems.append(Problem("advantage_estimator", repr(estimator), found, suggest(estimator, ESTIMATORS)))
-    if lightrft["loss_agg_mode"] not in CATALOGUE["aggregations"]:
-        do = suggest(lightrft["loss_agg_mode"], CATALOGUE["aggregations"])
-        problems.append(Problem("loss_agg_mode", repr(lightrft["loss_agg_mode"]), "no such mode", do))
-    if estimator in _OF_GROUPS and samples < 2:
+    if estimator in OF_GROUPS and samples < 2:
         found = f"{estimator} compares the completions of a prompt"
         problems.append(Problem("n_samples_per_prompt", str(samples), found, "set it to 2 or more"))
-    if lightrft["dynamic_sampling"] and estimator not in _OF_GROUPS:
+    if lightrft["dynamic_sampling"] and (estimator not in OF_GROUPS or samples < 2):
         found = f"{estimator} compares no completions of a prompt"
         problems.append(Problem("dynamic_sampling", "on", found, "leave it out, or use group_norm"))
     if lightrft["use_cpg_loss"] and lightrft["use_gspo"]:
@@ -132,6 +159,10 @@ def conflicts(lightrft: Settings) -> list[Problem]:
     if lightrft["freezing_actor_steps"] > 0 and estimator != "gae":
         found = f"{estimator} trains no critic, which could train alone"
         problems.append(Problem("freezing_actor_steps", str(lightrft["freezing_actor_steps"]), found, "leave it out"))
+    longest, buffer = lightrft["generate_max_len"], lightrft["overlong_buffer_len"]
+    if lightrft["overlong_buffer"] and not 0 < buffer <= longest:
+        found = f"a completion has at most {longest} tokens (generate_max_len)"
+        problems.append(Problem("overlong_buffer_len", str(buffer), found, "make it a part of them"))
     return [*problems, *_batch_conflicts(lightrft)]
 
 

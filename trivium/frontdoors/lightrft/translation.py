@@ -14,7 +14,7 @@ from typing import Any
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.lightrft.algorithm_section import algorithm_of
-from trivium.frontdoors.lightrft.config_table import TABLE
+from trivium.frontdoors.lightrft.config_table import OPENRLHF, TABLE
 from trivium.frontdoors.lightrft.data_section import prompts, tasks_of
 from trivium.frontdoors.lightrft.launch_args import PROCESSES, flags_of
 from trivium.frontdoors.lightrft.launch_args import read as read
@@ -124,7 +124,7 @@ def _only_in_the_launcher(lightrft: Settings) -> Iterator[Problem]:
             "pretrain_data", lightrft["pretrain_data"], found, f"use {_HERE}, or stages with algorithm.kind sft"
         )
     critic = lightrft["critic_pretrain"]
-    if lightrft["advantage_estimator"] == "gae" and critic not in (None, lightrft["pretrain"]):
+    if lightrft["advantage_estimator"] == "gae" and critic not in (None, "", lightrft["pretrain"]):
         do = f"name the same, or leave it out; {_HERE} starts the critic from any model"
         yield Problem("critic_pretrain", critic, f"the critic starts from {lightrft['pretrain']} (pretrain)", do)
     if freezes_vision(lightrft) is None:
@@ -264,7 +264,8 @@ def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[s
     if lightrft[PROCESSES] > 1:
         number = lightrft[PROCESSES]
         yield f"torchrun: {number} processes: start `torchrun --nproc-per-node {number} -m trivium run FILE`"
-    for flag, value in (plain(config) if not isinstance(config, list | tuple) else flags_of(list(config))).items():
+    flags = flags_of(list(config)) if isinstance(config, list | tuple) else plain(config)
+    for flag, value in flags.items():
         if isinstance(value, str) and _VARIABLE.search(os.path.expandvars(value)):
             yield f"{flag}: {value}: a variable that is not set here is left out"
     if rows is None:
@@ -272,6 +273,8 @@ def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[s
             f"schedule.steps: prompt_data is not on this machine, so {lightrft['num_episodes']} episode(s) are as many "
             "steps; multiply schedule.steps, evaluation.every and warmup_steps by the batches of an episode"
         )
+    if any(flag in OPENRLHF for flag in flags):
+        yield "flags of OpenRLHF: what is not set has LightRFT's default, which is another one for some"
     if lightrft["use_wandb"]:
         yield "use_wandb: the key is not written down: set WANDB_API_KEY, or run `wandb login`"
     if mapping["algorithm"].get("kl", {}).get("estimator") == "k1+":
