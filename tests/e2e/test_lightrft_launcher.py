@@ -65,10 +65,10 @@ def test_the_launcher_trains_continues_and_refuses(folder: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder / "out")
     longer = ("--load_checkpoint", "--num_episodes", "2", "--save_hf_ckpt")
     again = Forked("again", folder / "again.out", launch, *paths, *grpo, *rewarded, *SMALL, *longer)
-    wrong = Forked("wrong", folder / "wrong.out", launch, *paths, *SMALL, "--use_gspo", "--train_batch_size", "3")
+    wrong = Forked("wrong", folder / "wrong.out", launch, *paths, *SMALL, "--sp_size", "2", "--train_batch_size", "9")
     assert (again.wait(240), wrong.wait(240)) == (0, 2), again.text + wrong.text
     assert sorted(path.name for path in (folder / "ckpt").glob("*_hf")) == ["global_step3_hf", "global_step4_hf"]
-    assert all(flag in wrong.text for flag in ("use_gspo", "train_batch_size"))
+    assert all(flag in wrong.text for flag in ("sp_size", "train_batch_size"))
 
 
 def test_two_ranks_train_actor_critic_and_average_beside_supervised_text(folder: Path) -> None:

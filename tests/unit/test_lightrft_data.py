@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from trivium.errors import ConfigError, DataError
+from trivium.frontdoors.lightrft.arguments import OPTIONAL, REQUIRED
 from trivium.frontdoors.lightrft.data import (
     PromptDatasetVL,
     SFTDatasetVL,
@@ -149,3 +150,9 @@ def test_a_namespace_has_every_flag_with_the_defaults_of_the_launcher() -> None:
     assert (args.adam_betas, args.freezing_actor_steps, args.bf16, args.ema_beta) == ([0.9, 0.95], -1, False, 0.992)
     with pytest.raises(ConfigError):
         namespace_of({"pretrain": "m", "rollout_batchsize": 4})
+    assert {name for name in REQUIRED if getattr(args, name) is None} == set()
+    assert {name: getattr(args, name) for name in OPTIONAL} == {
+        **OPTIONAL,
+        "wandb_project": None,
+        "wandb_run_name": None,
+    }

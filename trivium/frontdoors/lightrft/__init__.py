@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from transformers import get_scheduler
+
 from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.critic import CriticVL, get_vlm_for_sequence_regression
+from trivium.frontdoors.lightrft.data import (
+    PromptDatasetVL,
+    SFTDatasetVL,
+    blending_datasets,
+    get_tokenizer_processor_vl,
+)
 from trivium.frontdoors.lightrft.experience import ExperienceVL, SamplesVL
+from trivium.frontdoors.lightrft.namespace import namespace_of
 from trivium.frontdoors.lightrft.strategy import FSDPV2Strategy, Strategy, get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL, SPMDPPOTrainerVL
 
@@ -18,9 +27,15 @@ __all__ = [
     "ExperienceVL",
     "FSDPV2Strategy",
     "PPOTrainerVL",
+    "PromptDatasetVL",
+    "SFTDatasetVL",
     "SPMDPPOTrainerVL",
     "SamplesVL",
     "Strategy",
+    "blending_datasets",
+    "get_scheduler",
     "get_strategy",
+    "get_tokenizer_processor_vl",
     "get_vlm_for_sequence_regression",
+    "namespace_of",
 ]

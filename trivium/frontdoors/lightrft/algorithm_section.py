@@ -92,7 +92,7 @@ def _shaping(values: Values) -> list[dict[str, Any]]:
 
 def algorithm_of(lightrft: Settings, problems: list[Problem]) -> dict[str, Any]:
     """The section `algorithm`; what does not fit together goes to `problems`."""
-    problems += conflicts(lightrft)
+    problems += conflicts(lightrft) or _uneven(lightrft)
     critic = lightrft["advantage_estimator"] == "gae"
     algorithm: dict[str, Any] = {
         "kind": "ppo" if critic else "grpo",
@@ -176,6 +176,13 @@ def _batch_conflicts(lightrft: Settings) -> list[Problem]:
     if batch > whole:
         do = f"set train_batch_size to {whole} or a divisor of it: an optimizer step never spans rollout batches"
         return [Problem("train_batch_size", f"{batch} sequences", where, do)]
+    return []
+
+
+def _uneven(lightrft: Settings) -> list[Problem]:
+    """Optimizer steps that PPOTrainerVL takes, and a run does not: its mini-batches are whole groups, equally many."""
+    whole, batch = sequences_per_step(lightrft), lightrft["train_batch_size"]
+    where = f"a rollout batch has {whole} (rollout_batch_size * n_samples_per_prompt)"
     if whole % batch:
         return [Problem("train_batch_size", f"{batch} sequences", where, "make it a divisor of that")]
     if batch < lightrft["n_samples_per_prompt"]:

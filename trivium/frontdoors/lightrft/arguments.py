@@ -27,6 +27,7 @@ OPTIONAL: Mapping[str, Any] = {
     "use_kl_loss": False,
     "kl_estimator": "k1",
     "use_cpg_loss": False,
+    "use_gspo": False,
     "high_entropy_token_ratio": 0.0,
     "loss_agg_mode": "seq-mean-token-mean",
     "aux_loss_coef": 0.0,

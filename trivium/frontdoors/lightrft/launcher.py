@@ -29,7 +29,7 @@ from trivium.frontdoors.lightrft.translation import freezes_vision, settings_of
 from trivium.frontdoors.tables import Settings, refuse
 from trivium.models.vision import freeze_vision
 
-_NOT_HERE = ("use_gspo", "sp_size")
+_NOT_HERE = ("sp_size",)
 """Flags that `trivium run` alone follows."""
 
 
@@ -58,7 +58,7 @@ def train(config: object) -> PPOTrainerVL:
     )
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler), reward_model, initial_model = roles
     average = strategy.prepare(ActorVL(args.pretrain, bf16=args.bf16)) if args.enable_ema else None
-    rewarded = {} if models or remote_urls(lightrft) else {"reward_recipe": EXAMPLES_RECIPE}
+    has_reward = bool(models or remote_urls(lightrft))
     trainer = PPOTrainerVL(
         strategy,
         actor,
@@ -77,9 +77,9 @@ def train(config: object) -> PPOTrainerVL:
         max_new_tokens=args.generate_max_len,
         value_clip=args.value_clip or None,
         kl_target=args.kl_target or None,
+        reward_recipe=None if has_reward else EXAMPLES_RECIPE,
         dataloader_pin_memory=False,
         **{name: getattr(args, name) for name in _OF_THE_SAME_NAME},
-        **rewarded,
     )
     trainer.fit(args, loaders.prompts, loaders.pretraining, loaders.evaluation, 0, steps)
     strategy.save_model(average or actor, processor or tokenizer, args.save_path)

@@ -20,18 +20,14 @@ from trivium.algorithms.policy_losses.base import PolicyInputs
 from trivium.algorithms.sections.policy_gradient import PolicyGradientConfig, policy_gradient
 from trivium.algorithms.token_weights import top_entropy
 from trivium.errors import ConfigError, UnknownName
-from trivium.frontdoors.lightrft.arguments import option
+from trivium.frontdoors.lightrft.algorithm_section import ESTIMATORS, KL_ESTIMATORS, OF_GROUPS, estimated
+from trivium.frontdoors.lightrft.arguments import OPTIONAL, option
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.registry import suggest
 from trivium.types import AnyArray, Batch, Metrics
 
 ADVANTAGE_BOUND = 10.0
 """The largest advantage, of either sign, that the policy's update sees."""
-ESTIMATORS = ("gae", "reinforce", "reinforce++", "rloo", "reinforce_baseline", "group_norm", "grpo", "cpgd")
-_KL = {"k1": {"kind": "k1"}, "k2": {"kind": "k2"}, "k3": {"kind": "k3", "cap": None}}
-_NORMALISED = ("gae", "reinforce", "reinforce++", "reinforce_baseline")
-"""Estimators whose advantages are normalised over the rollout; the others compare rewards within their group."""
-_COMPARING = ("rloo", "reinforce_baseline", "group_norm", "grpo", "cpgd")
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,14 @@ def algorithm_of(args: object, settings: Settings) -> GroupAlgorithm:
     kl: dict[str, Any] = {}
     if settings.has_reference:
         kl = {"coef": 1.0, "place": "loss" if in_loss else "reward", "estimator": _kl_estimator(args)}
-    section = {
-        "kind": "grpo",
-        "advantage": _estimator(name, settings),
-        "normalise_advantages": _normalise(name, args),
-        "clip_advantages": option(args, "advantage_clip") or None,
-        "policy_loss": _policy_loss(args, settings),
-        "aggregate": option(args, "loss_agg_mode"),
-        "kl": kl,
-        "old_log_prob": "recompute",
-        "filters": ["zero_variance"] if option(args, "dynamic_sampling") else [],
-        "shaping": _shapings(args, settings),
+    values = {flag: option(args, flag) for flag in OPTIONAL} | {
+        "advantage_estimator": name,
+        "eps_clip": settings.eps_clip,
+        "gamma": settings.gamma,
+        "lambd": settings.lambd,
+        "generate_max_len": settings.max_new_tokens,
     }
+    section = {"kind": "grpo", **estimated(values), "kl": kl}
     try:
         config = PolicyGradientConfig.model_validate(section)
     except ValidationError as error:
@@ -89,7 +81,7 @@ def _check(name: str, args: object, settings: Settings) -> None:
     if name == "gae" and not settings.has_critic:
         raise ConfigError("the estimator 'gae'", "no critic", "give the trainer a critic, or use another estimator")
     samples = int(getattr(args, "n_samples_per_prompt", 2))
-    if name in _COMPARING and samples < 2:
+    if name in OF_GROUPS and samples < 2:
         raise ConfigError(
             f"the estimator {name!r}, which compares the completions of a prompt",
             f"n_samples_per_prompt is {samples}",
@@ -101,66 +93,24 @@ def _check(name: str, args: object, settings: Settings) -> None:
             f"n_samples_per_prompt is {samples}",
             "sample at least 2, or leave it out",
         )
+    length = int(option(args, "overlong_buffer_len"))
+    if option(args, "overlong_buffer") and not 0 < length <= settings.max_new_tokens:
+        raise ConfigError(
+            f"an overlong buffer of {length} tokens (overlong_buffer_len)",
+            f"completions have at most {settings.max_new_tokens} tokens (max_new_tokens)",
+            "choose a part of them",
+        )
     if option(args, "aux_loss_coef") > 1e-8:
         raise ConfigError(
             "a load-balancing loss (aux_loss_coef)", "no such loss here", "leave it at 0: routers are not balanced"
         )
 
 
-def _estimator(name: str, settings: Settings) -> dict[str, Any]:
-    gamma = settings.gamma
-    return {
-        "gae": {"kind": "gae", "gamma": gamma, "lam": settings.lambd, "whiten": False},
-        "reinforce": {"kind": "reinforce", "gamma": gamma},
-        "reinforce++": {"kind": "reinforce", "gamma": gamma},
-        "rloo": {"kind": "reinforce_baseline", "baseline": "others", "gamma": gamma},
-        "reinforce_baseline": {"kind": "reinforce_baseline"},  # its discount is 1
-        "group_norm": {"kind": "group_norm", "gamma": gamma},
-        "grpo": {"kind": "group_norm", "gamma": gamma},
-        "cpgd": {"kind": "cpgd"},
-    }[name]
-
-
-def _normalise(name: str, args: object) -> str:
-    """Once, over the whole rollout: what is in units of its group already is left alone."""
-    if name not in _NORMALISED and not (name == "rloo" and option(args, "advantages_norm")):
-        return "none"
-    return "mean" if option(args, "no_advantage_std_norm") else "std"
-
-
 def _kl_estimator(args: object) -> dict[str, Any]:
     name = str(option(args, "kl_estimator"))
-    if name not in _KL:
-        raise UnknownName(f"args.kl_estimator {name!r}", "no such estimator", suggest(name, _KL))
-    return _KL[name]
-
-
-def _policy_loss(args: object, settings: Settings) -> dict[str, Any]:
-    bounds = {"clip_low": settings.eps_clip, "clip_high": settings.eps_clip}
-    if option(args, "use_cpg_loss"):
-        return {"kind": "cpgd", **bounds}
-    return {"kind": "ppo", **bounds, "dual_clip": None}
-
-
-def _shapings(args: object, settings: Settings) -> list[dict[str, Any]]:
-    """What happens to a reward before the estimator, in this order: overlong penalty, running norm, clip."""
-    steps: list[dict[str, Any]] = []
-    if option(args, "overlong_buffer"):
-        length, limit = int(option(args, "overlong_buffer_len")), settings.max_new_tokens
-        if not 0 < length <= limit:
-            raise ConfigError(
-                f"an overlong buffer of {length} tokens (overlong_buffer_len)",
-                f"completions have at most {limit} tokens (max_new_tokens)",
-                "choose a part of them",
-            )
-        factor = option(args, "overlong_buffer_penalty_factor")
-        steps.append({"kind": "overlong_penalty", "factor": factor, "buffer": length / limit, "limit": limit})
-    if option(args, "reward_running_norm"):
-        steps.append({"kind": "running_normalise", "minus_mean": bool(option(args, "reward_running_norm_minus_mean"))})
-    bound = float(option(args, "reward_clip"))
-    if bound > 0:
-        steps.append({"kind": "clip", "low": -bound, "high": bound})
-    return steps
+    if name not in KL_ESTIMATORS:
+        raise UnknownName(f"args.kl_estimator {name!r}", "no such estimator", suggest(name, KL_ESTIMATORS))
+    return dict(KL_ESTIMATORS[name])
 
 
 def with_kl(algorithm: GroupAlgorithm, coef: float) -> GroupAlgorithm:

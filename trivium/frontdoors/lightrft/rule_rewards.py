@@ -11,7 +11,7 @@ from trivium.errors import DataError, Problem
 from trivium.frontdoors.lightrft.reward_rules import RULES
 from trivium.registry import suggest
 
-EXAMPLES_RECIPE = {name: [(name, None, 1.0)] for name in ("geo3k_rule", "gsm8k_rule")}
+EXAMPLES_RECIPE: dict[Any, Any] = {name: [(name, None, 1.0)] for name in ("geo3k_rule", "gsm8k_rule")}
 """Label -> what rewards it, as in LightRFT's launcher of gsm8k and geometry3k."""
 
 
