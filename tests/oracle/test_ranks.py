@@ -51,6 +51,17 @@ def make_batch(lengths: Sequence[int], trained: Sequence[int] | None = None, exp
     return Batch(tuple(experiences)).with_columns(**noise)
 
 
+def with_prompts(batch: Batch, length: int, size: int) -> Batch:
+    """The batch in groups of so many rows that begin with equal tokens."""
+    rows: list[Experience] = []
+    for row, own in enumerate(batch.experiences):
+        first = batch.experiences[row - row % size]
+        begin = first.tokens[: min(length, len(first), len(own))]
+        tokens = np.concatenate([begin, own.tokens[len(begin) :]])
+        rows.append(replace(own, tokens=tokens, group_id=f"p{row // size}"))
+    return replace(batch, experiences=tuple(rows))
+
+
 BATCHES = {
     "uneven": make_batch((9, 6, 40, 5, 8, 3, 14, 10, 7, 7), trained=(0, 1, 3, 4, 5, 6, 7, 8, 9)),
     "experts": make_batch((9, 6, 12, 5, 8, 3), experts=(1, 4)),
@@ -58,6 +69,7 @@ BATCHES = {
     "one": make_batch((12,)),
     "masked": make_batch((8, 9, 7, 12, 6, 6, 9, 11), trained=(2, 3)),
     "nothing": make_batch((5, 6), trained=()),
+    "prompts": with_prompts(make_batch((17, 19, 18, 17, 18, 17, 17, 20, 6, 7)), 14, 4),
 }
 """On four ranks, `two` and `one` leave some without a sequence, `masked` two or three without a trained token."""
 
@@ -98,6 +110,9 @@ def short() -> Iterator[tuple[str, Any]]:
     yield "one", policy("token-sum")
     yield "two", ValueObjective(0.3, "token-mean")
     yield "two", made["pair:dpo"]()
+    yield "prompts", policy("token-mean")
+    yield "prompts", ValueObjective(0.3, "token-mean")
+    yield "prompts", made["pair:dpo"]()
 
 
 def full() -> Iterator[tuple[str, Any]]:
@@ -141,6 +156,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "full": way(full=True),
         "sequence": way(full=True, sequence_parallel=2),
         "padded": way(packed=False),
+        "shared prompts": way(share_prefix=True),
         "float32": way(dtype="float32"),
         "checkpointing, offload": way(gradient_checkpointing=True, cpu_offload=True),
     },
@@ -148,6 +164,9 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "full": way(full=True),
         "sequence": way(full=True, sequence_parallel=2),
         "sequence of all": way(sequence_parallel=4),
+        "shared prompts, sequence, checkpointing": way(
+            share_prefix=True, sequence_parallel=2, gradient_checkpointing=True
+        ),
         "padded": way(packed=False),
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
         "replicas": way(shard=2),
@@ -239,7 +258,8 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
     done = {}
     for name, how in WAYS[size].items():
         group = TorchrunRanks("cpu", name, lambda name=name: build(name))
-        engine = DistributedTrainEngine(group, algorithm(directory, how), max_response_length=MAX_RESPONSE_LENGTH)
+        said = {"max_response_length": MAX_RESPONSE_LENGTH, "share_prefix": dict(how.config).get("share_prefix", False)}
+        engine = DistributedTrainEngine(group, algorithm(directory, how), **said)
         done[name] = train(engine, how, batches)
     stop_ranks("cpu")
     return done

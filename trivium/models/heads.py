@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trivium.errors import TriviumError
+from trivium.models.float64 import differentiate_in_float64
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
@@ -34,9 +35,9 @@ VALUE_HEAD = "value_head"
 """The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
 
 
-def _before(rows: torch.Tensor) -> torch.Tensor:
+def _before(batch: Pack, rows: torch.Tensor) -> torch.Tensor:
     """(N,): the token in whose state each of the tokens `rows` is predicted. The one shift there is."""
-    return rows - 1
+    return batch.before[rows]
 
 
 class LanguageModel(nn.Module):
@@ -70,6 +71,7 @@ class LanguageModel(nn.Module):
         self.autocast = False
         if not autocast:
             use_onednn(decoder_of(self.module))
+        differentiate_in_float64(decoder_of(self.module))
         expected = self._by_logits(probe_pack(self.module), temperature)
         self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
         self._check_head(expected)
@@ -140,7 +142,7 @@ class LanguageModel(nn.Module):
 
     def _states(self, batch: Pack, rows: torch.Tensor) -> LocalStates:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.backbone.states(batch, _before(rows))
+            return self.backbone.states(batch, _before(batch, rows))
 
     @torch.no_grad()
     def _by_logits(self, batch: Pack, temperature: float) -> torch.Tensor:
@@ -261,6 +263,7 @@ class ValueModel(nn.Module):
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(decoder_of(self.module))
+        differentiate_in_float64(decoder_of(self.module))
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():
             width = self.backbone(probe_pack(self.module)).shape[1]
@@ -276,13 +279,13 @@ class ValueModel(nn.Module):
     def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         """(N,) values of the states before the tokens at `rows` of the pack; (N, K) where the head has K outputs."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            states = self.backbone.states(batch, self._sources(rows))
+            states = self.backbone.states(batch, self._sources(batch, rows))
         values: torch.Tensor = self.value_head(states.values.to(self.dtype))
         values = values.squeeze(1) if values.shape[1] == 1 else values
         return states.gather(values.clone())  # what FSDP hangs its hooks on must not be a view
 
-    def _sources(self, rows: torch.Tensor) -> torch.Tensor:
-        return _before(rows)
+    def _sources(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+        return _before(batch, rows)
 
 
 class ScoreModel(ValueModel):
@@ -318,7 +321,7 @@ class ScoreModel(ValueModel):
         log_scale = saved.get("log_scale", torch.tensor([math.log(wanted.scale)]))
         return ScaledLinear(linear.weight, log_scale.to(self.dtype))
 
-    def _sources(self, rows: torch.Tensor) -> torch.Tensor:
+    def _sources(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
 

@@ -5,9 +5,13 @@ lengths, padded on the right: under causal attention no token sees what comes af
 cannot reach another sequence at all. A model that does not route attention through transformers' interface goes
 through the same seam as one padded grid.
 
+Sequences that begin with the same tokens may share them (trivium.models.prefixes): these are in the row once, and
+attention is that of trivium.models.prefix_attention.
+
 Ranks that share a sequence (trivium.models.sequence_parallel) each run a slice of the row through the layers.
 
-Legend: T tokens of all sequences, B sequences, L tokens of the longest, H heads, D head width, S cells of the grids.
+Legend: B sequences, L tokens of the longest, M tokens of all sequences, T <= M tokens of the row, H heads, D head
+width, S cells of the grids.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from trivium.errors import ConfigError, TriviumError
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
+from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
+from trivium.models.prefixes import Segment, Tree, separate
 from trivium.models.sequence_parallel import (
     LocalStates,
     SequenceGroup,
@@ -57,21 +63,31 @@ class CannotPack(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences end to end, and the place of each token in dense grids."""
+    """Sequences end to end, what they share once, and the place of each token in dense grids."""
 
     tokens: torch.Tensor
     """(T,) int64."""
     positions: torch.Tensor
     """(T,) int64: place of each token in its own sequence. (4, T) with M-RoPE: that; time, row and column."""
+    before: torch.Tensor
+    """(T,) int64: the row of the token before each one in its sequence; of the first one some row."""
     lengths: tuple[int, ...]
-    cell: torch.Tensor
-    """(T,) int64: cell of each token in the row-major (B, L) grid."""
+    rows: torch.Tensor
+    """(M,) int64: of each token of the sequences, one sequence after another, its row."""
+    cells: torch.Tensor
+    """(M,) int64: and its cell in the row-major (B, L) grid."""
+    segments: tuple[Segment, ...]
+    """What lies end to end."""
     grids: tuple[tuple[int, int], ...]
-    """(sequences, padded length) of each attention grid; together they have S cells."""
+    """(segments, padded length) of each attention grid; together they have S cells."""
     spread: torch.Tensor
-    """(S,) int64: the token in each cell of the attention grids; padding repeats its own sequence's last token."""
+    """(S,) int64: the token in each cell of the attention grids; padding repeats its own segment's last token."""
     collect: torch.Tensor
     """(T,) int64: the cell of the attention grids that holds each token."""
+    trunks: tuple[Trunk, ...] = ()
+    """The segments that others go on from."""
+    order: torch.Tensor | None = None
+    """(T,) int64: where the tokens lie when ranks share sequences that share tokens; None: as they are listed."""
     images: PlacedImages | None = None
     """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
 
@@ -81,25 +97,60 @@ class Pack:
         return len(self.lengths), max(self.lengths)
 
 
-def pack(sequences: Sequence[npt.NDArray[np.int32]], device: torch.device | str = "cpu") -> Pack:
-    """Sequences of at least one token each, in the given order, as one row."""
+def pack(
+    sequences: Sequence[npt.NDArray[np.int32]], device: torch.device | str = "cpu", tree: Tree | None = None
+) -> Pack:
+    """Sequences of at least one token each, in the given order, as one row; with a `tree`, what they share once."""
     lengths = np.array([len(s) for s in sequences])
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    positions = np.concatenate([np.arange(n) for n in lengths])
+    tree = tree or separate([int(n) for n in lengths])
+    sizes = np.array([segment.stop - segment.first for segment in tree.segments])
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    before = np.arange(-1, sizes.sum() - 1)
+    for start, segment in zip(starts, tree.segments, strict=True):
+        before[start] = 0 if segment.parent < 0 else starts[segment.parent] + sizes[segment.parent] - 1
+    grids, spread, collect = _grids(sizes, starts)
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    grids, spread, collect = _grids(lengths, starts)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
     return Pack(
-        tokens=move(np.concatenate(sequences)),
-        positions=move(positions),
+        tokens=move(np.concatenate([sequences[s.sequence][s.first : s.stop] for s in tree.segments])),
+        positions=move(np.concatenate([np.arange(s.first, s.stop) for s in tree.segments])),
+        before=move(before),
         lengths=tuple(int(n) for n in lengths),
-        cell=move(owner * lengths.max() + positions),
+        rows=move(np.concatenate([_rows_of(leaf, tree, starts) for leaf in tree.leaves])),
+        cells=move(owner * lengths.max() + np.concatenate([np.arange(n) for n in lengths])),
+        segments=tree.segments,
         grids=grids,
         spread=move(spread),
         collect=move(collect),
+        trunks=_trunks(tree, starts),
+    )
+
+
+def _rows_of(leaf: int, tree: Tree, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The rows of the sequence that ends with this segment."""
+    parts: list[npt.NDArray[np.int64]] = []
+    while leaf >= 0:
+        segment = tree.segments[leaf]
+        parts.append(starts[leaf] + np.arange(segment.stop - segment.first))
+        leaf = segment.parent
+    return np.concatenate(parts[::-1])
+
+
+def _trunks(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Trunk, ...]:
+    """The segments that others go on from, in preorder."""
+    stops = [int(start) + segment.stop - segment.first for start, segment in zip(starts, tree.segments, strict=True)]
+    ends, depths = list(stops), [segment.stop for segment in tree.segments]
+    for here, segment in reversed([*enumerate(tree.segments)]):
+        if segment.parent >= 0:  # what comes behind it is behind its parent, too
+            ends[segment.parent] = max(ends[segment.parent], ends[here])
+            depths[segment.parent] = max(depths[segment.parent], depths[here])
+    return tuple(
+        Trunk(int(starts[here]), stops[here], ends[here], depths[here] - 1 - segment.first)
+        for here, segment in enumerate(tree.segments)
+        if ends[here] > stops[here]
     )
 
 
@@ -153,14 +204,24 @@ def packed_attention(
     if extras or attention_mask is not None:
         raise CannotPack(f"{type(module).__name__} passes {', '.join(extras) or 'a mask of its own'} to attention")
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if (trivium_sequence or trivium_pack.trunks) and torch.is_autocast_enabled(query.device.type):
+        # attention would do so itself; half as many bytes travel between ranks
+        tokens = [x.to(torch.get_autocast_dtype(query.device.type)) for x in tokens]
     if trivium_sequence is not None:
-        if torch.is_autocast_enabled(query.device.type):  # attention would do so itself; half as many bytes travel
-            tokens = [x.to(torch.get_autocast_dtype(query.device.type)) for x in tokens]
         tokens = heads_apart(tokens, trivium_sequence)
+    attend = _attend_in_tree if trivium_pack.trunks else _attend_in_grids
+    output = attend(tokens, trivium_pack, scaling, sliding_window)
+    return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
+
+
+def _attend_in_grids(
+    tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """(rows, H, D) of queries, keys and values, each within its own sequence -> (rows, H, D)."""
     outputs: list[torch.Tensor] = []
     offset = 0
-    dense = [x.index_select(0, trivium_pack.spread) for x in tokens]
-    for rows, length in trivium_pack.grids:
+    dense = [x.index_select(0, batch.spread) for x in tokens]
+    for rows, length in batch.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
         window = _window(length, sliding_window, q.device)
         grid = scaled_dot_product_attention(
@@ -168,8 +229,21 @@ def packed_attention(
         )
         outputs.append(grid.transpose(1, 2).flatten(0, 1))
         offset += rows * length
-    output = torch.cat(outputs).index_select(0, trivium_pack.collect)
-    return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
+    return torch.cat(outputs).index_select(0, batch.collect)
+
+
+def _attend_in_tree(
+    tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
+) -> torch.Tensor:
+    """The same where sequences share tokens; rows that hold no token of the pack are zero."""
+    number, positions = len(batch.tokens), batch.positions if batch.positions.dim() == 1 else batch.positions[0]
+    rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks)
+    q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
+    output = tree_attention(q, k, v, rows, scaling, sliding_window)
+    whole = output.new_zeros(len(tokens[0]), *output.shape[1:])
+    if batch.order is None:
+        return torch.cat([output, whole[number:]])
+    return whole.index_copy(0, batch.order, output)
 
 
 def _window(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -206,15 +280,18 @@ class Backbone:
         if self.sequence is None:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
         slices = Slices(len(batch.tokens), self.sequence.rank, self.sequence.size, ROWS)
-        cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
         places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
-        spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
+        if batch.trunks:
+            spread = replace(batch, order=places)
+        else:
+            cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
+            spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
         hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
         fill = (0, -len(batch.tokens) % ROWS)  # rows that are never read: see ROWS
-        filled = replace(batch, collect=pad(batch.collect, fill))
+        filled = batch if batch.trunks else replace(batch, collect=pad(batch.collect, fill))
         return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
 
     def _run(
@@ -252,15 +329,15 @@ class Backbone:
     def _padded(self, batch: Pack) -> torch.Tensor:
         grid = batch.tokens.new_zeros(batch.shape)
         mask = torch.zeros_like(grid)
-        grid.view(-1)[batch.cell], mask.view(-1)[batch.cell] = batch.tokens, 1
-        images = batch.images and replace(batch.images, places=batch.cell[batch.images.places])
+        grid.view(-1)[batch.cells], mask.view(-1)[batch.cells] = batch.tokens, 1
+        images = batch.images and replace(batch.images, places=batch.cells[batch.images.places])
         further: dict[str, Any] = {}
         if batch.positions.dim() == 2:
             positions = grid.new_zeros(len(batch.positions), grid.numel())
-            positions[:, batch.cell] = batch.positions
+            positions[:, batch.cells] = batch.positions
             further = {"position_ids": positions.unflatten(1, batch.shape)}
         output = self.module(**self._inputs(grid, images), **further, attention_mask=mask, use_cache=False)
-        return output.last_hidden_state.flatten(0, 1).index_select(0, batch.cell)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, batch.cells)
 
     def _check_sequence(self, size: int) -> None:
         name = type(self.module).__name__

@@ -44,14 +44,17 @@ class Sight:
         places: list[AnyArray] = []
         positions: list[torch.Tensor] = []
         start = 0
-        for sequence in sequences:
+        for segment in packed.segments:
+            sequence, here = sequences[segment.sequence], range(segment.first, segment.stop)
             own = self.vision.places(sequence.tokens, sequence.media)
             read = [self.read(item) for item in sequence.media]
             if self.vision.family.mrope:
-                positions.append(self.vision.positions(sequence.tokens, own, read))
-            pixels += read
-            places += [start + place.astype(np.int64) for place in own]
-            start += len(sequence.tokens)
+                whole = self.vision.positions(sequence.tokens, own, read)
+                positions.append(whole[:, segment.first : segment.stop])
+            inside = [i for i, item in enumerate(sequence.media) if item.span is not None and item.span[0] in here]
+            pixels += [read[i] for i in inside]
+            places += [start - segment.first + own[i].astype(np.int64) for i in inside]
+            start += len(here)
         device = packed.tokens.device
         images = PlacedImages(
             tuple(pixels), torch.from_numpy(np.concatenate(places)).to(device), tuple(map(len, places))

@@ -409,6 +409,7 @@ def distributed_engine(
         algorithm,
         max_response_length=stage.config.engine.sampling.max_new_tokens,
         first_version=stage.first_version,
+        share_prefix=getattr(stage.config.train, "share_prefix", False),
     )
     return attached(engine, stage, channel)
 
@@ -486,7 +487,7 @@ def collective_deadline(config: RunConfig) -> float:
 
 def train_device(config: RunConfig) -> str:
     """`cpu` or `cuda`: where this config trains on this machine."""
-    from trivium.training.engine import device_of
+    from trivium.training.device import device_of
 
     return device_of(getattr(config.train, "device", "cpu")).type
 

@@ -1,13 +1,14 @@
 """Cuts a mini-batch into micro-batches and turns each into tensors.
 
 A cut never changes the gradient: the learner divides by counts of the whole mini-batch. It only decides how much
-memory one forward and backward pass takes.
+memory one forward and backward pass takes, and which sequences can share the tokens that they begin with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ import torch
 from trivium.errors import DataError
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
+from trivium.models.prefixes import Prefixes, Tree
 from trivium.models.sight import Sight
-from trivium.types import AnyArray, Batch
+from trivium.types import AnyArray, Batch, Experience
 
 
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
@@ -87,13 +89,72 @@ def cut(
         tokens = len(taken) * max(taken) if padded else sum(taken)
         return tokens <= max_tokens and (max_sequences is None or len(rows) <= max_sequences)
 
+    return _filled(sorted(row_units, key=lambda rows: -max(lengths[row] for row in rows)), fits)
+
+
+def cut_sharing(
+    row_units: Sequence[Sequence[int]],
+    families: Sequence[object],
+    prefixes: Prefixes,
+    max_tokens: int,
+    *,
+    max_sequences: int | None = None,
+) -> list[list[int]]:
+    """The same, where a token that sequences share counts once.
+
+    Rows of one family (`families`, by row) are likely to share: they stay together where they fit into one micro-batch.
+    """
+
+    def cost(rows: Sequence[int]) -> int:
+        return prefixes.tree(rows).num_tokens
+
+    def fits(rows: Sequence[int]) -> bool:
+        return (max_sequences is None or len(rows) <= max_sequences) and cost(rows) <= max_tokens
+
+    by_family: dict[object, list[Sequence[int]]] = {}
+    first = {rows[0]: rows for rows in row_units}
+    for row in prefixes.ordered([*first]):  # neighbours share most
+        by_family.setdefault(families[row], []).append(first[row])
+    parcels: list[list[int]] = []
+    for family in by_family.values():
+        whole = [row for rows in family for row in rows]
+        parcels += [whole] if fits(whole) else _filled(family, fits)
+    costs = {rows[0]: cost(rows) for rows in parcels}
+
+    def fit(rows: Sequence[int]) -> bool:
+        few = max_sequences is None or len(rows) <= max_sequences
+        return few and sum(costs.get(row, 0) for row in rows) <= max_tokens
+
+    return _filled(sorted(parcels, key=lambda rows: -costs[rows[0]]), fit)
+
+
+def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
+    """The units in their order, each in the last micro-batch or, where that is full, in the next one."""
     micro_batches: list[list[int]] = []
-    for unit in sorted(row_units, key=lambda rows: -max(lengths[row] for row in rows)):
+    for unit in row_units:
         if micro_batches and fits([*micro_batches[-1], *unit]):
             micro_batches[-1].extend(unit)
         else:
             micro_batches.append(list(unit))
     return micro_batches
+
+
+def prefixes_of(batch: Batch) -> Prefixes:
+    """What the experiences of a batch begin with in common. Images are the same where all of them is, and its tokens
+    are; nobody shares a part of one."""
+    if not any(experience.media for experience in batch.experiences):
+        return Prefixes([experience.tokens for experience in batch.experiences])
+    return Prefixes([_seen_tokens(experience) for experience in batch.experiences])
+
+
+def _seen_tokens(experience: Experience) -> AnyArray:
+    """(L,) int64: tokens; in the place of an image's, a negative number that stands for it and for all its tokens."""
+    seen = experience.tokens.astype(np.int64)
+    for item in experience.media:
+        start, stop = item.span or (0, 0)
+        digest = blake2b(item.sha256.encode() + experience.tokens[start:stop].tobytes(), digest_size=8).digest()
+        seen[start:stop] = -1 - (int.from_bytes(digest, "little") >> 1)
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +163,9 @@ class MicroBatch:
 
     pack: Pack
     rows: torch.Tensor
-    """(N,) int64: the trained tokens, as rows of the pack."""
+    """(N,) int64: the trained tokens, as rows of the pack; one that sequences share has an entry for each of them."""
+    cells: torch.Tensor
+    """(N,) int64: the same as cells of the row-major grid."""
     response_mask: torch.Tensor
     """(B, L) bool."""
     policy_version: torch.Tensor
@@ -113,12 +176,12 @@ class MicroBatch:
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         """(N, ...) numbers of the trained tokens as (B, L, ...), zero elsewhere; differentiable."""
         flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
-        whole = flat.index_copy(0, self.pack.cell[self.rows], values)
+        whole = flat.index_copy(0, self.cells, values)
         return whole.view(*self.response_mask.shape, *values.shape[1:])
 
     def trained(self, grid: torch.Tensor) -> torch.Tensor:
         """The inverse: (B, L, ...) numbers as (N, ...) numbers of the trained tokens."""
-        return grid.flatten(0, 1)[self.pack.cell[self.rows]]
+        return grid.flatten(0, 1)[self.cells]
 
 
 def collate(
@@ -130,9 +193,11 @@ def collate(
     dtype: torch.dtype,
     sight: Sight | None = None,
     blank: bool = False,
+    tree: Tree | None = None,
 ) -> MicroBatch:
     """The experiences at `rows` with the named columns and `rollout_log_prob`, and their images by `sight`, without
-    which there may be none. `blank` gives a micro-batch without images one that stands for no token.
+    which there may be none. `blank` gives a micro-batch without images one that stands for no token. `tree` is what
+    the sequences share; None: nothing.
 
     Raises DataError for a column that the batch lacks, and for images that are not whole.
     """
@@ -153,10 +218,12 @@ def collate(
             row[: len(array)] = array
         return padded.to(device)
 
-    packed = pack([e.tokens for e in chosen], device)
+    packed = pack([e.tokens for e in chosen], device, tree)
+    trained = torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device)
     return MicroBatch(
         pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),
-        rows=torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device),
+        rows=packed.rows[trained],
+        cells=packed.cells[trained],
         response_mask=grid([e.response_mask for e in chosen], torch.bool),
         policy_version=grid([e.policy_version for e in chosen], torch.int32),
         columns={

@@ -16,7 +16,7 @@ from trivium.models.loss import LossDenominators
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload
-from trivium.training.batching import count, units
+from trivium.training.batching import count, prefixes_of, units
 from trivium.training.engine import SCORED_BY, TorchTrainEngine
 from trivium.training.snapshot import wait_until_written
 from trivium.types import AnyArray, Batch, Metrics
@@ -105,13 +105,14 @@ class DistributedTrainEngine(TrainEngine):
         max_response_length: int,
         first_version: int = 0,
         groups: Mapping[str, RankGroup] | None = None,
+        share_prefix: bool = False,
     ) -> None:
-        """`group` holds the models of all roles but those that `groups` names. `max_response_length` as the ranks'
-        engines have it."""
+        """`group` holds the models of all roles but those that `groups` names. `max_response_length` and `share_prefix`
+        as the ranks' engines have them."""
         self.algorithm, self.version = algorithm, first_version
         self._group, self._by_role = group, dict(groups or {})
         self._groups = list(dict.fromkeys([group, *self._by_role.values()]))
-        self._max_response_length = max_response_length
+        self._max_response_length, self._share_prefix = max_response_length, share_prefix
 
     def prepare(self) -> None:
         for group in self._groups:
@@ -120,7 +121,7 @@ class DistributedTrainEngine(TrainEngine):
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         role, _ = SCORED_BY.get(what, ("policy", what))  # the ranks refuse an unknown score
         group = self._group_of(role)
-        rows = shares_of([[row] for row in range(len(batch))], batch, group.data_size)
+        rows = self._shares([[row] for row in range(len(batch))], batch, group)
         results = group.scatter("score", [(Share(self.version, batch.select(share)),) for share in rows], what)
         scores: list[AnyArray] = [np.empty(0, np.float32)] * len(batch)
         for share, result in zip(rows, results, strict=True):
@@ -136,7 +137,7 @@ class DistributedTrainEngine(TrainEngine):
 
     def _on_shares(self, method: str, role: str, batch: Batch, objective: Objective) -> Metrics:
         group, denominators = self._group_of(role), count(batch, self._max_response_length)
-        rows = shares_of(units(batch, objective.unit), batch, group.data_size)
+        rows = self._shares(units(batch, objective.unit), batch, group)
         shares = [(Share(self.version, batch.select(share)),) for share in rows]
         return group.scatter(method, shares, role, objective, denominators)[0]
 
@@ -174,11 +175,32 @@ class DistributedTrainEngine(TrainEngine):
     def _group_of(self, role: str) -> RankGroup:
         return self._by_role.get(role, self._group)
 
+    def _shares(self, units: list[list[int]], batch: Batch, group: RankGroup) -> list[list[int]]:
+        return (shares_of_groups if self._share_prefix else shares_of)(units, batch, group.data_size)
+
 
 def shares_of(units: Sequence[Sequence[int]], batch: Batch, num_shares: int) -> list[list[int]]:
     """The rows of each of `num_shares` shares of nearly equal work, whole units each; a share may be empty.
 
     The rows keep their order within a share.
     """
-    work = [sum(workload(len(batch.experiences[row])) for row in rows) for rows in units]
+    return _shares(units, [sum(workload(len(batch.experiences[row])) for row in rows) for rows in units], num_shares)
+
+
+def shares_of_groups(units: Sequence[Sequence[int]], batch: Batch, num_shares: int) -> list[list[int]]:
+    """The same where sequences share what they begin with: the members of a group go to one rank, unless its work is
+    then more than the most that a rank has where they do not."""
+    prefixes = prefixes_of(batch)
+
+    def work(rows: Sequence[int]) -> int:
+        return sum(workload(each.stop) - workload(each.first) for each in prefixes.tree(rows).segments)
+
+    groups: dict[str, list[int]] = {}
+    for rows in units:
+        groups.setdefault(batch.experiences[rows[0]].group_id, []).extend(rows)
+    together = _shares([*groups.values()], [work(rows) for rows in groups.values()], num_shares)
+    return min(together, shares_of(units, batch, num_shares), key=lambda shares: max(map(work, shares)))
+
+
+def _shares(units: Sequence[Sequence[int]], work: Sequence[int], num_shares: int) -> list[list[int]]:
     return [[row for unit in sorted(chosen) for row in units[unit]] for chosen in partition(work, num_shares)]

@@ -96,6 +96,9 @@ class TorchTrainEngine(TrainEngine):
         max_tokens_per_micro_batch: int = free(16384, ge=1)
         """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
         that share sequences (`sequence_parallel`) take so many each. Decides memory and speed, never the gradient."""
+        share_prefix: bool = free(False)
+        """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
+        saves time and the model packs. Decides speed, never the gradient."""
         gradient_checkpointing: bool = False
         """Trades a second forward pass for memory: activations of one layer at a time."""
         sequence_parallel: int = Field(default=1, ge=1)
@@ -200,6 +203,8 @@ class TorchTrainEngine(TrainEngine):
             models.append(f"{role} of {number:,} parameters, {some}")
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else f"{self._threads} threads"
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
+        if self.config.share_prefix and not all(each.shares_prefixes for each in self._learners.values()):
+            models.append("prefixes are not shared by a model that does not pack")
         return f"trains on {self._device.type} ({name}{ranks}) in {self.config.dtype}: {'; '.join(models)}"
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
@@ -495,4 +500,5 @@ class TorchTrainEngine(TrainEngine):
             ranks=self.ranks,
             score_context=score_context,
             model_dir=self._model_dir,
+            share_prefix=self.config.share_prefix,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,10 +18,20 @@ from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
+from trivium.models.prefixes import Tree
 from trivium.models.sight import Sight
 from trivium.models.vision import pixel_reader, refuse_images
 from trivium.protocols import Objective
-from trivium.training.batching import MicroBatch, check_lengths, collate, count, cut, units
+from trivium.training.batching import (
+    MicroBatch,
+    check_lengths,
+    collate,
+    count,
+    cut,
+    cut_sharing,
+    prefixes_of,
+    units,
+)
 from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import ALONE, Ranks
@@ -34,6 +45,15 @@ class TrainableObjective(Objective, Protocol):
     """An objective with its loss."""
 
     def loss(self, inputs: LossInputs, totals: LossDenominators) -> LossOutputs: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One micro-batch of a batch."""
+
+    rows: list[int]
+    tree: Tree | None = None
+    """What they share; None: nothing."""
 
 
 class Learner:
@@ -59,11 +79,13 @@ class Learner:
         ranks: Ranks = ALONE,
         score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
         model_dir: Path | None = None,
+        share_prefix: bool = False,
     ) -> None:
         """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is how many
         tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
         (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
-        they are text."""
+        they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
+        allows it."""
         self._score_context = score_context
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
@@ -72,6 +94,7 @@ class Learner:
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
+        self.shares_prefixes = share_prefix and model.backbone.packs
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
@@ -84,10 +107,10 @@ class Learner:
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self._score_context():
-            for rows in self._passes(batch, "sequence"):
-                micro = self._collate(batch, rows, ())
+            for part in self._passes(batch, "sequence"):
+                micro = self._collate(batch, part, ())
                 numbers = self._numbers(micro, what)
-                for row, scored in zip(rows, micro.grid(numbers).cpu().numpy(), strict=True):
+                for row, scored in zip(part.rows, micro.grid(numbers).cpu().numpy(), strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
         reshard(self.model)
         return scores
@@ -128,11 +151,11 @@ class Learner:
             return tokens
         tally = _Tally()
         self.optimizer.zero_grad()
-        for rows in self._passes(batch, objective.unit):
-            if not rows:
+        for part in self._passes(batch, objective.unit):
+            if not part.rows:
                 self._empty_pass()
                 continue
-            outputs, entropy = self._outputs(batch, rows, objective, totals, step)
+            outputs, entropy = self._outputs(batch, part, objective, totals, step)
             outputs.loss.backward()
             tally.add(outputs, entropy)
         rate = self.optimizer.lr if lr is None else lr
@@ -155,16 +178,16 @@ class Learner:
             return {}
         tally = _Tally()
         with torch.no_grad():
-            for rows in self._passes(batch, objective.unit):
-                tally.add(*self._outputs(batch, rows, objective, totals, step))
+            for part in self._passes(batch, objective.unit):
+                tally.add(*self._outputs(batch, part, objective, totals, step))
         reshard(self.model)
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
 
     def _outputs(
-        self, batch: Batch, rows: Sequence[int], objective: TrainableObjective, totals: LossDenominators, step: int
+        self, batch: Batch, part: _Part, objective: TrainableObjective, totals: LossDenominators, step: int
     ) -> tuple[LossOutputs, torch.Tensor | None]:
         """What the objective makes of one micro-batch, and the entropy of its tokens where the model has one."""
-        micro = self._collate(batch, rows, sorted(objective.needs - {"entropy"}))
+        micro = self._collate(batch, part, sorted(objective.needs - {"entropy"}))
         inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
         return objective.loss(inputs, totals), inputs.entropy
 
@@ -193,20 +216,29 @@ class Learner:
             raise trouble or DataError("images that are whole", "one on another rank is not", "see its error")
         self._blank = worst == 1 and self.ranks.size > 1
 
-    def _passes(self, batch: Batch, unit: str) -> Iterator[list[int]]:
-        """The rows of each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with
-        gradient the caller does, for each empty list."""
-        lengths = [len(e) for e in batch.experiences]
-        limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
-        how: dict[str, Any] = {"padded": not self.model.backbone.packs, "max_sequences": self.max_sequences}
-        mine = cut(units(batch, unit), lengths, limit, **how)
+    def _passes(self, batch: Batch, unit: str) -> Iterator[_Part]:
+        """Each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with gradient the
+        caller does, for each one without rows."""
+        mine = self._parts(batch, units(batch, unit))
         missing = self.ranks.all_reduce_max(len(mine)) - len(mine)  # agreed on before the first of them
         yield from mine
         for _ in range(missing):
             if torch.is_grad_enabled():
-                yield []
+                yield _Part([])
             else:
                 self._empty_pass()
+
+    def _parts(self, batch: Batch, row_units: list[list[int]]) -> list[_Part]:
+        limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
+        if self.shares_prefixes and row_units:
+            prefixes = prefixes_of(batch)
+            if prefixes.tree([row for rows in row_units for row in rows]).shares:
+                families = [e.group_id for e in batch.experiences]
+                cuts = cut_sharing(row_units, families, prefixes, limit, max_sequences=self.max_sequences)
+                return [_Part(rows, prefixes.tree(rows)) for rows in cuts]
+        lengths = [len(e) for e in batch.experiences]
+        how: dict[str, Any] = {"padded": not self.model.backbone.packs, "max_sequences": self.max_sequences}
+        return [_Part(rows) for rows in cut(row_units, lengths, limit, **how)]
 
     def _empty_pass(self) -> None:
         """Takes part in a collective pass, with two tokens that have no weight."""
@@ -220,9 +252,9 @@ class Learner:
             parts: Sequence[torch.Tensor] = [numbers] if isinstance(numbers, torch.Tensor) else numbers
             torch.stack([part.sum() for part in parts if part.requires_grad]).sum().mul(0.0).backward()
 
-    def _collate(self, batch: Batch, rows: Sequence[int], columns: Iterable[str]) -> MicroBatch:
-        how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype}
-        return collate(batch, rows, columns, sight=self._sight, blank=self._blank, **how)
+    def _collate(self, batch: Batch, part: _Part, columns: Iterable[str]) -> MicroBatch:
+        how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype, "tree": part.tree}
+        return collate(batch, part.rows, columns, sight=self._sight, blank=self._blank, **how)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
         """The model's outputs for the trained tokens, on the loss's grid."""

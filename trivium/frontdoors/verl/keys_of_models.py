@@ -95,7 +95,7 @@ UPDATE: dict[str, Entry] = {
     "checkpoint": Ignored("everything is saved: models as Hugging Face directories, optimizers, counters"),
     "profiler": Ignored("phases are timed in every step"),
     "nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
-    "use_prefix_grouper": Restricted(OFF, "leave it out"),
+    "use_prefix_grouper": Mapped("train.share_prefix", False),
     "router_replay": Ignored("there is no routing to replay in dense models"),
     "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
     "use_remove_padding": Ignored(_PADDING),
@@ -152,6 +152,7 @@ CRITIC: dict[str, Entry] = {
     "ppo_max_token_len_per_gpu": Ignored(
         "the actor's cuts the micro-batches of both; the gradient does not depend on it"
     ),
+    "use_prefix_grouper": Ignored("the actor's is that of both; the gradient does not depend on it"),
     "loss_agg_mode": Mapped("algorithm.critic.aggregate, where it is not the actor's"),
     "grad_clip": Mapped("train.max_grad_norm: the actor's, or refused"),
     "ulysses_sequence_parallel_size": Mapped("train.sequence_parallel: the actor's, or refused"),

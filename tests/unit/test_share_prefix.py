@@ -1,0 +1,350 @@
+"""Sequences that begin with the same tokens compute them once, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algebra import objectives
+from hypothesis import given
+from hypothesis import strategies as st
+from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_engine, weights, write_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
+from trivium.models.packed import pack
+from trivium.models.prefix_attention import TreeRows, tree_attention
+from trivium.models.prefixes import Prefixes, is_gain
+from trivium.training.batching import cut_sharing, prefixes_of
+from trivium.training.data_parallel import shares_of, shares_of_groups
+from trivium.types import Batch, Experience, IntArray, Media
+
+CPU = torch.device("cpu")
+PPO = Parts((Reinforce(), SquaredError(unit="sequence")), frozenset({"old", "ref", "values"}))
+HEADS: dict[str, Any] = {"lm": LanguageModel, "value": ValueModel, "score": ScoreModel}
+
+
+def words(rng: np.random.Generator, *lengths: int) -> list[IntArray]:
+    return [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in lengths]
+
+
+def sequences() -> list[IntArray]:
+    """Two prompts; under the first a turn that four of seven share; one without an end of its own, one twice."""
+    rng = np.random.default_rng(0)
+    prompt, turn, other = words(rng, 20, 13, 18)
+    ends = words(rng, 3, 9, 5, 4, 1, 8, 7, 2, 6)
+    first = [np.concatenate([prompt, turn, end]) for end in ends[:3]] + [np.concatenate([prompt, turn])]
+    first += [np.concatenate([prompt, end]) for end in ends[3:5]] + [prompt]
+    second = [np.concatenate([other, end]) for end in ends[5:8]]
+    return [first[0], second[0], *first[1:], first[1], *second[1:], ends[8]]
+
+
+def make_batch(*, seed: int = 0, **columns: float) -> Batch:
+    """The same as experiences of two groups, of which everything behind the prompt is trained on, and one alone."""
+    rng, many = np.random.default_rng(seed), sequences()
+    experiences: list[Experience] = []
+    for row, tokens in enumerate(many):
+        mask = np.arange(len(tokens)) >= min(18, len(tokens) - 1)
+        group = "alone" if len(tokens) < 18 else f"g{int(tokens[0])}"
+        version = np.where(mask, 0, -1)
+        experiences.append(Experience(tokens, mask, np.where(mask, -1.0, 0.0), version, group, row))
+    noise = {name: [mean + rng.normal(size=len(e)) for e in many] for name, mean in columns.items()}
+    return Batch(tuple(experiences)).with_columns(**noise)
+
+
+# --------------------------------------------------------------------------- what is shared
+
+
+@given(st.lists(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=9), min_size=1, max_size=12), st.integers(1, 20))
+def test_every_sequence_is_a_path_of_the_tree(many: list[list[int]], times: int) -> None:
+    stretched = [np.repeat(np.array(tokens, np.int32), times) for tokens in many]
+    tree = Prefixes(stretched).tree(range(len(many)))
+    packed = pack(stretched, tree=tree)
+    whole = torch.from_numpy(np.concatenate(stretched).astype(np.int64))
+    assert torch.equal(packed.tokens[packed.rows], whole)
+    assert torch.equal(packed.positions[packed.rows], torch.cat([torch.arange(len(each)) for each in stretched]))
+    assert len(packed.tokens) == tree.num_tokens <= len(whole)
+    assert tree.shares == (tree.num_tokens < len(whole))
+    inner = packed.positions[packed.rows] > 0
+    before = packed.rows.roll(1)
+    assert torch.equal(packed.before[packed.rows][inner], before[inner])
+    for trunk in packed.trunks:  # all that comes behind it, and nothing else, passes through it
+        own = {int(row) for row in range(trunk.behind, trunk.stop)}
+        start = 0
+        for tokens in stretched:
+            rows = set(packed.rows[start : start + len(tokens)].tolist())
+            assert trunk.behind - 1 in rows or not rows & own
+            start += len(tokens)
+
+
+def test_the_prompt_of_a_group_and_what_its_members_share_is_there_once() -> None:
+    many = sequences()
+    assert (
+        Prefixes(many).tree(range(len(many))).num_tokens == 20 + 13 + (3 + 9 + 5) + (4 + 1) + 18 + (8 + 7 + 2) + 6 + 9
+    )
+    short = [np.concatenate([[5, 6], [n]]) for n in range(7, 12)]
+    assert not Prefixes(short).tree(range(5)).shares  # 8 tokens fewer are not worth an attention of their own
+    assert is_gain(1024, 16, 512)
+    assert is_gain(64, 8, 8 * 64)
+    assert not is_gain(10, 8, 8 * 1024)
+
+
+def test_beginnings_of_beginnings() -> None:
+    """Turns that each are a sequence of their own, with everything before them; and more than Python could recur."""
+    whole = np.arange(4000, dtype=np.int32)
+    assert Prefixes([whole[: 200 * n] for n in range(1, 21)]).tree(range(20)).num_tokens < 4000 + 1000
+    assert Prefixes([whole[:n] for n in range(1, 4001)]).tree(range(4000)).leaves.count(-1) == 0
+
+
+@pytest.mark.parametrize("budget", [1, 40, 70, 10_000])
+def test_micro_batches_count_shared_tokens_once(budget: int) -> None:
+    batch = make_batch()
+    prefixes, families = prefixes_of(batch), [e.group_id for e in batch.experiences]
+    row_units = [[row] for row in range(len(batch))]
+    cut = cut_sharing(row_units, families, prefixes, budget)
+    assert sorted(row for rows in cut for row in rows) == list(range(len(batch)))
+    assert all(prefixes.tree(rows).num_tokens <= budget or len(rows) == 1 for rows in cut)
+    if budget == 70:  # the first group has 64 tokens, 214 if none are shared
+        assert any({families[row] for row in rows} == {families[0]} and len(rows) == 8 for rows in cut)
+
+
+def test_images_are_shared_whole() -> None:
+    tokens = np.arange(50, dtype=np.int32) % 7
+    one, other = Media("image/png", b"1", span=(10, 20)), Media("image/png", b"2", span=(10, 20))
+    mask = np.arange(50) > 40
+
+    def member(media: tuple[Media, ...]) -> Experience:
+        return Experience(tokens, mask, np.zeros(50), np.where(mask, 0, -1), "g", 0, media=media)
+
+    def shared(*media: tuple[Media, ...]) -> int:
+        rows = tuple(map(member, media))
+        return 50 * len(rows) - prefixes_of(Batch(rows)).tree(range(len(rows))).num_tokens
+
+    assert shared((one,), (one,)) == 50
+    assert shared((one,), (other,), (one,), (other,)) == 100 - 0
+    assert shared((), (one,)) == 0  # ten tokens are not worth it
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("window", [None, 5, 30])
+@pytest.mark.parametrize("width", [4, 6])
+def test_attention_in_the_tree_is_attention_in_each_sequence(window: int | None, width: int) -> None:
+    """Values as wide as keys go through torch's kernel; others through the arithmetic written out."""
+    many = sequences()
+    packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
+    assert len(packed.trunks) == 3
+    rows = TreeRows(packed.grids, packed.spread, packed.collect, packed.positions, packed.trunks)
+    torch.manual_seed(0)
+    shapes = ((4, 4), (2, 4), (2, width))
+    q, k, v = (torch.randn(len(packed.tokens), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+    def alone(places: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(len(places))
+        behind = index[:, None] - index
+        seen = (behind >= 0) & (behind < (window or 1000))
+        parts = [q[places], k[places].repeat_interleave(2, 1), v[places].repeat_interleave(2, 1)]
+        scores = torch.einsum("lhd,shd->hls", parts[0], parts[1]) * 0.3
+        return torch.einsum("hls,shd->lhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), parts[2])
+
+    expected = torch.cat([alone(places) for places in packed.rows.split(list(packed.lengths))])
+    found = tree_attention(q, k, v, rows, 0.3, window)[packed.rows]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+# --------------------------------------------------------------------------- models
+
+
+def write(directory: Path, name: str) -> Path:
+    if name != "qwen3_moe":
+        return write_model(directory, name)
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        *((name, "lm") for name in ("qwen3", "llama", "gpt2", "mistral", "qwen3_moe")),
+        ("llama", "value"),
+        ("qwen3", "score"),
+    ],
+)
+def test_a_model_says_the_same_and_learns_the_same(name: str, head: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"temperature": 0.7} if head == "lm" else {"seed": 3}
+    dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # torch has no grouped product in float64
+    close = 1e-4 if name == "qwen3_moe" else 1e-9
+    model = HEADS[head](write(tmp_path, name), dtype=dtype, device=CPU, **how)
+    many = sequences()
+    trained = torch.from_numpy(np.flatnonzero(np.concatenate([np.arange(len(each)) > 0 for each in many])))
+    found: list[list[torch.Tensor]] = []
+    for tree in (None, Prefixes(many).tree(range(len(many)))):
+        packed = pack(many, tree=tree)
+        model.zero_grad()
+        answer = model(packed, packed.rows[trained], **({"entropy_grad": True} if head == "lm" else {}))
+        numbers = torch.stack(answer) if head == "lm" else answer[None]
+        (numbers * torch.arange(len(trained))).sin().sum().backward()
+        found.append([numbers.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, shared in zip(*found, strict=True):
+        torch.testing.assert_close(shared, plain, rtol=close, atol=close * float(plain.abs().max()))
+
+
+def rows_of_layers(engine: Any, batch: Batch, role: str, objective: Any) -> int:
+    """Rows that the first layer computes in an update, the fill of the last ones of a pass included."""
+    seen: list[int] = []
+    layer = engine._learners[role].model.backbone.module.layers[0]
+    handle = layer.register_forward_hook(lambda layer, args, output: seen.append(args[0].shape[1]))
+    engine.update(role, batch, objective)
+    handle.remove()
+    return sum(seen)
+
+
+def step(engine: Any, batch: Batch) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for objective in engine.algorithm.objectives:
+        looked = {what: engine.score(batch, what) for what in sorted(getattr(objective, "looks_at", ()))}
+        whole = batch.with_columns(**looked)
+        chosen = objective.select(whole, 0) if looked else whole
+        metrics |= engine.measure(objective.role, chosen, objective)
+        metrics |= engine.update(objective.role, chosen, objective)
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+ALGORITHMS: dict[str, Any] = {
+    "ppo": PPO,
+    "groups": Parts((Reinforce(unit="group", entropy_coef=0.1, needs=frozenset({"advantages", "entropy"})),)),
+    "dpo": lambda: Parts((objectives()["pair:dpo"](),)),
+    "reward model": lambda: Parts((objectives()["score:sigmoid"](),)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, {"max_tokens_per_micro_batch": budget}) for name in ("ppo", "dpo") for budget in (1, 70)),
+        *((name, {}) for name in ALGORITHMS),
+        ("ppo", {"gradient_checkpointing": True}),
+        ("ppo", {"lora": {"rank": 2}}),
+    ],
+)
+def test_an_update_is_the_same_whatever_is_shared(name: str, config: dict[str, Any], model_dir: Path) -> None:
+    algorithm = ALGORITHMS[name]() if callable(ALGORITHMS[name]) else ALGORITHMS[name]
+    batch = make_batch(advantages=0.3, returns=1.0, ref_log_prob=-1.0).select(range(12))
+    found: list[tuple[Any, ...]] = []
+    for share in (False, True):
+        said = {"dtype": "float64", "optimizer": {"lr": 0.1, "eps": 1.0}, "share_prefix": share, **config}
+        engine = make_engine(model_dir, algorithm, **said)
+        scores = [engine.score(batch, what) for what in sorted(algorithm.needs)]
+        metrics = step(engine, batch)
+        after = [p.detach() for each in engine._learners.values() for p in each.model.parameters()]
+        found.append((metrics, [torch.from_numpy(row) for rows in scores for row in rows], after))
+    (plain, plain_scores, plain_weights), (shared, shared_scores, shared_weights) = found
+    assert shared == pytest.approx(plain, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(shared_scores, plain_scores, rtol=1e-6, atol=1e-6)  # they are float32
+    torch.testing.assert_close(shared_weights, plain_weights, rtol=1e-9, atol=1e-9)
+    assert max(value for key, value in plain.items() if "grad_norm" in key) > 1e-3
+
+
+def test_fewer_rows_are_computed(model_dir: Path) -> None:
+    prompt, *ends = words(np.random.default_rng(1), 50, *[10] * 12)
+    mask = np.arange(60) >= 50
+    rows = [
+        Experience(np.concatenate([prompt, end]), mask, np.where(mask, -1.0, 0), np.where(mask, 0, -1), "g", i)
+        for i, end in enumerate(ends)
+    ]
+    batch = Batch(tuple(rows)).with_columns(advantages=[np.ones(60)] * 12)
+    counts = [
+        rows_of_layers(make_engine(model_dir, share_prefix=share), batch, "policy", Reinforce())
+        for share in (False, True)
+    ]
+    assert counts == [768, 256]  # 12 x 60 and 50 + 12 x 10, each filled to a multiple of 128
+
+
+def test_equal_rewards_have_no_gradient(model_dir: Path) -> None:
+    engine = make_engine(model_dir, share_prefix=True)
+    batch = make_batch(advantages=0.0)
+    batch = batch.with_columns(advantages=[np.zeros(len(e)) for e in batch.experiences])
+    assert engine.update("policy", batch, Reinforce())["train/grad_norm/policy"] == 0.0
+
+
+def test_what_cannot_share_does_not(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, "bloom")
+    batch = make_batch(advantages=0.3)
+    after = []
+    for share in (False, True):
+        engine = make_engine(directory, share_prefix=share)
+        engine.update("policy", batch, Reinforce())
+        after.append(weights(engine))
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+    assert "prefixes are not shared" in engine._description()
+
+
+def test_two_runs_are_one(model_dir: Path) -> None:
+    batch = make_batch(advantages=0.3)
+    after = []
+    for _ in range(2):
+        engine = make_engine(model_dir, share_prefix=True)
+        engine.update("policy", batch, Reinforce())
+        after.append(weights(engine))
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+def test_bfloat16_is_near(model_dir: Path) -> None:
+    batch = make_batch(advantages=0.3)
+    norms = [
+        make_engine(model_dir, share_prefix=share, dtype=dtype).update("policy", batch, Reinforce())
+        for share, dtype in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16"))
+    ]
+    exact, plain, shared = (each["train/grad_norm/policy"] for each in norms)
+    assert abs(shared - exact) < 2 * abs(plain - exact) + 0.02 * exact
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 4])
+def test_members_of_a_group_go_to_one_rank_where_that_is_less_work(num_shares: int) -> None:
+    batch = make_batch()
+    groups = [replace(e, group_id=f"{n} {e.group_id}") for n in range(2) for e in batch.experiences]
+    batch = Batch(tuple(groups))
+    row_units = [[row] for row in range(len(batch))]
+    prefixes = prefixes_of(batch)
+
+    def heaviest(shares: Sequence[Sequence[int]]) -> int:
+        return max(prefixes.tree(rows).num_tokens for rows in shares)
+
+    together, apart = (make(row_units, batch, num_shares) for make in (shares_of_groups, shares_of))
+    assert sorted(row for rows in together for row in rows) == list(range(len(batch)))
+    assert heaviest(together) <= heaviest(apart)
+    pairs = [[row, row + 1] for row in range(0, 24, 2)]
+    for rows in shares_of_groups(pairs, batch, num_shares):
+        assert all([*pair] in pairs for pair in zip(rows[::2], rows[1::2], strict=True))

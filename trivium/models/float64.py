@@ -1,0 +1,80 @@
+"""Gradients in float64 of layers that transformers computes in float32 whatever the weights are.
+
+Such a layer rounds the gradient of every token; which sums are rounded depends on what is computed together. Forward
+its bits stay those of transformers; backward it is differentiated as if it had computed in the type of its input.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+_NARROW = ("RMSNorm", "Router")
+"""How the names of such layers' classes end."""
+
+
+def differentiate_in_float64(module: nn.Module) -> None:
+    """For a module with weights in float64; any other stays as it is."""
+    for layer in module.modules():
+        if type(layer).__name__.endswith(_NARROW) and any(p.dtype == torch.float64 for p in layer.parameters()):
+            layer.forward = partial(_forward, layer)
+
+
+def _forward(layer: nn.Module, x: torch.Tensor) -> Any:
+    outputs = _Layer.apply(layer, x, *layer.parameters())
+    return outputs[0] if len(outputs) == 1 else outputs  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+
+class _Context(Protocol):
+    layer: nn.Module
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, layer: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        output = type(layer).forward(layer, x)
+        outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: _Context, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), _Float64():
+            output = type(ctx.layer).forward(ctx.layer, x)
+        outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
+        pairs = [(y, g) for y, g in zip(outputs, grad_outputs, strict=True) if y.requires_grad]
+        inputs = [x, *(p for p in ctx.layer.parameters() if p.requires_grad)]
+        made = iter(torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+        return None, next(made), *(next(made) if needed else None for needed in ctx.needs_input_grad[2:])
+
+
+class _Float64(TorchFunctionMode):
+    """Within it, nothing in float64 is made float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            narrow = torch.float32 in args or kwargs.get("dtype") == torch.float32
+            if func is torch.Tensor.float or (func is torch.Tensor.to and narrow):
+                return first
+            if narrow:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

@@ -1,0 +1,233 @@
+"""Attention over a tree of tokens: each token attends to its own segment, causally, and to all segments before it.
+
+A segment that others go on from is attended to by everything behind it at once: those tokens are neighbouring rows of
+the pack, so no key is copied for each sequence. The parts of a token's attention are joined by the logarithms of their
+normalisers; with the joined ones, the gradient of each part is that of an attention of its own (Dao et al. 2022,
+"FlashAttention"; Liu et al. 2023, "Ring Attention").
+
+Legend: T tokens, H query heads, K key-value heads, D head size, B segments, L queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_CHUNK = 2**24
+"""Most scores at a time, where torch has no kernel that gives the normaliser."""
+_UNSEEN = -1e30
+"""The score of a key that a query does not see. Finite: a query that sees no key of a block has no weight there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """A segment that others go on from, as rows of the pack: `first` to `behind`. What goes on from it are the rows
+    `behind` to `stop`."""
+
+    first: int
+    behind: int
+    stop: int
+    reach: int
+    """How far the last query behind it is from its first key, in tokens of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """Which rows of a pack attend to which."""
+
+    grids: tuple[tuple[int, int], ...]
+    """(segments, padded length) of the dense grids in which each segment attends to itself."""
+    spread: torch.Tensor
+    """The row in each cell of the grids."""
+    collect: torch.Tensor
+    """(T,) int64: the cell of each row."""
+    positions: torch.Tensor
+    """(T,) int64: the place of each token in its sequences."""
+    trunks: tuple[Trunk, ...]
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: TreeRows, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """(T, H, D), (T, K, D), (T, K, D) -> (T, H, D). A query sees the last `window` tokens, its own among them."""
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    return cast(torch.Tensor, _TreeAttention.apply(query, key, value, rows, scale, window))
+
+
+class _Context(Protocol):
+    rows: TreeRows
+    scale: float
+    window: int | None
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: TreeRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        ctx.rows, ctx.scale, ctx.window = rows, scale, window
+        keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
+        grids = zip(*(_grids(rows, x.index_select(0, rows.spread)) for x in (query, keys, values)), strict=True)
+        own = [_own_block(q.shape[1], scale, window, q).attend(q, k, v) for q, k, v in grids]
+        output, log_norm = _from_grids(rows, own)
+        for trunk in rows.trunks:
+            before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
+            block = _block_behind(trunk, rows.positions, scale, window, query)
+            its_output, its_norm = block.attend(query[None, behind], keys[None, before], values[None, before])
+            weight = torch.sigmoid(its_norm[0] - log_norm[behind])
+            output[behind].lerp_(its_output[0], weight[..., None].to(output.dtype))
+            log_norm[behind] = torch.logaddexp(log_norm[behind], its_norm[0])
+        ctx.save_for_backward(query, key, value, output, log_norm)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: _Context, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_norm = ctx.saved_tensors
+        rows, scale, window, grad = ctx.rows, ctx.scale, ctx.window, grad_outputs[0]
+        keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
+        cells = [x.index_select(0, rows.spread) for x in (query, keys, values, output, log_norm)]
+        cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))  # none of
+        grids = zip(*(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
+        own = [_own_block(q.shape[1], scale, window, q).gradients(q, *rest) for q, *rest in grids]
+        of_query, of_keys, of_values = _from_grids(rows, own)
+        for trunk in rows.trunks:
+            before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
+            block = _block_behind(trunk, rows.positions, scale, window, query)
+            asked = (query[None, behind], keys[None, before], values[None, before])
+            q, k, v = block.gradients(*asked, output[None, behind], log_norm[None, behind], grad[None, behind])
+            of_query[behind] += q[0]
+            of_keys[before] += k[0]
+            of_values[before] += v[0]
+        of_key, of_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (of_keys, of_values))
+        return of_query, of_key, of_value, None, None, None
+
+
+def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(T, K, D) -> (T, H, D): for each query head the one it reads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _grids(rows: TreeRows, cells: torch.Tensor) -> list[torch.Tensor]:
+    """What is in all cells -> (B, L, ...) of each grid."""
+    parts = cells.split([count * length for count, length in rows.grids])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, rows.grids, strict=True)]
+
+
+def _from_grids(rows: TreeRows, blocks: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The way back: of each grid some tensors (B, L, ...) -> these tensors (T, ...)."""
+    parts = zip(*blocks, strict=True)
+    return [torch.cat([x.flatten(0, 1) for x in part]).index_select(0, rows.collect) for part in parts]
+
+
+def _own_block(length: int, scale: float, window: int | None, like: torch.Tensor) -> _Block:
+    """Of segments with themselves."""
+    if window is None or length <= window:
+        return _Block(scale, causal=True)
+    index = torch.arange(length, device=like.device)
+    return _Block(scale, causal=False, mask=_mask(index[:, None] - index, window, like))
+
+
+def _block_behind(
+    trunk: Trunk, positions: torch.Tensor, scale: float, window: int | None, like: torch.Tensor
+) -> _Block:
+    """Of all that comes behind a trunk with the trunk."""
+    if window is None or trunk.reach < window:
+        return _Block(scale, causal=False)
+    distance = positions[trunk.behind : trunk.stop, None] - positions[trunk.first : trunk.behind]
+    return _Block(scale, causal=False, mask=_mask(distance, window, like))
+
+
+def _mask(distance: torch.Tensor, window: int, like: torch.Tensor) -> torch.Tensor:
+    """(L, S), to be added to the scores of keys at these distances before their queries."""
+    seen = (distance >= 0) & (distance < window)
+    return torch.zeros(distance.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, _UNSEEN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Attention of all queries to all keys but the masked ones: (B, L, H, D) to (B, S, H, D)."""
+
+    scale: float
+    causal: bool
+    """Where L is S: a query sees no key behind it."""
+    mask: torch.Tensor | None = None
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output (B, L, H, D), logarithm of the sum of exponentials (B, L, H))."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if _has_kernel(q, v):
+            how = {"attn_mask": self.mask, "scale": self.scale}
+            output, log_norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, self.causal, **how
+            )
+            return output.transpose(1, 2), log_norm.transpose(1, 2)
+        outputs: list[torch.Tensor] = []
+        log_norms: list[torch.Tensor] = []
+        for _, scores in self._scores(q, k):
+            log_norms.append(scores.logsumexp(-1))
+            outputs.append((scores - log_norms[-1][..., None]).exp_().to(v.dtype) @ v)
+        return torch.cat(outputs, 2).transpose(1, 2), torch.cat(log_norms, 2).transpose(1, 2)
+
+    def gradients(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        log_norm: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Those of queries, keys and values, where this block is a part of an attention with this `output` and
+        `log_norm`, whose gradient is `grad`."""
+        q, k, v, output, log_norm, grad = (x.transpose(1, 2) for x in (q, k, v, output, log_norm, grad))
+        if _has_kernel(q, v):
+            how = {"attn_mask": self.mask, "scale": self.scale}
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, output, log_norm, 0.0, self.causal, **how
+            )
+            of_query, of_key, of_value = (x.transpose(1, 2) for x in gradients)
+            return of_query, of_key, of_value
+        of_query, of_key, of_value = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, scores in self._scores(q, k):
+            weights = (scores - log_norm[:, :, queries, None]).exp_().to(v.dtype)
+            g = grad[:, :, queries]
+            delta = (g * output[:, :, queries]).sum(-1, keepdim=True)
+            of_scores = (g @ v.transpose(2, 3) - delta).mul_(weights).mul_(self.scale)
+            of_query[:, :, queries] = of_scores @ k
+            of_key += of_scores.transpose(2, 3) @ q[:, :, queries]
+            of_value += weights.transpose(2, 3) @ g
+        return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(some queries, (B, H, those, S)) of all queries (B, H, L, D), in single precision at least."""
+        length, keys = q.shape[2], k.shape[2]
+        size = max(1, _CHUNK // (q.shape[0] * q.shape[1] * keys))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        for first in range(0, length, size):
+            queries = slice(first, min(first + size, length))
+            scores = (q[:, :, queries] @ k.transpose(2, 3)).to(wide).mul_(self.scale)
+            if self.causal:
+                index = torch.arange(keys, device=q.device)
+                scores.masked_fill_(index > index[queries, None], _UNSEEN)
+            yield queries, scores if self.mask is None else scores.add_(self.mask[queries])
+
+
+def _has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch has one that gives the normaliser, and takes one back."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]

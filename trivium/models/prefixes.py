@@ -1,0 +1,170 @@
+"""What sequences begin with in common, as a tree: a pass over the tokens of the tree is a pass over all sequences.
+
+Under causal attention a token's states depend on the tokens before it alone. Sequences that begin with the same tokens
+therefore have the same states there, and the gradient of those states is the sum of what each sequence sends back.
+
+Legend: n sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+MIN_SAVED = 32
+"""Tokens that a shared run of tokens must save, at least; fewer are not worth an attention of their own."""
+BELOW_PER_SAVED = 16
+"""Tokens behind a shared run for each that it saves, at most: all of them have a second attention to join."""
+
+
+def is_gain(length: int, branches: int, below: int) -> bool:
+    """Whether `length` tokens are run once instead of once for each of the `branches` that go on from there, where
+    `below` tokens come behind them."""
+    saved = (branches - 1) * length
+    return saved >= MIN_SAVED and saved * BELOW_PER_SAVED >= below
+
+
+class Segment(NamedTuple):
+    """A run of tokens that one or more sequences have in common."""
+
+    sequence: int
+    """The sequence that it is read from."""
+    first: int
+    stop: int
+    """Its tokens there: `first` to `stop`, without the last."""
+    parent: int
+    """The segment before it; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Segments in preorder: all that come behind a segment follow it immediately."""
+
+    segments: tuple[Segment, ...]
+    leaves: tuple[int, ...]
+    """Of each sequence, the segment that it ends with."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.stop - segment.first for segment in self.segments)
+
+    @property
+    def shares(self) -> bool:
+        """Whether any segment belongs to several sequences."""
+        return any(segment.parent >= 0 for segment in self.segments) or len(self.segments) < len(self.leaves)
+
+
+def separate(lengths: Sequence[int]) -> Tree:
+    """The tree of sequences that share nothing."""
+    return Tree(tuple(Segment(i, 0, n, -1) for i, n in enumerate(lengths)), tuple(range(len(lengths))))
+
+
+class Prefixes:
+    """How many tokens any of n sequences have in common at their start."""
+
+    def __init__(self, keys: Sequence[npt.NDArray[Any]]) -> None:
+        """`keys` are the sequences, as arrays of one type: tokens, or what else must be equal where they share."""
+        as_bytes = [key.tobytes() for key in keys]
+        self._lengths = [len(key) for key in keys]
+        self._order = sorted(range(len(keys)), key=as_bytes.__getitem__)  # equal beginnings lie side by side
+        self._rank = {row: rank for rank, row in enumerate(self._order)}
+        self._common = [0, *(_common(keys[a], keys[b]) for a, b in pairwise(self._order))]
+        """Of each rank: with the one before."""
+
+    def ordered(self, rows: Sequence[int]) -> list[int]:
+        """The rows, those with equal beginnings side by side."""
+        return sorted(rows, key=self._rank.__getitem__)
+
+    def tree(self, rows: Sequence[int]) -> Tree:
+        """What the sequences `rows` share where that is a gain (`is_gain`), numbered as they are listed."""
+        number = {row: i for i, row in enumerate(rows)}
+        grown = _Growth()
+        before = -1
+        for row in self.ordered(rows):
+            rank = self._rank[row]
+            grown.add(number[row], self._lengths[row], min(self._common[before + 1 : rank + 1]) if before >= 0 else 0)
+            before = rank
+        return _laid_out(grown.finished(), len(rows))
+
+
+def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """The number of elements that both begin with."""
+    length = min(len(a), len(b))
+    different = a[:length] != b[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length
+
+
+@dataclass(slots=True)
+class _Node:
+    """A place where sequences part, or where one ends."""
+
+    depth: int
+    sequence: int
+    """One that passes through."""
+    ends: list[int] = field(default_factory=list[int])
+    """The sequences that end here."""
+    branches: list[_Node] = field(default_factory=list["_Node"])
+    below: int = 0
+    """Tokens behind it."""
+
+    def adopt(self, nodes: Sequence[_Node]) -> None:
+        for node in nodes:
+            if node.depth == self.depth:  # a sequence that ends where others go on
+                self.ends += node.ends
+            else:
+                self.branches.append(node)
+                self.below += node.depth - self.depth + node.below
+
+
+class _Growth:
+    """The nodes from the root to the sequence that was added last; those that it left are decided on."""
+
+    def __init__(self) -> None:
+        self._open = [_Node(0, -1)]
+        self._last: list[_Node] = []
+
+    def add(self, sequence: int, length: int, common: int) -> None:
+        """The next sequence in order, which has `common` tokens in common with the one before."""
+        self._close(common)
+        if self._open[-1].depth < common:
+            self._open.append(_Node(common, sequence))
+        self._open[-1].adopt(self._last)
+        self._last = [_Node(length, sequence, [sequence])]
+
+    def finished(self) -> _Node:
+        self._close(-1)
+        return self._open[0]
+
+    def _close(self, depth: int) -> None:
+        """Joins what lies deeper than this to what it hangs from."""
+        while self._open[-1].depth > depth:
+            node = self._open[-1]
+            node.adopt(self._last)
+            if len(self._open) == 1:
+                return
+            self._open.pop()
+            over = max(depth, self._open[-1].depth)
+            pieces = len(node.branches) + len(node.ends)
+            gains = is_gain(node.depth - over, pieces, node.below)
+            ended = [_Node(node.depth, sequence, [sequence]) for sequence in node.ends]
+            self._last = [node] if gains else [*node.branches, *ended]
+
+
+def _laid_out(root: _Node, num_sequences: int) -> Tree:
+    """The tree under a root without tokens."""
+    segments: list[Segment] = []
+    leaves = [-1] * num_sequences
+    waiting = [(node, 0, -1) for node in reversed(root.branches)]
+    while waiting:
+        node, first, parent = waiting.pop()
+        here = len(segments)
+        segments.append(Segment(node.sequence, first, node.depth, parent))
+        for sequence in node.ends:
+            leaves[sequence] = here
+        waiting += [(branch, node.depth, here) for branch in reversed(node.branches)]
+    return Tree(tuple(segments), tuple(leaves))
