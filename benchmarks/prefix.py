@@ -43,7 +43,7 @@ def make_batch(groups: int, members: int, prompt: int, completion: int) -> Batch
     for group in range(groups):
         begin = rng.integers(3, 60, prompt)
         for index in range(members):
-            tokens = np.concatenate([begin, rng.integers(3, 60, completion)])
+            tokens = np.concatenate([begin, rng.integers(3, 60, completion)]).astype(np.int32)
             rows.append(Experience(tokens, mask, np.where(mask, -4.0, 0.0), np.where(mask, 0, -1), f"g{group}", index))
     advantages = [np.full(length, rng.normal()) * mask for _ in rows]
     return Batch(tuple(rows)).with_columns(advantages=advantages, old_log_prob=[e.rollout_log_prob for e in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from vision_parts import picture, rolled_out, tiny
 
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.packed import pack
@@ -98,7 +100,7 @@ def test_beginnings_of_beginnings() -> None:
     """Turns that each are a sequence of their own, with everything before them; and more than Python could recur."""
     whole = np.arange(4000, dtype=np.int32)
     assert Prefixes([whole[: 200 * n] for n in range(1, 21)]).tree(range(20)).num_tokens < 4000 + 1000
-    assert Prefixes([whole[:n] for n in range(1, 4001)]).tree(range(4000)).leaves.count(-1) == 0
+    assert Prefixes([whole[:n] for n in range(1, 1501)]).tree(range(1500)).leaves.count(-1) == 0
 
 
 @pytest.mark.parametrize("budget", [1, 40, 70, 10_000])
@@ -272,6 +274,39 @@ def test_an_update_is_the_same_whatever_is_shared(name: str, config: dict[str, A
     torch.testing.assert_close(shared_scores, plain_scores, rtol=1e-6, atol=1e-6)  # they are float32
     torch.testing.assert_close(shared_weights, plain_weights, rtol=1e-9, atol=1e-9)
     assert max(value for key, value in plain.items() if "grad_norm" in key) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_images_of_a_prompt_are_computed_once(family: str, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", family)
+    rng, first = np.random.default_rng(0), asyncio.run(rolled_out(path)).experiences[0]
+    last = max(item.span[1] for item in first.media if item.span)
+    strange = replace(picture(7), span=first.media[0].span)  # as large as the first one, in its place
+    rows: list[Experience] = []
+    for index in range(8):
+        tokens = np.concatenate([first.tokens[: last + 1], rng.integers(3, 8, 3 + index).astype(np.int32)])
+        mask = np.arange(len(tokens)) > last
+        media = (strange, *first.media[1:]) if index % 2 else first.media
+        rows.append(Experience(tokens, mask, np.where(mask, -1.0, 0), np.where(mask, 0, -1), "g", index, media=media))
+    batch = Batch(tuple(rows)).with_columns(advantages=[rng.normal(size=len(e)) for e in rows])
+    found: list[tuple[Any, ...]] = []
+    for share in (False, True):
+        engine = make_engine(path, dtype="float64", optimizer={"lr": 0.1, "eps": 1.0}, share_prefix=share)
+        seen: list[int] = []
+        vision = engine._learners["policy"].model.backbone.vision
+        features = vision.features
+        vision.features = lambda images, seen=seen, features=features: (
+            seen.append(len(images.pixels)) or features(images)
+        )
+        scores = engine.score(batch, "old")
+        metrics = engine.update("policy", batch, Reinforce())
+        found.append((scores, metrics, weights(engine), seen))
+    (plain_scores, plain, plain_weights, plain_seen), (scores, metrics, after, seen) = found
+    assert (plain_seen, seen) == ([len(first.media) * 8] * 2, [len(first.media) * 2] * 2)
+    assert metrics == pytest.approx(plain, rel=1e-9)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(scores, plain_scores, strict=True))
+    assert all(torch.allclose(after[name], each, rtol=0, atol=1e-9) for name, each in plain_weights.items())
+    assert not np.allclose(scores[2][last + 1], scores[3][last + 1], atol=1e-4)  # they saw something else
 
 
 def test_fewer_rows_are_computed(model_dir: Path) -> None:
