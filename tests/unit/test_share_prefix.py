@@ -303,9 +303,10 @@ def test_images_of_a_prompt_are_computed_once(family: str, tmp_path: Path) -> No
         found.append((scores, metrics, weights(engine), seen))
     (plain_scores, plain, plain_weights, plain_seen), (scores, metrics, after, seen) = found
     assert (plain_seen, seen) == ([len(first.media) * 8] * 2, [len(first.media) * 2] * 2)
-    assert metrics == pytest.approx(plain, rel=1e-9)
+    close = 1e-9 if family == "llava" else 1e-7  # Qwen's towers rotate in float32
+    assert metrics == pytest.approx(plain, rel=close)
     assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(scores, plain_scores, strict=True))
-    assert all(torch.allclose(after[name], each, rtol=0, atol=1e-9) for name, each in plain_weights.items())
+    assert all(torch.allclose(after[name], each, rtol=0, atol=close) for name, each in plain_weights.items())
     assert not np.allclose(scores[2][last + 1], scores[3][last + 1], atol=1e-4)  # they saw something else
 
 
