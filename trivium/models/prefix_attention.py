@@ -109,8 +109,8 @@ class _TreeAttention(torch.autograd.Function):
         for trunk in rows.trunks:
             before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
             block = _block_behind(trunk, rows.positions, scale, window, query)
-            asked = (query[None, behind], keys[None, before], values[None, before])
-            q, k, v = block.gradients(*asked, output[None, behind], log_norm[None, behind], grad[None, behind])
+            parts = (query[None, behind], keys[None, before], values[None, before])
+            q, k, v = block.gradients(*parts, output[None, behind], log_norm[None, behind], grad[None, behind])
             of_query[behind] += q[0]
             of_keys[before] += k[0]
             of_values[before] += v[0]
