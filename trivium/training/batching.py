@@ -141,7 +141,7 @@ def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], 
 
 def prefixes_of(batch: Batch) -> Prefixes:
     """What the experiences of a batch begin with in common. Images are the same where all of them is, and its tokens
-    are; nobody shares a part of one."""
+    are; a part of one is never shared."""
     if not any(experience.media for experience in batch.experiences):
         return Prefixes([experience.tokens for experience in batch.experiences])
     return Prefixes([_seen_tokens(experience) for experience in batch.experiences])
