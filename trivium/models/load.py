@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from trivium.errors import ConfigError
+from trivium.models.allocator import keep_freed_memory
 from trivium.models.vision import decoder_of, family_in
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def load_lm(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    keep_freed_memory()
     if family_in(path) is not None:
         seeing = AutoModelForImageTextToText.from_pretrained(str(path), dtype=dtype, local_files_only=True)
         if attention is not None:
@@ -53,6 +55,7 @@ def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device 
     """The same model without its output layer, in eval mode."""
     from transformers import AutoModel
 
+    keep_freed_memory()
     model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
     model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
     return model if family_in(path) is None else _aligned(model)
