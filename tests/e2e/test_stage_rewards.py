@@ -11,8 +11,11 @@ import yaml
 
 from tests.processes import commands
 from trivium.config import load_config
+from trivium.config.memory_estimate import Machine
 from trivium.config.plan import plan_run
+from trivium.errors import ConfigError
 from trivium.models.heads import VALUE_HEAD
+from trivium.runtime.preflight import preflight
 
 RUN: dict[str, Any] = {
     "model": {"kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 32, "heads": 2, "mlp": 64},
@@ -85,7 +88,11 @@ def test_check_refuses_a_stage_that_trains_no_reward_model_before(
     first: str, reward: dict[str, Any], training: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
     path = config(tmp_path, {**JUDGE, **reward}, first=first, **training)
-    with commands(tmp_path) as start:
-        check = start("check", "check", str(path))
-        assert check.wait(120) == 2, check.text
-        assert found in check.text
+    with pytest.raises(ConfigError) as error:
+        preflight(load_config(path), Machine(1 << 40), 1).refuse()
+    assert any(found in f"{problem.found}; {problem.do}" for problem in error.value.problems)
+    if found.startswith("did you mean"):
+        with commands(tmp_path) as start:
+            check = start("check", "check", str(path))
+            assert check.wait(120) == 2, check.text
+            assert found in check.text
