@@ -75,7 +75,7 @@ class Strategy(ScriptCalls):
         self.train_batch_size = int(chosen("train_batch_size", train_batch_size, 1))
         self.bf16 = bool(chosen("bf16", bf16, False))
         self._roles: list[tuple[Wrapped, Role]] = []
-        self._replaced: list[weakref.ref[Tensor]] = []
+        self._replaced: list[weakref.ReferenceType[Any]] = []
         self.ranks = Ranks()
         self.setup_distributed()
 
