@@ -18,11 +18,12 @@ from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, DataError
 from trivium.models.classifier import load_score_model
 from trivium.models.heads import VALUE_HEAD
+from trivium.rewards.model import ModelReward
 from trivium.runtime.export import export
 from trivium.runtime.launch import run
 from trivium.tasks.conversations import as_json
 from trivium.tasks.files import JsonlTasks
-from trivium.types import IMAGE, Message
+from trivium.types import IMAGE, Media, Message
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {
@@ -94,10 +95,15 @@ def config(run_dir: Path, rows: Path, *changes: dict[str, Any]) -> dict[str, Any
 
 
 def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: Path) -> None:
-    data = config(tmp_path / "run", rows)
+    best = "eval/train/preference_accuracy/colour"
+    measured = {"evaluation": {"held_out": "train", "every": 14}, "checkpoint": {"keep_best": best}}
+    data = config(tmp_path / "run", rows, measured)
     run(config_from_mapping(data))
     log = tmp_path / "run" / "metrics.jsonl"
     metrics = [json.loads(line) for line in log.read_text().splitlines()]
+    held_out = [row[best] for row in metrics if best in row]
+    assert held_out[0] < 0.9 < held_out[-1]
+    metrics = [row for row in metrics if "rollout/groups" in row]
     assert metrics[-1]["train/preference_accuracy/colour"] == metrics[-1]["train/preference_accuracy"] > 0.9
     assert "train/preference_accuracy/style" not in metrics[-1]  # all of its labels are ties
     assert metrics[-1]["train/preference_tie_gap"] < 0.5 < metrics[-1]["train/preference_margin"]
@@ -120,10 +126,33 @@ def test_image_pairs_with_labels_by_head_teach_each_head(rows: Path, tmp_path: P
     torch.testing.assert_close(one.value_head.weight, factor * head["weight"][:1])
     mixed = load_score_model(last / "reward", **how, heads={"colour": 2.0, "style": -0.5}).value_head.weight
     torch.testing.assert_close(mixed, factor * (2 * head["weight"][:1] - 0.5 * head["weight"][1:]))
+    judge = ModelReward(ModelReward.Config(kind="model", path=str(out), heads={"colour": 1.0}))
+    asked = [{"role": "user", "content": "draw red"}, {"role": "assistant", "content": IMAGE}]
+    red, blue = (Media("image/png", (rows.parent / f"{name}-1.png").read_bytes()) for name in ("right", "wrong"))
+    assert judge("", "", asked, [red]) > judge("", "", asked, [blue])
     with pytest.raises(DataError, match="several: colour, style"):
         load_score_model(out, **how)
     with pytest.raises(DataError, match="no head 'color'"):
         load_score_model(out, **how, heads={"color": 1.0})
+
+
+def test_single_completions_about_images_teach_which_are_desirable(tmp_path: Path) -> None:
+    """KTO on rows of prompt, image, completion and label."""
+    lines: list[dict[str, Any]] = []
+    for n in range(16):
+        image = picture(tmp_path / f"{n}.png", n % 2 == 0, n)
+        said = "red" if n % 4 < 2 else "blue"
+        right = (said == "red") == (n % 2 == 0)
+        lines.append({"prompt": f"{IMAGE} colour?", "images": [image], "completion": said, "label": right})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    data = merged(BASE, {"run": {"dir": str(tmp_path / "run")}, "schedule": {"steps": 8, "group_size": 1}})
+    data |= {"algorithm": {"kind": "kto"}, "tasks": {"train": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}}}
+    run(config_from_mapping(data))
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/reference_point"] == metrics[0]["train/preference_chosen"] == 0  # the reference itself
+    assert all(row["train/reference_point"] >= 0 for row in metrics)
+    assert metrics[-1]["train/preference_chosen"] > metrics[-1]["train/preference_rejected"] + 0.02
+    assert metrics[-1]["train/loss/policy"] < metrics[0]["train/loss/policy"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trivium.config.schema import SETTLED, RunConfig
 from trivium.errors import Problem, TriviumError
@@ -120,7 +120,9 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
     names = ("accuracy", "reward", "response_tokens") if evaluation.taskset is not None else ()
     measured = [f"eval/{evaluation.taskset}/{name}" for name in names]
     if evaluation.held_out is not None:
-        measured += [f"eval/{evaluation.held_out}/{name}" for name in ("loss", "preference_accuracy")]
+        heads: Sequence[str] = getattr(config.algorithm, "heads", ())  # of a reward model
+        names = ("loss", "preference_accuracy", *(f"preference_accuracy/{head}" for head in heads))
+        measured += [f"eval/{evaluation.held_out}/{name}" for name in names]
         yield from _check_held_out(config, evaluation.held_out)
     if best is not None and best not in measured:
         remedy = suggest(best, measured) if measured else "name evaluation.taskset, or write checkpoint.keep_best=null"
