@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from processes import Forked, commands, eventually
+from reward_services import port_below_ephemeral
 
 TINY = Path(__file__).with_name("tiny.yaml")
 TOKEN = "sesame-of-the-tests"
@@ -57,11 +58,12 @@ def config(tmp_path: Path, url: str, **section: str) -> str:
 
 
 def test_a_run_waits_for_a_service_that_was_killed(start: Start, tmp_path: Path) -> None:
-    server, url = serve(start, tmp_path)
+    port = port_below_ephemeral()
+    server, url = serve(start, tmp_path, port)
     run = start("run", "run", config(tmp_path, url, token_variable="SCORING_TOKEN"))
     assert server.wait(240) == -signal.SIGKILL
     eventually(lambda: "is tried again" in run.text, 120, lambda: run.text, run)
-    again, _ = serve(start, tmp_path, int(url.rpartition(":")[2]))
+    again, _ = serve(start, tmp_path, port)
     assert run.wait(240) == 0, run.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "failures" not in summary, summary

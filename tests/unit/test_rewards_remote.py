@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from reward_services import (
     hung,
     json_of,
     lengths,
+    port_below_ephemeral,
     raw,
     service,
 )
@@ -221,7 +221,7 @@ async def test_a_request_that_no_call_waits_for_is_closed() -> None:
 
 def test_one_reward_serves_several_event_loops_one_after_the_other() -> None:
     async def first() -> tuple[RemoteReward, Service]:
-        async with service(computed(lengths)) as here:
+        async with service(computed(lengths), port=port_below_ephemeral()) as here:
             reward = remote(here.url, max_concurrent=1, max_batch=1)
             assert rewards(await reward.score_batch(TWO)) == [5.0, 6.0]
             return reward, here
@@ -315,13 +315,8 @@ async def test_errors_of_single_samples_in_our_own_form() -> None:
         assert wanted in text
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 async def test_a_service_that_is_away_for_a_while_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
+    port = port_below_ephemeral()
     call = asyncio.ensure_future(remote(f"http://127.0.0.1:{port}/get_reward", max_attempts=1).score_batch(TWO))
     while "is tried again" not in caplog.text:
         assert not call.done()
@@ -331,13 +326,13 @@ async def test_a_service_that_is_away_for_a_while_is_waited_for(caplog: pytest.L
 
 
 async def test_a_service_that_stays_away_is_a_named_error() -> None:
-    url = f"http://127.0.0.1:{free_port()}/get_reward"
+    url = f"http://127.0.0.1:{port_below_ephemeral()}/get_reward"
     results = await remote(url, total_s=2.0).score_batch(TWO)
     assert "ConnectError" in errors(results, EndpointUnreachable)
 
 
 async def test_a_dead_url_is_avoided() -> None:
-    dead = f"http://127.0.0.1:{free_port()}/"
+    dead = f"http://127.0.0.1:{port_below_ephemeral()}/"
     async with service(computed(lengths)) as one, service(raw(500, b""), computed(lengths)) as two:
         reward = remote([one.url, two.url, dead], max_batch=1)
         samples = [RemoteSample("", "x" * n) for n in range(12)]

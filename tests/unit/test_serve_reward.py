@@ -251,6 +251,9 @@ async def test_a_reward_model_scores_text_in_every_form_as_the_reward_does(tmp_p
             assert answer["rewards"] == pytest.approx(wanted.expected[:2], abs=1e-4)
             good, bad = await client(url).score_batch([samples[0], RemoteSample("", "1" * 50, messages=MESSAGES)])
     assert values([good]) == pytest.approx(wanted.expected[:1], abs=1e-4)
+    twice = ["rewards.0.heads.score=2.0", "rewards.0.weight=-1"]
+    async with serving(read_rewards(path, twice)) as (url, _):
+        assert values(await client(url).score_batch(samples[:1])) == pytest.approx([-2 * wanted.expected[0]], abs=1e-4)
     assert "max_position_embeddings" in str(bad)
 
 
@@ -282,6 +285,9 @@ async def test_a_reward_model_sees_the_images_of_every_form(tmp_path: Path) -> N
         one = base64.b64encode(red.data).decode()
         lacking = await post(url, {"queries": [str(prompt) + "c"], "images": [[one]]})
     assert scored["trivium"] == pytest.approx(scored["lightrft"], abs=1e-5)
+    reward = ModelReward(ModelReward.Config(path=str(path)))
+    direct = [reward("", "c", [text], images) for images in ([red, blue], [red, red], [blue, red])]
+    assert scored["trivium"] == pytest.approx(direct, abs=1e-5)
     assert len({round(score, 4) for score in scored["trivium"]}) == 3
     assert lacking.json()["rewards"] == [None]
     assert "1 image(s)" in lacking.json()["errors"][0]

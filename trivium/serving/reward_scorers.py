@@ -17,8 +17,9 @@ from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import Recipe
 from trivium.rewards.remote_forms import RemoteScore, Scored
 from trivium.serving.reward_requests import WantedReward
-from trivium.types import StopReason, Trajectory, Turn
+from trivium.types import Message, StopReason, Trajectory, Turn
 
+_QUESTION = (Message("user", ""),)
 _NO_TOKENS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -57,8 +58,8 @@ class JudgeScorer:
 class ModelScorer:
     """The score of a reward model's last token; sequences of up to `batch_tokens` together go through it at once.
 
-    A query is read as it is, in the model's own chat template, without padding; messages are rendered. Either ends with
-    the tokenizer's end of sequence.
+    A query is read as it is, in the model's own chat template, without padding; messages are rendered. Either ends as
+    the completions that the model was trained on.
     """
 
     whole = True
@@ -68,23 +69,32 @@ class ModelScorer:
         import torch
 
         from trivium.models.classifier import load_score_model
+        from trivium.models.heads import VALUE_HEAD
         from trivium.models.scoring import SequenceScorer
         from trivium.text import hf_tokenizer
         from trivium.text.renderer import renderer_of
 
-        path = Path(config.path)
-        self.name, self._weight = config.label, config.weight
-        has_gpu = torch.cuda.is_available()
+        if config.path is None:
+            do = "name the directory that the stage has written"
+            raise DataError(f"serve the reward model of the stage {config.stage!r}", "only its run knows it", do)
+        path, has_gpu = Path(config.path), torch.cuda.is_available()
+        trained = (path / f"{VALUE_HEAD}.safetensors").is_file()  # else a classifier of transformers
         device = config.device if config.device != "auto" else "cuda" if has_gpu else "cpu"
-        model = load_score_model(path, dtype=_dtype(path, config.dtype), device=torch.device(device))
-        self._scorer = SequenceScorer(model.eval(), model_dir=path, max_tokens=batch_tokens)
-        self._renderer = renderer_of(str(path))
-        tokenizer: Any = hf_tokenizer(path)
-        if tokenizer.eos_token_id is None:
+        dtype = _dtype(path, config.dtype, trained=trained)
+        model = load_score_model(path, dtype=dtype, device=torch.device(device), heads=config.heads)
+        # A checkpoint has one tokenizer and processor for all its models.
+        model_dir = path if (path / "tokenizer_config.json").is_file() else path.parent / "policy"
+        self.name, self._weight = config.label, config.weight
+        self._scorer = SequenceScorer(model.eval(), model_dir=model_dir, max_tokens=batch_tokens)
+        self._renderer = renderer_of(str(model_dir))
+        tokenizer: Any = hf_tokenizer(model_dir)
+        # Each kind ends a completion as it was trained.
+        self._end = int(self._renderer.expert(_QUESTION, "")[1][-1]) if trained else tokenizer.eos_token_id
+        if self._end is None:
             raise DataError(f"the reward model {path}", "its tokenizer has no end of sequence", "save an eos_token")
-        self._eos = tokenizer.eos_token_id
-        pad, eos = (re.escape(token or tokenizer.eos_token) for token in (tokenizer.pad_token, tokenizer.eos_token))
-        self._padding = re.compile(f"^(?:{pad})+|(?:{pad}|{eos})+$")
+        end = str(tokenizer.convert_ids_to_tokens(self._end))
+        pad = re.escape(str(tokenizer.pad_token or end))
+        self._padding = re.compile(f"^(?:{pad})+|(?:{pad}|{re.escape(end)})+$")
         self._threads = Threads(1, "a reward model")
 
     def lacking(self, columns: Mapping[str, Any]) -> str:
@@ -118,13 +128,15 @@ class ModelScorer:
         else:
             media = [item for message in wanted.task.prompt for item in message.media]
             whole = self._renderer.read(self._padding.sub("", wanted.query), media)
-        return Conversation(np.append(whole.tokens, np.int32(self._eos)), whole.media)
+        return Conversation(np.append(whole.tokens, np.int32(self._end)), whole.media)
 
 
-def _dtype(path: Path, name: str) -> Any:
+def _dtype(path: Path, name: str, *, trained: bool) -> Any:
     import torch
     from transformers import AutoConfig
 
+    if name == "auto" and trained:
+        return torch.float32
     if name == "auto":
         return AutoConfig.from_pretrained(path, local_files_only=True).dtype or torch.float32
     return getattr(torch, name)
