@@ -32,6 +32,7 @@ from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.frontdoors.lightrft.arguments import REQUIRED
+from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_objective, with_kl
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.loops import train_step
@@ -288,6 +289,32 @@ def test_a_status_has_the_names_of_the_original(model: Path, args: Namespace) ->
     names = "policy_loss actor_lr kl reward return response_length total_length critic_loss values critic_lr"
     assert set(names.split()) <= set(status)
     assert all(isinstance(value, float) for value in status.values())
+
+
+def test_an_experience_made_by_hand_is_trained_on(model: Path, args: Namespace) -> None:
+    """Without fit, groups and info, and with nearly no args; every field that is missing is named."""
+    args = Namespace(use_kl_loss=True, kl_estimator="k2")
+    further: dict[str, Any] = {"reference": True, "init_kl_coef": 0.5, "max_norm": 0.0, "gradient_checkpointing": True}
+    trainer = make_trainer(model, args, **further)
+    generator = torch.Generator().manual_seed(0)
+    experience = ExperienceVL(
+        torch.randint(5, 15, (3, 7), generator=generator),
+        action_log_probs=-torch.rand(3, 4, generator=generator) - 2,
+        base_action_log_probs=-torch.rand(3, 4, generator=generator) - 2,
+        advantages=torch.randn(3, 4, generator=generator),
+        kl=torch.ones(3, 4),
+        attention_mask=torch.ones(3, 7, dtype=torch.int64),
+        action_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool(),
+    )
+    before = weights(trainer)
+    status = trainer.training_step(experience, 1, entropy_mask=torch.ones(3, 4))
+    assert status["actor_grad_norm"] > 0
+    assert distance(before, weights(trainer)) > 1e-3
+    with pytest.raises(DataError, match="action_mask"):
+        trainer.training_step_actor(experience, torch.ones(3, 3))
+    experience.advantages = experience.action_log_probs = None
+    with pytest.raises(DataError, match="action_log_probs, advantages"):
+        trainer.training_step(experience, 1)
 
 
 # --------------------------------------------------------------------------- losses, by the peers' own numbers

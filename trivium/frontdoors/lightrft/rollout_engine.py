@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trivium.concurrency import run_here, usable_cores
+from trivium.concurrency import run_here
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
@@ -19,7 +19,6 @@ from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
 from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, PromptRenderer, task_of
 from trivium.models.images import Images, images_of
 from trivium.randomness import SampleKey
-from trivium.training.ranks import ranks_here
 from trivium.types import Group, Sampling, Task, Trajectory
 from trivium.workflows.single_turn import SingleTurn
 
@@ -159,7 +158,7 @@ class Rollouts:
                 model_dir=self._model_dir,
                 eos_token_ids=self._eos,
                 decode=self._renderer.decode,
-                threads=max(1, usable_cores() // ranks_here()),
+                threads=torch.get_num_threads(),
             )
             await self._engine.load(version, list(self._weights()))
         elif self._engine.version != version:

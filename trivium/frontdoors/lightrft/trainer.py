@@ -126,7 +126,8 @@ class PPOTrainerVL:
         self.processor, self.gradient_checkpointing = processor, gradient_checkpointing
         self.save_hf_ckpt, self.disable_ds_ckpt = save_hf_ckpt, disable_ds_ckpt
         self.generate_kwargs, self._overrides = dict(given.sampling), dict(given.overrides)
-        self.sampling = sampling_of(self.generate_kwargs, prompt_max_len)
+        own = {"temperature": actor.temperature}
+        self.sampling = sampling_of({**own, **self.generate_kwargs}, prompt_max_len)
         self.kl_ctl = get_kl_controller(
             {
                 "type": "adaptive" if kl_target else "fixed",
@@ -156,13 +157,16 @@ class PPOTrainerVL:
         self._global_steps = 0
         self._eval_dataloader: Any = None
         self.args = strategy.args
-        self._check_temperature()
+        for model in (actor, critic) if gradient_checkpointing else ():
+            if model is not None:
+                model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
+        self._set_temperature()
         self._learners = self._open_learners()
         self._read_args(strategy.args)
 
     # ------------------------------------------------------------------ parts
 
-    def _check_temperature(self) -> None:
+    def _set_temperature(self) -> None:
         """Scores are of the distribution that is sampled from."""
         temperature = self.sampling.temperature or 1.0
         for model in (self.actor, self.initial_model, self.ema_model):
@@ -196,7 +200,8 @@ class PPOTrainerVL:
         """Builds what `args` decides; keyword arguments of the constructor count more."""
         self.args = Namespace(**{**vars(args), **self._overrides})
         self.freezing_actor_steps = int(option(self.args, "freezing_actor_steps"))
-        self.high_entropy_token_ratio = float(option(self.args, "high_entropy_token_ratio"))
+        ratio = option(self.args, "high_entropy_token_ratio") or self.actor.high_entropy_token_ratio
+        self.high_entropy_token_ratio = float(ratio)
         previous = self.algorithm.state() if hasattr(self, "algorithm") else {}
         self.algorithm: GroupAlgorithm = algorithm_of(
             self.args,
@@ -345,7 +350,7 @@ class PPOTrainerVL:
         """`max_epochs` passes over the replay buffer, in parts of `args.train_batch_size` sequences (over all ranks):
         one `training_step` each. The means of what they returned, and statistics of the rollout."""
         ranks, items = self.strategy.ranks, len(self.replay_buffer)
-        share = max(1, int(self.args.train_batch_size) // ranks.data_size)
+        share = int(getattr(self.args, "train_batch_size", 0)) // ranks.data_size or max(items, 1)
         parts = ranks.all_reduce_max(math.ceil(items / share))
         statuses: list[tuple[float, dict[str, float]]] = []
         for _ in range(self.max_epochs):
@@ -412,7 +417,8 @@ class PPOTrainerVL:
         learner = self._learners[role]
         totals = self.strategy.totals(batch, learner.max_response_length)
         who = f"the {role} in step {self._global_steps}"
-        return learner.update(batch, objective, None, self.max_norm, step=self._global_steps, who=who, totals=totals)
+        how = {"step": self._global_steps, "who": who, "totals": totals}
+        return learner.update(batch, objective, None, self.max_norm or math.inf, **how)
 
     # ------------------------------------------------------------------ evaluation, logs, checkpoints
 

@@ -72,6 +72,9 @@ def rollout_status(experience: ExperienceVL) -> dict[str, float]:
             status[name] = float((numbers * weights).sum() / weights.sum().clamp(min=1))
         else:
             status[name] = float(numbers.mean())
+    if "kl" not in status and experience.kl is not None and experience.action_mask is not None:
+        mask = experience.action_mask.bool()
+        status["kl"] = float(torch.where(mask, experience.kl, 0.0).sum() / mask.sum().clamp(min=1))
     return status
 
 
