@@ -131,12 +131,17 @@ class FileBuffer(ReadOnlyBuffer):
         return [self._group(self.schedule.at(slot)) for slot in slots]
 
 
-def conversation_of(value: object) -> tuple[list[Message], str] | None:
+def is_conversation(value: Any) -> bool:
+    """Whether a column of a task holds a conversation of its own (`tasks.*.conversations`)."""
+    return isinstance(value, dict) and value.keys() == {"conversation"}
+
+
+def conversation_of(value: Any) -> tuple[list[Message], str] | None:
     """(messages, the completion that a model scores them with) of a column of `conversations`; None for another one.
 
     The completion is the last message where that is the assistant's text, else empty.
     """
-    if not isinstance(value, dict) or set(value) != {"conversation"}:
+    if not is_conversation(value):
         return None
     messages = [
         Message(entry["role"], entry["content"], tuple(Media(mime, b64decode(data)) for mime, data in entry["images"]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from trivium.buffers.files import FileBuffer
+from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import Machine, context_limit, shape_in
 from trivium.config.reading import sections_of
@@ -291,7 +291,12 @@ def _look_at_rows(
 
 def _texts(task: Task) -> list[Message]:
     """A task's prompt and everything that may be a completion of it, as messages."""
-    return [*task.prompt, *(Message("assistant", str(value)) for value in task.columns.values())]
+    texts = [
+        entry["content"]
+        for value in task.columns.values()
+        for entry in (value["conversation"] if is_conversation(value) else [{"content": str(value)}])
+    ]
+    return [*task.prompt, *(Message("assistant", text) for text in texts)]
 
 
 def _length(trajectory: Trajectory) -> int:
