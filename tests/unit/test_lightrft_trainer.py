@@ -475,7 +475,7 @@ def test_pretraining_is_in_the_same_optimizer_step(model: Path, args: Namespace)
     loss = float(loss.detach())
     expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
     assert len(gradients) == 2
-    assert torch.allclose(gradients[1] - gradients[0], coef * expected, atol=1e-9)
+    assert torch.allclose(gradients[1] - gradients[0], coef * expected, atol=1e-6)  # norms are float32
     assert status["ptx_loss"] == pytest.approx(loss, abs=1e-6)
     assert status["policy_loss"] == pytest.approx(status["actor_loss"] - coef * loss, abs=1e-6)
 
