@@ -110,6 +110,41 @@ async def gather_or_cancel(awaitables: Iterable[Awaitable[T]]) -> list[T]:
             await asyncio.wait(unfinished)
 
 
+class Turns:
+    """At most `limit` blocks `async with turns` at the same time, in the order in which they were reached.
+
+    asyncio.Semaphore looks at the waiting tasks one by one for each that leaves: time in the square of their number.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self._free:  # then no task waits: a block that ends hands its turn over
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had its turn already
+                self._hand_over()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
     """The coroutine's result, from an event loop of its own: also where the caller is itself inside one."""
     try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from trivium.concurrency import gather_or_cancel, left_behind, wait_for
+from trivium.concurrency import Turns, gather_or_cancel, left_behind, wait_for
 from trivium.errors import (
     DeadlineExceeded,
     RewardError,
@@ -92,7 +92,7 @@ class Explorer:
     _counts: Counter[str] = field(default_factory=Counter[str], init=False)
     """What it has rolled out since its last report."""
     _counted_since: float = field(default_factory=time.monotonic, init=False)
-    _semaphore: asyncio.Semaphore = field(init=False)
+    _turns: Turns = field(init=False)
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
     """What was started, in that order, up to the oldest group in progress (None)."""
     _finished: deque[Group] = field(init=False)
@@ -100,7 +100,7 @@ class Explorer:
     """The kinds of failure that are in the log."""
 
     def __post_init__(self) -> None:
-        self._semaphore = asyncio.Semaphore(self.max_concurrent)
+        self._turns = Turns(self.max_concurrent)
         self._finished = deque(maxlen=self.failure_window)
 
     @property
@@ -233,7 +233,7 @@ class Explorer:
 
     async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
         """The trajectory with what it earned by itself, and the seconds it took without waiting for its turn."""
-        async with self._semaphore:
+        async with self._turns:
             started = time.monotonic()
             trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
         trajectory = await self._scored(task, trajectory, started + self.deadline_s - time.monotonic())
