@@ -190,7 +190,7 @@ def export(
     ] = None,
     role: Annotated[
         Literal["policy", "reward"],
-        typer.Option("--role", help="The policy, or the reward model as a sequence classifier with one output."),
+        typer.Option("--role", help="The policy, or the reward model as a sequence classifier."),
     ] = "policy",
     debug: Debug = False,
 ) -> None:

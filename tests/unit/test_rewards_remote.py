@@ -34,6 +34,7 @@ from reward_services import (
 from trivium.errors import ConfigError, RewardError
 from trivium.rewards import make_judge
 from trivium.rewards.http_client import (
+    EndpointClient,
     EndpointError,
     EndpointFailed,
     EndpointTimeout,
@@ -294,7 +295,21 @@ async def test_the_service_says_when_to_try_again() -> None:
         assert "status 503" in errors(await remote(here.url).score_batch(TWO), EndpointFailed)
         assert len(here.requests) == 1
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert retry_after_s("soon") is None
+    assert retry_after_s(" 7 ") == 7.0
+    for text in ("soon", "²", "Mon, 01 Jan 99999 00:00:00 GMT", "Mon, 01 Jan 999999999999999999999 00:00:00 GMT"):
+        assert retry_after_s(text) is None
+
+
+async def test_a_service_that_asks_for_a_long_pause_leaves_the_work_to_the_others() -> None:
+    async with service(raw(503, b"", Retry_After="3600")) as busy, service(computed(lengths)) as free:
+        assert rewards(await remote([busy.url, free.url]).score_batch(TWO)) == [5.0, 6.0]
+        assert (len(busy.requests), len(free.requests)) == (1, 1)
+
+
+def test_certificates_are_verified_beside_urls_without_any() -> None:
+    client = EndpointClient(RemoteReward.Config(urls=["http://host/", "HTTPS://host/"]))
+    assert not client._context("http://host/").get_ca_certs()
+    assert client._context("HTTPS://host/").get_ca_certs()
 
 
 async def test_one_bad_number_fails_its_sample_alone() -> None:
@@ -412,7 +427,15 @@ def test_a_token_that_cannot_be_sent_is_an_error_without_it(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:5000/get_reward", "ftp://host/", "http://", "http://me:pass-word@host/", "http://host:port/"]
+    "url",
+    [
+        "localhost:5000/get_reward",
+        "ftp://host/",
+        "http://",
+        "http://me:pass-word@host/",
+        "http://host:port/",
+        "http://host/\n",
+    ],
 )
 def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
     with pytest.raises(ValidationError) as raised:

@@ -16,6 +16,9 @@ from trivium.models.load import load_backbone
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ONE_OUTPUT = ("score",)
+"""The names of the outputs of a reward model with one."""
+
 
 def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedModel:
     """The reward model in a checkpoint's `reward/` as transformers' sequence classifier of its architecture.
@@ -67,7 +70,7 @@ def load_classifier(path: Path, *, dtype: torch.dtype | str, device: torch.devic
 def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:
     """The names of a sequence classifier's outputs; one alone is `score`."""
     number = model.config.num_labels or 1
-    return output_names(model, number) if number > 1 else ("score",)
+    return output_names(model, number) if number > 1 else ONE_OUTPUT
 
 
 def load_score_model(
@@ -82,17 +85,21 @@ def load_score_model(
     if not saved.is_file() and not (path / "config.json").is_file():
         do = "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint), or a sequence classifier"
         raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
-    head = None if saved.is_file() else getattr(load_classifier(path, dtype=dtype, device=device), "score", None)
-    model = ScoreModel(path, dtype=dtype, device=device, seed=0)
-    if not saved.is_file():
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "seed": 0}
+    if saved.is_file():
+        model = ScoreModel(path, **how)
+    else:
+        classifier = load_classifier(path, dtype=dtype, device=device)
+        head = getattr(classifier, "score", None)
         if not isinstance(head, nn.Linear):
             raise _refusal(path, "its head is not one linear layer, `score`")
-        model.value_head = head_of_weight(head.weight)  # a bias adds the same constant to every score
+        # A bias adds the same constant to every score.
+        model = ScoreModel(classifier.base_model, head={"weight": head.weight.detach()}, **how)
     _combine(model, heads, path)
     return model
 
 
-def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, path: Path) -> list[float]:
+def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model: str) -> list[float]:
     """(K,): what each output of a reward model counts in the score that `heads` stands for; 0 where it names it not.
 
     One output alone needs no name. Raises DataError for names that are not among the model's.
@@ -101,7 +108,7 @@ def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, path: 
     unknown = sorted(set(heads or ()) - set(names))
     if not heads or unknown:
         raise DataError(
-            f"one score by the reward model {path}",
+            f"one score by {model}",
             f"no head {unknown[0]!r}; it has {', '.join(names)}" if unknown else f"it has several: {', '.join(names)}",
             "give the weights of heads: {" + ", ".join(f"{name}: 1.0" for name in names) + "}",
         )
@@ -111,7 +118,7 @@ def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, path: 
 def _combine(model: ScoreModel, heads: Mapping[str, float] | None, path: Path) -> None:
     """Gives the model a head of one output."""
     if model.value_head.out_features > 1 or heads is not None:
-        weights = head_weights(model.head_names or ("score",), heads, path)
+        weights = head_weights(model.head_names or ONE_OUTPUT, heads, f"the reward model {path}")
         weight = model.value_head.weight.detach()
         model.value_head = head_of_weight(weight.new_tensor([weights]) @ weight)
 

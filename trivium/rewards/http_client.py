@@ -12,6 +12,7 @@ import email.utils
 import json
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,8 @@ def _checked_url(url: str) -> str:
         raise ValueError(f"{url!r} is not the URL of a service: write http://host:port/path")
     if parts.username or parts.password:
         raise ValueError("a URL with a user or a password would be written to the run directory: use token_variable")
+    if not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} has characters that no URL holds: write http://host:port/path")
     parts.port  # noqa: B018  # raises ValueError for one that is no number
     return url
 
@@ -193,7 +196,7 @@ class EndpointClient:
         self._config = config
         self._servers = [_Server(_with_path(url, path)) for url in config.urls]
         self._num_attempts = self._num_retries = 0
-        self._tls: ssl.SSLContext | None = None
+        self._tls: dict[str, ssl.SSLContext] = {}
         self._token = read_token(config.token_variable, config.token_file)
 
     async def post(self, body: Mapping[str, Any]) -> tuple[str, Any]:
@@ -206,7 +209,7 @@ class EndpointClient:
         config = self._config
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_TryAgain),
-            wait=_pause_s,
+            wait=self._pause_s,
             stop=_Stop(config),
             before_sleep=self._log_retry,
             reraise=True,
@@ -286,14 +289,24 @@ class EndpointClient:
             raise self.malformed(url, found, "correct urls, or the service") from None
 
     def _context(self, url: str) -> ssl.SSLContext:
-        """How certificates are verified; made once, since it reads the whole bundle. For http an empty one, which
-        trusts no certificate."""
+        """How certificates are verified; made once for each scheme, since it reads the whole bundle. For http an empty
+        one, which trusts no certificate."""
         import httpx
 
-        if self._tls is None:
-            https = url.startswith("https")
-            self._tls = httpx.create_ssl_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        return self._tls
+        scheme = urlsplit(url).scheme
+        if scheme not in self._tls:
+            https = scheme == "https"
+            self._tls[scheme] = httpx.create_ssl_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        return self._tls[scheme]
+
+    def _pause_s(self, state: RetryCallState) -> float:
+        """The seconds before the next attempt. Where the service has said when to try again, it is heeded unless
+        another URL may be tried sooner."""
+        error = state.outcome.exception() if state.outcome is not None else None
+        if not isinstance(error, _TryAgain) or error.retry_after_s is None:
+            return _BACKOFF(state)
+        now = time.monotonic()
+        return max(_BACKOFF(state), min(error.retry_after_s, *(s.paused_until - now for s in self._servers)))
 
     def _log_retry(self, state: RetryCallState) -> None:
         self._num_retries += 1
@@ -313,20 +326,17 @@ class EndpointClient:
         return error
 
 
-def _pause_s(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome is not None else None
-    wanted = error.retry_after_s if isinstance(error, _TryAgain) else None
-    return max(_BACKOFF(state), wanted or 0.0)
-
-
 def retry_after_s(header: str | None) -> float | None:
     """The seconds that a Retry-After header asks for, as a number or as a date; None without one."""
     if not header:
         return None
-    if header.strip().isdigit():
+    if re.fullmatch(r"\s*[0-9]+\s*", header):
         return float(header)
-    date = email.utils.parsedate_tz(header)
-    return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
+    try:
+        date = email.utils.parsedate_tz(header)
+        return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
+    except (ValueError, OverflowError):  # a year that there is not
+        return None
 
 
 def _with_path(url: str, path: str) -> str:

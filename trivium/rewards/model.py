@@ -114,7 +114,7 @@ class _Classifier:
                 "save chat_template.jinja and eos_token in the directory",
             )
         self._model = load_classifier(path, dtype=config.dtype, device=_device(config))
-        self._weights = head_weights(head_names_of(self._model), config.heads, path)
+        self._weights = head_weights(head_names_of(self._model), config.heads, f"the reward model {path}")
         self._label = config.label
 
     def sequence(self, messages: Sequence[Mapping[str, str]], media: Sequence[Media], completion: str) -> list[int]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from trivium.algorithms import build_algorithm
 from trivium.checkpoint.store import CheckpointStore
 from trivium.config import RewardConfig, RunConfig
-from trivium.errors import Problem, RunDirError
+from trivium.errors import DataError, Problem, RunDirError
+from trivium.models.classifier import ONE_OUTPUT, head_weights
+from trivium.models.loss import ScoreHead
 from trivium.registry import suggest
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed, parts_of
@@ -21,15 +23,23 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
     stages, names = config.stage_configs(), config.stage_names
     for number, stage in enumerate(stages):
         where = f"stages[{number}].rewards" if config.stages else "rewards"
-        for name in _stages_read(stage.rewards):
+        for reward in _of_stages(stage.rewards):
+            name = str(reward.stage)
             model, earlier = f"the reward model of the stage {name!r}", [each for each in names[:number] if each]
             if name not in earlier:
                 found = "that is no earlier stage" if name in names else "no stage has this name"
                 do = suggest(name, earlier) if earlier else "give an earlier stage, which trains it, this `name`"
                 yield Problem(where, model, found, do)
-            elif not _trains_reward_model(stages[names.index(name)]):
+                continue
+            heads = _heads_trained_by(stages[names.index(name)])
+            if heads is None:
                 found = f"stages[{names.index(name)}] has algorithm.kind {stages[names.index(name)].algorithm.kind!r}"
                 yield Problem(where, model, found, "name a stage with algorithm.kind: reward_model")
+                continue
+            try:
+                head_weights(heads, reward.heads, model)
+            except DataError as error:
+                yield Problem(f"{where}.heads", error.asked, error.found, error.do)
 
 
 def with_reward_models(
@@ -51,7 +61,7 @@ def with_reward_models(
         path = store.open(ends[number]).path / _ROLE
         return reward.model_copy(update={"path": str(path.resolve()), "stage": None})
 
-    if not _stages_read(stage.rewards):
+    if not _of_stages(stage.rewards):
         return stage
     return stage.model_copy(update={"rewards": changed(stage.rewards, located)})
 
@@ -62,12 +72,15 @@ def stage_ends(store: CheckpointStore) -> list[int]:
     return [] if latest is None else [*latest.state["pinned"], latest.step]
 
 
-def _stages_read(rewards: Sequence[RewardConfig]) -> list[str]:
+def _of_stages(rewards: Sequence[RewardConfig]) -> list[ModelReward.Config]:
+    """The reward models that are named by their stage."""
     configs = [part.reward for part in parts_of(rewards)]
-    return [reward.stage for reward in configs if isinstance(reward, ModelReward.Config) and reward.stage is not None]
+    return [reward for reward in configs if isinstance(reward, ModelReward.Config) and reward.stage is not None]
 
 
-def _trains_reward_model(stage: RunConfig) -> bool:
+def _heads_trained_by(stage: RunConfig) -> tuple[str, ...] | None:
+    """The names of the outputs of the reward model that a stage trains; None where it trains none."""
     section = stage.algorithm.settled(stage)
     algorithm = build_algorithm(section, stage.run.seed, stage.engine.sampling.max_new_tokens)
-    return any(objective.role == _ROLE for objective in algorithm.objectives)
+    objective = next((each for each in algorithm.objectives if each.role == _ROLE), None)
+    return None if objective is None else getattr(objective, "score_head", ScoreHead()).names or ONE_OUTPUT
