@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.rank_processes import run_ranks
 from tests.unit.lightrft_trainer_parts import (
@@ -37,6 +38,8 @@ from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.loops import train_step
 from trivium.models.loss import LossDenominators, LossInputs
+from trivium.models.processor import hf_processor
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.fsdp import full_tensor
 from trivium.training.learner import Learner
@@ -401,6 +404,19 @@ def test_adaptive_kl_is_steered_by_fit_and_saved(model: Path, args: Namespace) -
     assert again.kl_ctl.value == trainer.kl_ctl.value
 
 
+def test_the_kl_of_a_status_is_that_of_the_reference(model: Path, args: Namespace) -> None:
+    """It steers the adaptive coefficient; how far a step moved the policy is `ppo_kl`."""
+    args.advantage_estimator = "reinforce"
+    trainer = make_trainer(model, args, reference=True)
+    with torch.no_grad():
+        for parameter in trainer.initial_model.model.parameters():
+            parameter.mul_(1.3)
+    fill(trainer, recorded())
+    items = trainer.replay_buffer.items
+    estimates = torch.cat([item.kl[item.action_mask] for item in items])
+    assert trainer.ppo_train(1)["kl"] == pytest.approx(float(estimates.mean()), abs=1e-5)
+
+
 def test_the_kl_penalty_is_in_the_reward_without_use_kl_loss(model: Path, args: Namespace) -> None:
     args.advantage_estimator, args.no_advantage_std_norm = "reinforce", True
     returns: list[float] = []
@@ -486,8 +502,74 @@ def test_the_pretraining_loader_is_read_over_and_over(model: Path, args: Namespa
     trainer.fit(args, loader(4), _supervised())  # a loader of one batch, and four steps
     assert trainer.pretrain_dataloader is not None
     assert trainer.pretrain_dataloader.given == 4  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(DataError, match="pixel values"):
+    with pytest.raises(DataError, match="the model reads text only"):
         trainer.fit(args, loader(4), [(None, *_supervised()[0][1:3], torch.ones(2, 3), None)])
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = TinyVisionModel.Config(alphabet="0123456789", layers=1, hidden=32, heads=2, mlp=16, max_position=32)
+    return TinyVisionModel(sizes, seed=0).materialize(tmp_path_factory.mktemp("lightrft") / "vision")
+
+
+def test_an_override_sees_what_the_original_shows_it(vision_model: Path, args: Namespace) -> None:
+    """Pixels of the rows that have images, the images themselves, labels and references."""
+    seen: list[Any] = []
+
+    class Seeing(PPOTrainerVL):
+        def training_step_actor(self, experience: Any, entropy_mask: Any = None) -> dict[str, float]:
+            seen.append(experience)
+            patches, grids = experience.pixel_values, experience.image_grid_thws
+            with torch.no_grad():
+                scores = self.actor(
+                    experience.sequences, experience.num_actions, experience.attention_mask, patches, grids
+                )
+            assert torch.allclose(scores[experience.action_mask], _of_actions(experience), atol=1e-5)
+            return super().training_step_actor(experience, entropy_mask)
+
+    shown = "<|user|><|vision_start|><|image_pad|><|vision_end|>1<|end|><|assistant|>"
+    texts = [shown, "<|user|>2<|end|><|assistant|>", shown, shown]
+    pictures = [
+        Image.new("RGB", (28, 28), "red"),
+        None,
+        [Image.new("RGB", (56, 28), "blue")],
+        Image.new("RGB", (28, 28)),
+    ]
+    how: dict[str, Any] = {"processor": hf_processor(vision_model), "prompt_max_len": 32, "micro_rollout_batch_size": 3}
+    trainer = make_trainer(vision_model, args, cls=Seeing, **how)
+    trainer.fit(args, [(texts, pictures, ["1", "2", "3", "4"], ["a", "b", "c", "d"])], None)
+    (experience,) = seen
+    assert experience.image_num == [1] * SAMPLES + [0] * SAMPLES + [1] * 2 * SAMPLES
+    assert len(experience.image_grid_thws) == 3 * SAMPLES
+    assert [image.size for image in experience.raw_images[2 * SAMPLES]] == [(56, 28)]
+    assert experience.labels == [label for label in "abcd" for _ in range(SAMPLES)]
+    assert experience.references == [reference for reference in "1234" for _ in range(SAMPLES)]
+
+
+def _of_actions(experience: ExperienceVL) -> torch.Tensor:
+    assert experience.action_log_probs is not None
+    return experience.action_log_probs[experience.action_mask]
+
+
+def test_pretraining_reads_images(vision_model: Path, args: Namespace) -> None:
+    """One batch (lengths, ids, mask, pixels, grids), the first row with an image: its loss is that of transformers over
+    what is no placeholder."""
+    processor = hf_processor(vision_model)
+    trainer = make_trainer(vision_model, args, ptx_coef=0.5, processor=processor)
+    shown = "<|user|><|vision_start|><|image_pad|><|vision_end|>12<|end|>"
+    texts = [shown, "<|user|>3456789012<|end|>"]
+    picture = Image.new("RGB", (28, 28), "red")
+    inputs = processor(text=texts, images=[picture], padding=True, return_tensors="pt")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    labels = ids.masked_fill((mask == 0) | (ids == trainer.actor.vision.placeholder), -100)
+    for row, attended in enumerate(mask):
+        labels[row, int(attended.argmax())] = -100  # nothing precedes the first token
+    with torch.no_grad():
+        logits = trainer.actor.model(**inputs).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    trainer.pretrain_dataloader = iter([(None, ids, mask, inputs["pixel_values"], inputs["image_grid_thw"])])
+    fill(trainer, recorded())
+    assert trainer.ppo_train(1)["ptx_loss"] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_the_buffer_keeps_the_newest(model: Path, args: Namespace) -> None:
@@ -737,6 +819,17 @@ def test_logs_go_to_tensorboard(model: Path, args: Namespace, tmp_path: Path) ->
     tags = set(events.Tags()["scalars"])
     assert {"rollout/reward", "train/policy_loss", "train/actor_lr", "eval/reward_mean", "train/episode"} <= tags
     assert not {"train/reward", "train/return"} & tags
+
+
+def test_logs_outside_of_fit(model: Path, args: Namespace, tmp_path: Path) -> None:
+    """`save_logs_and_checkpoints` called by itself, as by a training loop of one's own, writes its row."""
+    pytest.importorskip("tensorboard")
+    args.use_tensorboard = str(tmp_path / "logs")
+    trainer = make_trainer(model, args)
+    trainer.save_logs_and_checkpoints(args, 1, None, {"policy_loss": 0.5})
+    trainer.close()
+    (events,) = (tmp_path / "logs" / "tensorboard").iterdir()
+    assert b"train/policy_loss" in events.read_bytes()
 
 
 def test_batches_of_five_columns_and_videos(model: Path, args: Namespace) -> None:

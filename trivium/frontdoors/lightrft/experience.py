@@ -239,8 +239,8 @@ class ExperienceVL:
 
     @classmethod
     def from_batch(cls, batch: Batch, *, processor: Any | None = None, pad_token_id: int = 0) -> ExperienceVL:
-        """The experience of a core batch. `processor`, a transformers processor, gives it pixels and raw images; they
-        are in the batch's media either way."""
+        """The experience of a core batch. A `processor` (of transformers, or Images) gives it pixels and raw images."""
+        images = processor if processor is None or isinstance(processor, Images) else Images(processor)
         experiences = batch.experiences
         starts = [_start(each) for each in experiences]
         actions = max(len(e) - start for e, start in zip(experiences, starts, strict=True))
@@ -270,7 +270,7 @@ class ExperienceVL:
         return cls(
             sequences,
             **numbers,
-            **({} if processor is None else _read_pixels(experiences, Images(processor))),
+            **({} if images is None else _read_pixels(experiences, images)),
             attention_mask=attention,
             action_mask=cut([e.response_mask for e in experiences]),
             info={

@@ -106,12 +106,16 @@ class ExperienceMaker:
         """The experiences of these groups, `micro_rollout_batch_size` sequences each, in order: scored by the current
         models, with advantages over the rollout of all ranks. All ranks must call; a rank may have no group."""
         batch, self.metrics = self.judged(groups)
-        info = _info(batch, groups)
+        images = self.rollouts().images if any(e.media for e in batch.experiences) else None
+        info, tasks = _info(batch, groups), {group.group_id: group.task.columns for group in groups}
         made: list[ExperienceVL] = []
         for start in range(0, len(batch), micro_rollout_batch_size):
             rows = range(start, min(start + micro_rollout_batch_size, len(batch)))
-            experience = ExperienceVL.from_batch(batch.select(rows))
+            experience = ExperienceVL.from_batch(batch.select(rows), processor=images)
             experience.info.update(_rows(info, rows))
+            columns = [tasks[batch.experiences[row].group_id] for row in rows]
+            experience.labels = [each.get("label") for each in columns]
+            experience.references = [each.get("reference") for each in columns]
             made.append(experience)
         return made
 

@@ -1,4 +1,4 @@
-"""Supervised text beside the rollouts (PTX): batches of the pretraining loader as rows of the policy's update."""
+"""Supervised rows beside the rollouts (PTX): batches of the pretraining loader as rows of the policy's update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from trivium.errors import DataError
 from trivium.frontdoors.lightrft.data_order import in_order
-from trivium.types import EXPERT_VERSION, Batch, Experience
+from trivium.frontdoors.lightrft.placing import media_of_rows, pieces_of
+from trivium.models.vision import Vision
+from trivium.types import EXPERT_VERSION, Batch, Experience, Media
 
 
 class PretrainingBatches:
@@ -44,11 +46,12 @@ class PretrainingBatches:
             number += 1
 
 
-def supervised_batch(loaded: Any) -> Batch:
-    """The rows of one batch of the loader: (_, input_ids, attention_mask, pixel_values, ...), ids and mask (B, S) or
-    (B, 1, S). Every token but the first is trained.
+def supervised_batch(loaded: Any, vision: Vision | None) -> Batch:
+    """The rows of one batch of the loader: (_, input_ids, attention_mask, pixel_values, image_grid_thw, ...), ids and
+    mask (B, S) or (B, 1, S), the last two None for text. Every token but the first is trained, and no placeholder of an
+    image. `vision` is the image side of the model.
 
-    Raises DataError for anything else, and for pixels: an image's bytes would be needed.
+    Raises DataError for anything else.
     """
     if not isinstance(loaded, tuple | list) or len(loaded) < 3:
         raise DataError(
@@ -56,20 +59,23 @@ def supervised_batch(loaded: Any) -> Batch:
             f"a {type(loaded).__name__}",
             "collate it so",
         )
-    if len(loaded) > 3 and isinstance(loaded[3], torch.Tensor) and loaded[3].numel():
-        raise DataError(
-            "a batch of pretraining text", "pixel values, without the images they were made from", "give text alone"
-        )
     tokens, attention = (each.reshape(-1, each.shape[-1]).cpu().numpy() for each in loaded[1:3])
-    return Batch(
-        tuple(_row(ids[on.astype(bool)], n) for n, (ids, on) in enumerate(zip(tokens, attention, strict=True)))
-    )
+    rows = [ids[on.astype(bool)] for ids, on in zip(tokens, attention, strict=True)]
+    media: list[tuple[Media, ...]] = [()] * len(rows)
+    pixels, grids = (each if isinstance(each, torch.Tensor) else None for each in (*loaded[3:5], None, None)[:2])
+    if pixels is not None and pixels.numel():
+        if vision is None:
+            raise DataError("a batch of pretraining text", "pixel values", "leave them out: the model reads text only")
+        media = media_of_rows(vision, rows, pieces_of(pixels.cpu(), None if grids is None else grids.cpu(), {}))
+    return Batch(tuple(_row(ids, shown, number) for number, (ids, shown) in enumerate(zip(rows, media, strict=True))))
 
 
-def _row(tokens: Any, number: int) -> Experience:
+def _row(tokens: Any, media: tuple[Media, ...], number: int) -> Experience:
     mask = np.arange(len(tokens)) > 0
+    for image in media:
+        mask[slice(*(image.span or (0, 0)))] = False
     version = np.full(len(tokens), EXPERT_VERSION, np.int32)
-    return Experience(tokens, mask, np.zeros(len(tokens), np.float32), version, f"pretraining-{number}", 0)
+    return Experience(tokens, mask, np.zeros(len(tokens), np.float32), version, f"pretraining-{number}", 0, media=media)
 
 
 def joined(rollouts: Batch, supervised: Batch) -> Batch:

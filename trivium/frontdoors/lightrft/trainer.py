@@ -278,7 +278,7 @@ class PPOTrainerVL:
         if pretrain_dataloader is not None:
             self.pretrain_dataloader = PretrainingBatches(pretrain_dataloader, seed, self._state.get("pretraining", 0))
         self._eval_dataloader = eval_dataloader
-        self._logs = Logs(args, self.strategy, start.step)
+        self._logs = self._logs or Logs(args, self.strategy, start.step)
         bar = tqdm(
             total=per_episode * args.num_episodes,
             initial=start.episode * per_episode + start.consumed // args.rollout_batch_size,
@@ -395,7 +395,7 @@ class PPOTrainerVL:
             batch = narrowed(batch, experience, entropy_mask)
         if self.pretrain_dataloader is not None:
             objective = WithPretraining(objective, self.ptx_coef)
-            batch = joined(batch, supervised_batch(next(self.pretrain_dataloader)))
+            batch = joined(batch, supervised_batch(next(self.pretrain_dataloader), learner.model.backbone.vision))
         metrics = self._update("actor", batch, objective)
         self.policy_version += 1
         if self.ema_model is not None:
@@ -454,9 +454,10 @@ class PPOTrainerVL:
         evaluation: dict[str, float] = {}
         if self._eval_dataloader is not None and args.eval_steps > 0 and global_step % args.eval_steps == 0:
             evaluation = self.evaluate(self._eval_dataloader, global_step)
-        if self._logs is not None:
-            wanted = global_step % args.logging_steps == 0
-            self._logs.log(global_step, logs_dict if wanted else {}, evaluation, episode)
+        if self._logs is None:  # called by itself: `close` ends them
+            self._logs = Logs(args, self.strategy, global_step - 1)
+        wanted = global_step % args.logging_steps == 0
+        self._logs.log(global_step, logs_dict if wanted else {}, evaluation, episode)
         if args.save_steps > 0 and global_step % args.save_steps == 0:
             save(self, args, f"global_step{global_step}", dict(client_states))
 

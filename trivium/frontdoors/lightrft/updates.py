@@ -22,6 +22,7 @@ ACTOR_NAMES = {
     "train/lr/policy": "actor_lr",
     "train/grad_norm/policy": "actor_grad_norm",
     "train/loss/policy": "actor_loss",
+    "train/kl": "ppo_kl",  # of the old policy: `kl` is that of the reference
 }
 """Metric of the core -> its name in a status; others lose their area."""
 CRITIC_NAMES = {
