@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ def load_score_model(
         if not isinstance(head, nn.Linear):
             raise _refusal(path, "its head is not one linear layer, `score`")
         # A bias adds the same constant to every score.
-        model = ScoreModel(classifier.base_model, head={"weight": head.weight.detach()}, **how)
+        model = ScoreModel(cast("PreTrainedModel", classifier.base_model), head={"weight": head.weight.detach()}, **how)
     _combine(model, heads, path)
     return model
 
@@ -102,7 +102,7 @@ def load_score_model(
 def head_weights(names: Sequence[str], heads: Mapping[str, float] | None, model: str) -> list[float]:
     """(K,): what each output of a reward model counts in the score that `heads` stands for; 0 where it names it not.
 
-    One output alone needs no name. Raises DataError for names that are not among the model's.
+    One output alone needs no name. Raises DataError, which calls it `model`, for names that are not among its own.
     """
     heads = {names[0]: 1.0} if heads is None and len(names) == 1 else heads
     unknown = sorted(set(heads or ()) - set(names))
