@@ -32,9 +32,11 @@ from tests.unit.lightrft_trainer_parts import (
 from trivium.algorithms.kl import AdaptiveKLController
 from trivium.algorithms.objective import Term
 from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.frontdoors.lightrft.actor import ActorVL
 from trivium.frontdoors.lightrft.arguments import REQUIRED
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.ppo_objective import high_entropy_mask, policy_objective, with_kl
+from trivium.frontdoors.lightrft.strategy import get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.loops import train_step
 from trivium.models.loss import LossDenominators, LossInputs
@@ -135,7 +137,9 @@ def test_missing_attributes_of_args_are_one_error(model: Path, args: Namespace) 
         ({"overlong_buffer": True, "overlong_buffer_len": 9}, {}, "overlong buffer"),
         ({}, {"top_p": 0.9}, "top_p"),
         ({}, {"eps_clip": -1.0}, "objective"),
-        ({}, {"micro_train_batch_size": 0}, "micro_train_batch_size"),
+        ({}, {"micro_train_batch_size": 0}, "micro_train_batch_size 0"),
+        ({}, {"micro_rollout_batch_size": 0, "ema_beta": 2.0}, "ema_beta 2.0"),
+        ({}, {"value_clip": -0.1, "ptx_coef": -1, "max_norm": -1}, "ptx_coef -1, value_clip -0.1, max_norm -1"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
@@ -143,6 +147,17 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         make_trainer(model, Namespace(**{**vars(args), **changes}), **further)
+
+
+def test_models_and_tokenizers_that_are_not_there_are_named(model: Path, args: Namespace) -> None:
+    strategy, plain = get_strategy(args), load_double(model)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    parts = (None, None, None, None, optimizer, None, None, None)
+    with pytest.raises(ConfigError, match="no ActorVL"):
+        PPOTrainerVL(strategy, plain, *parts)
+    trainer = PPOTrainerVL(strategy, ActorVL(plain), *parts)  # trains on what is recorded without a tokenizer
+    with pytest.raises(ConfigError, match="the trainer has no tokenizer"):
+        trainer.fit(args, loader(), None)
 
 
 def test_batches_that_do_not_fit_are_refused(model: Path, args: Namespace) -> None:

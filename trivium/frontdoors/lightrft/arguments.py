@@ -108,6 +108,21 @@ def check_args(args: object) -> None:
         )
 
 
+def check_numbers(**given: float | None) -> None:
+    """Raises one ConfigError that lists every number of the constructor that is out of its range; None is in any."""
+    counts = ("micro_train_batch_size", "micro_rollout_batch_size", "max_epochs", "prompt_max_len")
+    wrong = [
+        name
+        for name, value in given.items()
+        if value is not None and (not value >= int(name in counts) or (name == "ema_beta" and value > 1))
+    ]
+    if wrong:
+        values = ", ".join(f"{name} {given[name]}" for name in wrong)
+        raise ConfigError(
+            "counts of at least 1, ema_beta in [0, 1], other numbers of at least 0", values, "correct them"
+        )
+
+
 def _is_cadence(value: Any) -> bool:
     return value == -1 or value >= 1
 

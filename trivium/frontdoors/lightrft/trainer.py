@@ -18,7 +18,7 @@ from tqdm import tqdm
 from trivium.algorithms import GroupAlgorithm
 from trivium.algorithms.kl import AdaptiveKLController, get_kl_controller
 from trivium.errors import ConfigError
-from trivium.frontdoors.lightrft.arguments import check_args, option, sorted_arguments
+from trivium.frontdoors.lightrft.arguments import check_args, check_numbers, option, sorted_arguments
 from trivium.frontdoors.lightrft.evaluation import evaluated
 from trivium.frontdoors.lightrft.experience import ExperienceVL
 from trivium.frontdoors.lightrft.experience_maker import ExperienceMaker, Models
@@ -38,6 +38,7 @@ from trivium.frontdoors.lightrft.reward_scoring import RewardScorer
 from trivium.frontdoors.lightrft.rollout_engine import Rollouts, sampling_of
 from trivium.frontdoors.lightrft.rollout_steps import RolloutStep, rollout_steps
 from trivium.frontdoors.lightrft.saving import latest_position, resume, save
+from trivium.frontdoors.lightrft.strategy import core_of
 from trivium.frontdoors.lightrft.trainer_logs import Logs
 from trivium.frontdoors.lightrft.updates import (
     ACTOR_NAMES,
@@ -110,9 +111,10 @@ class PPOTrainerVL:
             raise ConfigError(
                 f"a list of {len(reward_model)} reward models", "no reward_fn combines them", "give reward_fn"
             )
-        for name, value in (("micro_train_batch_size", micro_train_batch_size), ("max_epochs", max_epochs)):
-            if value < 1:
-                raise ConfigError(name, str(value), "use at least 1")
+        sizes = {"micro_train_batch_size": micro_train_batch_size, "micro_rollout_batch_size": micro_rollout_batch_size}
+        coefs = {"ema_beta": ema_beta, "init_kl_coef": init_kl_coef, "ptx_coef": ptx_coef, "value_clip": value_clip}
+        check_numbers(**sizes, **coefs, max_epochs=max_epochs, max_norm=max_norm, prompt_max_len=prompt_max_len)
+        core_of(actor)  # raises ConfigError for a model of transformers as it is
         if critic is not None and critic_optim is None:
             raise ConfigError("a critic", "no critic_optim", "give it an optimizer")
         self.strategy, self.actor, self.critic = strategy, actor, critic
@@ -231,6 +233,8 @@ class PPOTrainerVL:
 
     def _engine(self) -> Rollouts:
         """The rollout engine; made when it is first needed."""
+        if self.tokenizer is None:
+            raise ConfigError("rollouts", "the trainer has no tokenizer", "give it tokenizer, or a processor with one")
         if self._rollouts is None:
             eos = self.generate_kwargs.get("eos_token_id")
             ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
