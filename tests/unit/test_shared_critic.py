@@ -31,6 +31,7 @@ from vision_parts import rolled_out, tiny
 
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, TriviumError
+from trivium.models.float64 import differentiate_in_float64
 from trivium.models.heads import VALUE_HEAD, ActorCritic
 from trivium.runtime.export import export
 from trivium.runtime.launch import run
@@ -52,6 +53,7 @@ def head_of(engine: TorchTrainEngine) -> torch.nn.Linear:
 def slow_step(model_dir: Path, head: torch.nn.Linear, batch: Batch) -> tuple[Any, torch.nn.Linear, dict[str, float]]:
     """One AdamW step of transformers' model and a linear layer, sequence by sequence, token by token."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    differentiate_in_float64(model)  # else its norms round gradients to float32
     linear = torch.nn.Linear(head.in_features, 1, dtype=torch.float64)
     linear.load_state_dict(head.state_dict())
     total = sum(int(e.response_mask.sum()) for e in batch.experiences)
