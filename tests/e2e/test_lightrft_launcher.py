@@ -86,8 +86,8 @@ def test_flags_that_cannot_be_had_end_it_at_once(
     )
     monkeypatch.setattr(sys, "argv", ["trivium.frontdoors.lightrft", *flags])
     assert main() == 2
-    said = capsys.readouterr().err
-    assert all(flag in said for flag in ("sp_size", "train_batch_size"))
+    errors = capsys.readouterr().err
+    assert all(flag in errors for flag in ("sp_size", "train_batch_size"))
 
 
 def test_two_ranks_train_actor_critic_and_average_beside_supervised_text(folder: Path) -> None:

@@ -141,9 +141,9 @@ def test_single_completions_about_images_teach_which_are_desirable(tmp_path: Pat
     lines: list[dict[str, Any]] = []
     for n in range(16):
         image = picture(tmp_path / f"{n}.png", n % 2 == 0, n)
-        said = "red" if n % 4 < 2 else "blue"
-        right = (said == "red") == (n % 2 == 0)
-        lines.append({"prompt": f"{IMAGE} colour?", "images": [image], "completion": said, "label": right})
+        color = "red" if n % 4 < 2 else "blue"
+        right = (color == "red") == (n % 2 == 0)
+        lines.append({"prompt": f"{IMAGE} colour?", "images": [image], "completion": color, "label": right})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     data = merged(BASE, {"run": {"dir": str(tmp_path / "run")}, "schedule": {"steps": 8, "group_size": 1}})
     data |= {"algorithm": {"kind": "kto"}, "tasks": {"train": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}}}

@@ -119,8 +119,8 @@ async def test_requests_are_retried_and_refused_as_those_of_every_reward_over_ht
 
 
 async def test_our_own_endpoint_serves_a_judge(tmp_path: Path) -> None:
-    said = tuple(RENDERER.read("Score: 6").tokens.tolist())
-    async with served(tmp_path, replies=(said,), max_new_tokens=16) as here:
+    verdict = tuple(RENDERER.read("Score: 6").tokens.tolist())
+    async with served(tmp_path, replies=(verdict,), max_new_tokens=16) as here:
         evaluation = {"evaluation": True, "seed": None}
         section = {"extra_body": evaluation, "max_tokens": 16, "template": "Q {prompt} A {completion}"}
         config = GenerativeJudge.Config(urls=f"{here.url}/v1", model="policy", **section)

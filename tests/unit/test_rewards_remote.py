@@ -218,6 +218,8 @@ async def test_a_request_that_no_call_waits_for_is_closed() -> None:
         await asyncio.wait_for(arrived.wait(), 30)
         call.cancel()
         await asyncio.wait_for(here.broken.wait(), 30)
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
 
 def test_one_reward_serves_several_event_loops_one_after_the_other() -> None:

@@ -263,8 +263,8 @@ def test_an_update_is_the_same_whatever_is_shared(name: str, config: dict[str, A
     batch = make_batch(advantages=0.3, returns=1.0, ref_log_prob=-1.0).select(range(12))
     found: list[tuple[Any, ...]] = []
     for share in (False, True):
-        said = {"dtype": "float64", "optimizer": {"lr": 0.1, "eps": 1.0}, "share_prefix": share, **config}
-        engine = make_engine(model_dir, algorithm, **said)
+        train = {"dtype": "float64", "optimizer": {"lr": 0.1, "eps": 1.0}, "share_prefix": share, **config}
+        engine = make_engine(model_dir, algorithm, **train)
         scores = [engine.score(batch, what) for what in sorted(algorithm.needs)]
         metrics = step(engine, batch)
         after = [p.detach() for each in engine._learners.values() for p in each.model.parameters()]

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.rewards.isolated import Isolated, require
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return pattern
+
+
+RegularExpression = Annotated[str, AfterValidator(_compiles)]
+"""A key of a config that holds a Python regular expression."""
 
 
 class Exact:
@@ -38,19 +50,10 @@ class Regex:
 
     class Config(RewardConfig):
         kind: str = "regex"
-        pattern: str
+        pattern: RegularExpression
         """A Python regular expression; flags as `(?s)`. It runs on whatever the policy writes: avoid nested repeats."""
         match: Literal["search", "full"] = "search"
         """Anywhere in the completion, or all of it."""
-
-        @field_validator("pattern")
-        @classmethod
-        def _compiles(cls, pattern: str) -> str:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"not a regular expression: {error}") from error
-            return pattern
 
     def __init__(self, config: Config) -> None:
         pattern = re.compile(config.pattern)

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import field_validator
-
 from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig
 from trivium.config.schema import changeable
 from trivium.errors import Problem, described
 from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
+from trivium.rewards.functions import RegularExpression
 from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError
 from trivium.types import Media
 
@@ -51,7 +50,7 @@ class GenerativeJudge:
         whole prompt, a line for each message, `{answer}` or another name the task's column. Other braces stay."""
         system: str = changeable("")
         """The system message; empty sends none."""
-        pattern: str = changeable(r"(?i)\bscore\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
+        pattern: RegularExpression = changeable(r"(?i)\bscore\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
         """A Python regular expression: the score is the first group (without one, the match) of its last match, behind
         the last `</think>`."""
         json_key: str | None = changeable(None)
@@ -77,15 +76,6 @@ class GenerativeJudge:
         extra_body: dict[str, Any] = changeable({})
         """Further keys of the request, for example `{chat_template_kwargs: {enable_thinking: false}}` for vLLM; null
         leaves one out (`{seed: null}`, where an endpoint refuses it)."""
-
-        @field_validator("pattern")
-        @classmethod
-        def _compiles(cls, pattern: str) -> str:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"not a regular expression: {error}") from error
-            return pattern
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             yield from super().problems(run, where)
