@@ -91,7 +91,7 @@ class Ours:
             threads=args.threads,
         )
         self.train.prepare()
-        self.prompt_ids = {tuple(renderer.render(task.prompt).tolist()) for task in self.tasks}
+        self.prompt_ids = {tuple(renderer.render(task.prompt).tokens.tolist()) for task in self.tasks}
 
     def step(self) -> tuple[float, float, int]:
         """(seconds to generate and judge, seconds to update, tokens sampled). Carrying the weights over counts as
