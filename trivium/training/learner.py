@@ -94,7 +94,12 @@ class Learner:
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
-        self.shares_prefixes = share_prefix and model.backbone.packs
+        self._share_prefix = share_prefix
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens that sequences begin with in common are computed once."""
+        return self._share_prefix and self.model.backbone.packs
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """A score of a language model (`log_prob`, `entropy`, `sum_pi_squared`, `mean_discriminant`, `top`) or a value
