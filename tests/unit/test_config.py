@@ -23,7 +23,7 @@ from trivium.config import (
 )
 from trivium.config.hints import FOREIGN
 from trivium.config.plan import plan_run
-from trivium.config.resume import fingerprint, resume_changes, resume_differences, to_yaml
+from trivium.config.resume import as_begun, fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime.build import Stage
 from trivium.types import Sampling
@@ -50,6 +50,7 @@ class Train:
     class Config(TrainConfig):
         optimizer: Optimizer = Optimizer()
         tokens_per_micro_batch: int = free(1024)
+        shares: bool = free(True, before=False)
 
 class Play:
     class Config(WorkflowConfig):
@@ -496,6 +497,26 @@ def test_an_evaluation_that_means_what_the_saved_one_spelled_out_is_the_same(fol
     assert resume_changes(saved, told) == []
     warmer = load(folder, "evaluation: {taskset: train, sampling: {max_new_tokens: 256, temperature: 0.5}}")
     assert [problem.where for problem in resume_differences(saved, warmer)] == ["evaluation.sampling.temperature"]
+
+
+def test_a_default_that_changed_is_that_of_new_runs_alone(folder: Path) -> None:
+    stages = "stages: [{schedule: {steps: 1}}, {train: {shares: true}}, {train: {optimizer: {lr: 0.5}}}]"
+
+    def shares(saved: dict[str, Any], *overrides: str) -> list[bool]:
+        config = as_begun(saved, load(folder, stages, overrides))
+        return [stage.train.shares for stage in config.stage_configs()]
+
+    new = yaml.safe_load(to_yaml(load(folder, stages)))
+    old = yaml.safe_load(to_yaml(load(folder, stages)))
+    del old["train"]["shares"]
+    assert shares(new) == [True, True, True]
+    assert shares(old) == [False, True, False]
+    assert shares(old, "train.shares=true") == [True, True, True]
+    assert shares(new, "train.shares=false") == [False, True, False]
+    once_resumed = yaml.safe_load(to_yaml(as_begun(old, load(folder, stages))))
+    assert shares(once_resumed) == [False, True, False]
+    again = load(folder, stages)
+    assert as_begun(new, again) is again
 
 
 def test_what_a_resumed_run_may_change_only_if_told_to(folder: Path) -> None:

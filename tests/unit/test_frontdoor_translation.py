@@ -106,6 +106,8 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({ACTOR + "optim__lr_scheduler_type": "cosine"}, "train.optimizer.schedule", "cosine"),
     ({ACTOR + "grad_clip": 0.5, "critic__grad_clip": 0.5}, "train.max_grad_norm", 0.5),
     ({}, "train.gradient_checkpointing", True),
+    ({}, "train.share_prefix", True),
+    ({ACTOR + "use_prefix_grouper": False}, "train.share_prefix", False),
     ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
     ({ACTOR + "fsdp_config__mixed_precision": {"param_dtype": "bf16"}}, "train.dtype", "bfloat16"),
     ({"trainer__critic_warmup": 3}, "algorithm.critic_warmup", 3),

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 from trivium.config.reading import flatten
 from trivium.config.schema import BufferConfig, EvaluationSampling, RunConfig, SamplingConfig, is_mapping
 from trivium.errors import Problem
+
+_Section = TypeVar("_Section", bound=BaseModel)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -75,6 +77,25 @@ def _resume_rule(field: FieldInfo) -> str:
     """`free`, `change` or `same`: what a resumed run may do to a field."""
     extra = field.json_schema_extra
     return str(extra.get("resume", "same")) if is_mapping(extra) else "same"
+
+
+def as_begun(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """The config of a resumed run. Where it leaves a field open whose default has changed since runs were saved
+    (`before` of `trivium.config.schema.free`), it has the run's own value: another one would change the run's bits."""
+    return _kept(saved, config)
+
+
+def _kept(saved: object, section: _Section) -> _Section:
+    before = saved if is_mapping(saved) else {}
+    update: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra, value = field.json_schema_extra, getattr(section, name)
+        if isinstance(value, BaseModel):
+            update[name] = _kept(before.get(name), value)
+        elif is_mapping(extra) and "before" in extra and name not in section.model_fields_set:
+            update[name] = before.get(name, extra["before"])
+    changed = {name: value for name, value in update.items() if value is not getattr(section, name)}
+    return section.model_copy(update=changed) if changed else section
 
 
 class Difference(NamedTuple):

@@ -40,9 +40,11 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping)
 
 
-def free(default: Any = ..., **constraints: Any) -> Any:
-    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget."""
-    return Field(default, json_schema_extra={"resume": "free"}, **constraints)
+def free(default: Any = ..., *, before: bool | None = None, **constraints: Any) -> Any:
+    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `before` is what
+    runs do that were saved without the field (`trivium.config.resume.as_begun`)."""
+    extra: dict[str, Any] = {"resume": "free"} | ({} if before is None else {"before": before})
+    return Field(default, json_schema_extra=extra, **constraints)
 
 
 CHANGEABLE: dict[str, Any] = {"resume": "change"}

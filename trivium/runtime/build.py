@@ -409,9 +409,14 @@ def distributed_engine(
         algorithm,
         max_response_length=stage.config.engine.sampling.max_new_tokens,
         first_version=stage.first_version,
-        share_prefix=getattr(stage.config.train, "share_prefix", False),
+        share_prefix=shares_prefixes(stage.config),
     )
     return attached(engine, stage, channel)
+
+
+def shares_prefixes(config: RunConfig) -> bool:
+    """Whether a stage's ranks compute once what sequences begin with in common."""
+    return bool(getattr(config.train, "share_prefix", False))
 
 
 def serve_train_rank(config: RunConfig) -> None:

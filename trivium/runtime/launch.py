@@ -42,7 +42,7 @@ from trivium.runtime.build import (
 from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
-from trivium.runtime.run_dir import open_run_dir, recorded_changes, refuse_another_run
+from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine
@@ -74,13 +74,14 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
     if launched_ranks() > 1:
         _connect_ranks(config)
         if this_rank() > 0:
-            return train_as_rank(config)
+            return train_as_rank(as_saved(config))
     if config.run.mode == "bench":
         return bench(config)
     if config.run.mode == "explore" or (config.run.mode == "serve" and shares_buffer(config)):
         return explore(config)
     if open_session is None:
         open_session = _ray_session if config.cluster.kind == "ray" else _local_session
+    config = as_saved(config)
     notes = ready(config)
     with open_run_dir(config) as run_dir:
         for note in notes:

@@ -19,7 +19,7 @@ from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
 from trivium.config.plan import plan_run
-from trivium.config.resume import Difference, resume_changes, resume_differences, to_yaml
+from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
 from trivium.config.schema import is_mapping
 from trivium.errors import ConfigError, RunDirError
 from trivium.runtime.logs import logging_to
@@ -50,6 +50,12 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
         with logging_to(run_dir, "log.txt"):
             _claim(config, run_dir)
             yield run_dir
+
+
+def as_saved(config: RunConfig) -> RunConfig:
+    """The config, where its directory holds a run, with what that run did before defaults changed."""
+    path = Path(config.run.dir) / "config.yaml"
+    return as_begun(_saved_config(path), config) if path.is_file() else config
 
 
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class TorchTrainEngine(TrainEngine):
         max_tokens_per_micro_batch: int = free(16384, ge=1)
         """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
         that share sequences (`sequence_parallel`) take so many each. Decides memory and speed, never the gradient."""
-        share_prefix: bool = free(True)
+        share_prefix: bool = free(True, before=False)
         """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
         saves time and the model packs. Decides speed, never the gradient."""
         gradient_checkpointing: bool = False

@@ -286,6 +286,7 @@ class Strategy(ScriptCalls):
             optimizer=None if optimizer is None else Optimizer(network, optimizer, scheduler),
             ranks=self.ranks,
             model_dir=model.model_dir or Path(),
+            share_prefix=True,
         )
 
     def backward(self, loss: Tensor, model: Any, optimizer: Any = None, **_: Any) -> None:

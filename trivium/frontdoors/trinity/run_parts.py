@@ -31,7 +31,7 @@ from trivium.runtime.build import (
     open_store,
     run_name,
 )
-from trivium.runtime.run_dir import open_run_dir
+from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.text import hf_tokenizer
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER
@@ -165,5 +165,6 @@ def opened(config: RunConfig, directory: ExitStack) -> Generator[RunParts]:
     """The run of a config, whose directory is this process's alone until the stack `directory` is closed. Raises
     RunDirError where another process runs there, ConfigError where the directory is another run's."""
     with ExitStack() as closing:
+        config = as_saved(config)
         run_dir = directory.enter_context(open_run_dir(config))
         yield parts_in(run_dir, config, closing)

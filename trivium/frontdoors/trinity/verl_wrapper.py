@@ -23,7 +23,7 @@ from trivium.loops import train_on
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.build import build_schedule, kept_versions
-from trivium.runtime.run_dir import open_run_dir
+from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of
 
@@ -80,7 +80,7 @@ class VerlPPOTrainerWrapper(TrainEngineWrapper):
         if self.engine is not None:
             raise TriviumError("init_workers()", "the workers are there already", "call it once; prepare() calls it")
         if self.run is None:
-            config = run_config_of(self.config)
+            config = as_saved(run_config_of(self.config))
             with open_run_dir(config) as run_dir:
                 self.run = parts_in(run_dir, config, ExitStack())
         self.engine = self.run.train_engine()

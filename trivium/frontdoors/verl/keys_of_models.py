@@ -95,7 +95,7 @@ UPDATE: dict[str, Entry] = {
     "checkpoint": Ignored("everything is saved: models as Hugging Face directories, optimizers, counters"),
     "profiler": Ignored("phases are timed in every step"),
     "nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
-    "use_prefix_grouper": Mapped("train.share_prefix", False),
+    "use_prefix_grouper": Mapped("train.share_prefix", type=bool),
     "router_replay": Ignored("there is no routing to replay in dense models"),
     "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
     "use_remove_padding": Ignored(_PADDING),

@@ -27,7 +27,7 @@ from trivium.models.loss import LossDenominators
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RolloutEngine, Weights
 from trivium.registry import give
-from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, train_device
+from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
 from trivium.training.engine import SCORED_BY
 from trivium.training.learner import Learner
@@ -244,7 +244,8 @@ class RewardModelWorker(Worker):
         model.requires_grad_(False)
         budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
         longest = stage.config.engine.sampling.max_new_tokens
-        self._learner = Learner(model, "reward", max_tokens=budget, max_response_length=longest)
+        how: dict[str, Any] = {"max_response_length": longest, "share_prefix": shares_prefixes(stage.config)}
+        self._learner = Learner(model, "reward", max_tokens=budget, **how)
 
     @register(Dispatch.DP_COMPUTE)
     def compute_rm_score(self, data: Work) -> list[float]:
@@ -310,14 +311,17 @@ class RoleTrainEngine(DistributedTrainEngine):
         *,
         sequence: int,
         longest: int,
+        share_prefix: bool = False,
         measures_use: bool = False,
     ) -> None:
         """`groups` is by model: `policy`, and `critic` and `reference` where the algorithm has them; one group may hold
-        two. `longest` is the limit of one completion, in tokens. `measures_use` says that a rank's peak is its own."""
+        two. `longest` is the limit of one completion, in tokens; `share_prefix` as in the ranks. `measures_use` says
+        that a rank's peak is its own."""
         self._measures_use = measures_use
         ranks = {id(group): RoleRanks(group, sequence) for group in groups.values()}
         by_role = {role: ranks[id(group)] for role, group in groups.items()}
-        super().__init__(by_role["policy"], algorithm, max_response_length=longest, groups=by_role)
+        how: dict[str, Any] = {"max_response_length": longest, "share_prefix": share_prefix}
+        super().__init__(by_role["policy"], algorithm, groups=by_role, **how)
         self._is_initial = False
         """Whether the workers hold the models as they were before training."""
 

@@ -64,6 +64,7 @@ from trivium.runtime.build import (
     build_schedule,
     build_synchronizer,
     build_trainer,
+    shares_prefixes,
 )
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
@@ -169,6 +170,7 @@ class RayPPOTrainer(Attributes):
                 algorithm_of(self.run_config),
                 longest=self.run_config.engine.sampling.max_new_tokens,
                 sequence=getattr(self.run_config.train, "sequence_parallel", 1),
+                share_prefix=shares_prefixes(self.run_config),
                 measures_use=self.device_name == "cuda"
                 or getattr(self.run_config.train, "peak_flops", None) is not None,
             )

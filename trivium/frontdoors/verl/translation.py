@@ -258,8 +258,8 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
     }
     if verl["algorithm.adv_estimator"] == "gae":
         train["critic_optimizer"] = _optimizer(verl, "critic.optim", steps)
-    if verl[f"{ACTOR}.use_prefix_grouper"]:
-        train["share_prefix"] = True
+    if (shares := verl[f"{ACTOR}.use_prefix_grouper"]) is not None:
+        train["share_prefix"] = shares
     if (sequence := sequence_parallel(verl)) != 1:
         train["sequence_parallel"] = sequence
     if any(verl[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload", "offload_policy")):
