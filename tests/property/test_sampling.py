@@ -97,9 +97,10 @@ def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cu
 
 
 def test_impossible_tokens_are_never_sampled() -> None:
-    log_probs = torch.full((3, 300), -torch.inf)
-    log_probs[:, 131] = 0.0
-    assert invert(log_probs, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [131] * 3
+    weights = torch.zeros(3, 384)
+    weights[:, 131] = 1.0
+    tokens, total = invert(weights, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    assert (tokens.tolist(), total.tolist()) == ([131] * 3, [1.0] * 3)
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -107,6 +108,13 @@ def test_frequencies_are_the_probabilities() -> None:
     tokens, _ = sample(logits, (np.arange(20_000) + 0.5) / 20_000, how(20_000))
     counted = torch.bincount(tokens, minlength=200) / 20_000
     assert (counted - logits[0].softmax(-1)).abs().max() < 1e-4
+
+
+def test_rows_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniforms = random_logits(7, 300, 5, 2.0), np.linspace(0, 0.99, 7)
+    whole = sample(logits, uniforms, how(7, 0.7))
+    monkeypatch.setattr("trivium.engines.sampling._ELEMENTS", 900)
+    assert all(map(torch.equal, sample(logits, uniforms, how(7, 0.7)), whole))
 
 
 def test_logits_that_are_not_numbers_show() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trivium.engines.decoder import Decoder
+from trivium.engines.selfcheck import check_decoder
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError, RolloutError, SyncError
 from trivium.policy import EngineFailure
@@ -43,6 +45,7 @@ MODELS = {
     "qwen3-tied": lambda: build("qwen3", tie_word_embeddings=True),
     "qwen3-wide": lambda: build("qwen3", 12007),
     "llama": lambda: build("llama", hidden_size=48, intermediate_size=101, num_key_value_heads=4, head_dim=12),
+    "qwen2": lambda: build("qwen2", attention_bias=True),
     "gpt2": gpt2,
     "gpt2-wide": lambda: gpt2(10501),
     "gemma2": lambda: build("gemma2", sliding_window=12),
@@ -196,6 +199,19 @@ async def test_every_number_of_rows_gives_the_same_bits(models: dict[str, Path])
             assert all(map(same, done, alone[-count:])), count
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_without_modules_are_used_where_they_are_the_models(models: dict[str, Path], name: str) -> None:
+    decoder = Decoder(models[name], dtype=torch.float32, device="cpu", exact=True)
+    assert (decoder.layers is not None) == (name.split("-")[0] in {"llama", "mistral", "qwen2", "qwen3"})
+    with torch.inference_mode():
+        check_decoder(decoder, 256)
+    if decoder.layers is not None:
+        decoder.layers._scale *= 1.1
+        with torch.inference_mode():
+            check_decoder(decoder, 256)
+        assert decoder.layers is None
 
 
 async def test_a_group_reads_its_prompt_once(models: dict[str, Path]) -> None:

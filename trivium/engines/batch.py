@@ -106,7 +106,8 @@ class Batch:
         logits = self._decoder.step(self._next[:size], self._position[:size], ahead)
         rows = np.flatnonzero(self._occupied)
         self._position[rows] += 1
-        return self._sample(rows, logits[torch.from_numpy(rows)], version)
+        whole = len(rows) == rows[-1] + 1
+        return self._sample(rows, logits[: len(rows)] if whole else logits[torch.from_numpy(rows)], version)
 
     def drop_cancelled(self) -> None:
         """Frees the rows whose calls were cancelled."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trivium.engines.attention import registered
 from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, pages
+from trivium.engines.layers import Layers, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm, max_positions
@@ -68,10 +69,13 @@ class Decoder:
         self.rows = RowCache()
         self._last: Tensor | None = None
         self._head = cast(nn.Module, model.get_output_embeddings())
+        self._embedding = cast(nn.Module, model.get_input_embeddings())
         if exact:
             make_invariant(self.text)
             make_invariant(self._head)
         self._head.register_forward_pre_hook(self._only_last)
+        self.layers = Layers(model, fast=not exact) if supports(model) else None
+        """What computes the model's layers; None: the model itself."""
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +104,7 @@ class Decoder:
             # Padding comes after the prompt: the causal mask alone keeps it out of sight.
             mask = self._mask(positions[:, None], pages(end))[None, None]
             self._last = (ends - start).clamp_(0, end - start - 1)
-            inputs = {"input_ids": tokens[:, start:end], "position_ids": positions.expand(len(prompts), -1)}
+            inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
             logits = self._forward(inputs if seen is None else seen.chunk(start, end), mask, cache)
         self._last = None
         assert logits is not None
@@ -210,6 +214,10 @@ class Decoder:
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+        if self.layers is not None:
+            embedded = self._embedding(inputs["input_ids"])
+            states = self.layers(embedded, inputs["position_ids"], mask, cache)
+            return self._head(states)[:, -1].float()
         how: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if self.vision is None:
             return self.model(**inputs, **how).logits[:, -1].float()

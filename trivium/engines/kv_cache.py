@@ -106,7 +106,8 @@ class RowCache:
         return self._width
 
     def _resize(self, rows: int, length: int) -> None:
-        self.layers = [(_resized(k, rows, length), _resized(v, rows, length)) for k, v in self.layers]
+        for layer, (keys, values) in enumerate(self.layers):  # one after the other: old and new lie beside each other
+            self.layers[layer] = _resized(keys, rows, length), _resized(values, rows, length)
         self.rows, self.length = rows, length
         self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
 

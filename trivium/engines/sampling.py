@@ -14,6 +14,8 @@ from torch import Tensor
 
 _BLOCK = 128
 """The cumulative sum runs over blocks of this many tokens first, then inside one block."""
+_ELEMENTS = 2**22
+"""Logits that are sampled from together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,26 @@ class RowSampling:
     eos: Tensor
     """The end-of-sequence ids, int64."""
 
+    def __getitem__(self, part: slice) -> RowSampling:
+        return RowSampling(self.temperature[part], self.top_p[part], self.top_k[part], self.eos_blocked[part], self.eos)
+
 
 def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
     """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
 
     The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
     renormalised. Temperature 0 takes the most probable token with log-probability 0. A row whose logits are not numbers
-    gets a NaN, which the caller must refuse.
+    gets a NaN, which the caller must refuse. Beside the logits there are never more than a few times `_ELEMENTS`
+    numbers in memory.
     """
+    rows = max(1, _ELEMENTS // logits.shape[-1])
+    parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
+    done = [_sample(logits[part], torch.from_numpy(uniforms[part]), how[part]) for part in parts]
+    tokens, log_probs = zip(*done, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling) -> tuple[Tensor, Tensor]:
     device = logits.device
     if how.eos_blocked.any():
         rows = torch.from_numpy(np.flatnonzero(how.eos_blocked)).to(device)
@@ -43,17 +57,27 @@ def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) 
     greedy = how.temperature == 0
     if greedy.all():
         return _greedy(logits)
-    temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
     if (how.temperature != 1).any():
+        temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
         logits = logits / temperature[:, None]
-    log_probs = truncated(logits, how.top_p, how.top_k).log_softmax(-1)
-    tokens = invert(log_probs, torch.from_numpy(uniforms).to(device))
-    chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+    tokens, chosen = _draw(truncated(logits, how.top_p, how.top_k), uniforms.to(device))
     if greedy.any():
         mask = torch.from_numpy(greedy).to(device)
         best, zero = _greedy(logits)
         tokens, chosen = torch.where(mask, best, tokens), torch.where(mask, zero, chosen)
     return tokens, chosen
+
+
+def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of softmax(logits), and their log-probabilities."""
+    rows, size = logits.shape
+    best = logits.amax(-1, keepdim=True)
+    weights = logits.new_empty(rows, -(-size // _BLOCK) * _BLOCK)
+    weights[:, size:] = 0
+    torch.sub(logits, best, out=weights[:, :size]).exp_()
+    tokens, total = invert(weights, uniforms)
+    chosen = (logits.gather(1, tokens[:, None]) - best)[:, 0]
+    return tokens, (chosen.double() - total.log()).float()
 
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,23 +107,20 @@ def truncated(logits: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray
     return logits.index_copy(0, index, kept)
 
 
-def invert(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the row's uniform number; [R, V] and [R] float64 to [R]."""
-    rows, size = log_probs.shape
-    blocks = -(-size // _BLOCK)
-    probs = log_probs.new_zeros(rows, blocks * _BLOCK)
-    torch.exp(log_probs, out=probs[:, :size])
-    probs = probs.view(rows, blocks, _BLOCK)
-    mass = probs.sum(-1).double().cumsum(-1)
+def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative weight exceeds the row's uniform number times the sum, and the sum [R] in
+    float64; for weights [R, W], zero beyond the vocabulary up to a multiple of `_BLOCK`, and numbers [R] in float64."""
+    blocks = weights.view(len(weights), -1, _BLOCK)
+    mass = blocks.sum(-1).double().cumsum(-1)
     target = uniforms * mass[:, -1]
-    block = (mass <= target[:, None]).sum(-1).clamp_(max=blocks - 1)
+    block = (mass <= target[:, None]).sum(-1).clamp_(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)[:, None])[:, 0], 0.0)
-    inside = probs[torch.arange(rows, device=probs.device), block].double()
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block].double()
     reached = inside.cumsum(-1)
     # The block's mass was summed in float32: scaled to it, the two levels leave no gap that a number could fall into.
     scale = (mass.gather(1, block[:, None])[:, 0] - before) / reached[:, -1]
     offset = (reached * scale[:, None] + before[:, None] <= target[:, None]).sum(-1)
     # What float64 rounding leaves above the last positive probability belongs to that token.
-    positions = torch.arange(_BLOCK, device=probs.device)
+    positions = torch.arange(_BLOCK, device=blocks.device)
     last = torch.where(inside > 0, positions, 0).amax(-1)
-    return block * _BLOCK + torch.minimum(offset, last)
+    return block * _BLOCK + torch.minimum(offset, last), mass[:, -1]
