@@ -266,6 +266,41 @@ def rollouts(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or a bundle.", show_default=False)],
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Which train step.", show_default=False)] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="Its rollouts of this task alone.", show_default=False)
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="Compare the weights after the step, too.")] = False,
+    ask_servers: Annotated[
+        bool, typer.Option("--ask-servers", help="Compute rewards that ask a server as well.")
+    ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", help="Write what another machine needs to a zip file.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Computes recorded rollouts and their train step again; exits with 1 where something differs, and names it."""
+    with Outcome(debug):
+        from trivium.runtime.bundle import opened, write_bundle
+        from trivium.runtime.replay_step import replay as replay_step
+
+        with opened(run) as source:
+            number, chosen = step or source.step, task or source.task
+            if number is None:
+                raise ConfigError("a train step to replay", "no --step", "say which one: `--step 12`")
+            result = replay_step(source.path, number, task=chosen, update=update, ask_servers=ask_servers)
+            print(result.text)
+            if bundle is not None:
+                write_bundle(source.path, number, chosen, result.text, bundle)
+                print(f"wrote {bundle}")
+        if not result.ok:
+            raise typer.Exit(1)
+
+
 def main() -> None:
     """The `trivium` command. It ends also where threads of user code do not."""
     try:

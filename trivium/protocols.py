@@ -318,6 +318,10 @@ class TrainEngine(ABC):
         del phases
         return {}
 
+    def offered_hash(self) -> str:
+        """The hash of the weights that `sync_weight` offered last; empty where the channel makes none."""
+        return getattr(self.channel, "offered", "")
+
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
         Blocks."""
@@ -438,7 +442,8 @@ class WeightChannel(Protocol):
 
         Reads `weights` once, in order, one tensor at a time, and holds no more of them than a bounded part: with
         sharded training each one is gathered when it is asked for, by all ranks. It may not ask for all of them, where
-        no explorer wants them or an error ends it; the caller then tells the other ranks that gather.
+        no explorer wants them or an error ends it; the caller then tells the other ranks that gather. A channel that
+        hashes what it sends keeps the hash of all of it as `offered`, for the record of the run.
         """
         ...
 

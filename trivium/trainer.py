@@ -68,6 +68,8 @@ class Trainer:
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
     """Gets (train step, the groups it took, its experiences with what was computed for them) of every step."""
+    published: Callable[[int, str], None] | None = None
+    """Gets (version, hash of its weights) of every version that was offered."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     """What else belongs to the run and must survive it: stage, accuracies, seconds, where they went. JSON values."""
     name: str = "trainer"
@@ -273,6 +275,8 @@ class Trainer:
             if not self.engine.sync_weight():
                 return
             self.synchronizer.publish(self.train_step_num, self.channel.versions)
+            if self.published is not None:
+                self.published(self.train_step_num, self.engine.offered_hash())
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
         self._show_examples()
 

@@ -629,6 +629,9 @@ class Capabilities:
     shared: bool = False
     """Several processes reach it. Its class has `open_board(config, *, name)`, the board of a run in the same place,
     and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
+    # rewards
+    remote: bool = False
+    """It asks a server or another service: the same completion may earn something else tomorrow."""
     # sample strategies
     mixed: bool = False
     """A batch may hold experts' completions beside the policy's own."""

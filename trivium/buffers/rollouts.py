@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from trivium.buffers.journal import read_recorded
+from trivium.buffers.journal import read_record, read_recorded
+from trivium.buffers.step_log import StepLog, Taken, read_steps
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import DataError, RunDirError
 from trivium.schedule import Schedule
@@ -80,11 +81,13 @@ class Rollout:
     kept: Mapping[int, tuple[Columns, ...]] = field(default_factory=dict[int, tuple[Columns, ...]])
     """Train step that took its group -> what it computed for each sequence, nothing where it left the rollout out.
     Empty where nothing was kept."""
+    taken_by: tuple[int, ...] = ()
+    """The train steps that took its group; empty where that was not noted, or nothing took it."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The train steps that took it, where that was kept; else the one that it was planned for."""
-        return tuple(self.kept) or (() if self.planned_step is None else (self.planned_step,))
+        """The train steps that took it; where none is known, the one that it was planned for."""
+        return self.taken_by or (() if self.planned_step is None else (self.planned_step,))
 
     @property
     def greedy(self) -> bool:
@@ -113,20 +116,42 @@ def read_rollouts(
     a task's id; `failed` leaves out rollouts that did not fail. Raises RunDirError for a directory without recorded
     rollouts, DataError for a damaged file.
     """
-    kept = _KeptTokens.of(run_dir)
+    steps = _Steps.of(run_dir)
     for stage, planned, path in _journals(run_dir):
-        if step not in (None, planned) and (stage, planned) not in kept.planned.get(step, ()):
+        if step not in (None, planned) and (stage, planned) not in steps.planned.get(step, ()):
             continue
         for _, group in read_recorded(path):
-            takers = () if planned is None else kept.takers.get((stage, group.slot, group.attempt), ())
+            takers = () if planned is None else steps.takers.get((stage, group.slot, group.attempt), ())
             if task not in (None, group.task.task_id) or step not in (None, *(takers or (planned,))):
                 continue
             for each in group.rollouts:
                 if failed and each.failure is None:
                     continue
-                places = () if each is group.greedy else takers
-                columns = {taker: kept.read(taker, group.slot, group.attempt, each.index) for taker in places}
-                yield Rollout(stage, planned, group, each, columns)
+                places = () if each is group.greedy else [taker for taker in takers if taker in steps.kept]
+                columns = {taker: kept_columns(run_dir, taker, group, each.index) for taker in places}
+                yield Rollout(stage, planned, group, each, columns, () if each is group.greedy else tuple(takers))
+
+
+def read_groups(run_dir: Path, stage: int, groups: Iterable[Taken]) -> list[Group]:
+    """Recorded groups of a stage, in this order, the bytes of their media included. Raises DataError where one is not
+    there."""
+    wanted = list(groups)
+    recorded: dict[tuple[int, int], Group] = {}
+    for planned in sorted({each.planned_step for each in wanted}):
+        path = run_dir / "rollouts" / f"stage-{stage}" / f"step-{planned:06d}.msgpack"
+        slots = {(each.slot, each.attempt) for each in wanted if each.planned_step == planned}
+        for offset, group in read_recorded(path) if path.is_file() else ():
+            if (place := (group.slot, group.attempt)) in slots:
+                recorded[place] = read_record(path, offset)
+    lost = [each for each in wanted if (each.slot, each.attempt) not in recorded]
+    if lost:
+        raise DataError(
+            f"{len(wanted)} group(s) of stage {stage} that a train step took",
+            f"rollouts/stage-{stage} of {run_dir} lacks {len(lost)} of them, the first one of slot {lost[0].slot}, "
+            f"attempt {lost[0].attempt}, in step-{lost[0].planned_step:06d}.msgpack",
+            "put the file back: without it neither the step nor what follows from it can be computed again",
+        )
+    return [recorded[each.slot, each.attempt] for each in wanted]
 
 
 def planned_steps(run_dir: Path) -> list[int]:
@@ -155,6 +180,13 @@ def _journals(run_dir: Path) -> list[tuple[int, int | None, Path]]:
 # --------------------------------------------------------------------------- per-token values of train steps
 
 
+def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], batch: Batch, *, tokens: bool) -> None:
+    """Notes which groups a train step took; with `tokens` also what it computed for them (`keep_tokens`)."""
+    if tokens:
+        keep_tokens(run_dir, log.schedule, step, groups, batch)
+    log.took(step, groups)
+
+
 def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Writes `tokens/step-NNNNNN.safetensors`: the batch that a train step learns from, with its columns. `groups` are
     all that the step took."""
@@ -176,31 +208,48 @@ def _tokens_file(run_dir: Path, step: int) -> Path:
     return run_dir / "tokens" / f"step-{step:06d}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptTokens:
-    """What the files under `tokens/` say about which step took which group."""
+def kept_columns(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
+    """What a train step computed for a member of a group; empty where it left the member out, or nothing was kept."""
+    path = _tokens_file(run_dir, step)
+    if not path.is_file():
+        return ()
+    return _columns(path, path.stat().st_mtime_ns).get((group.slot, group.attempt, index), ())
 
-    run_dir: Path
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Which step took which group, by `tokens/` and `steps.jsonl`."""
+
     takers: Mapping[Attempt, Sequence[int]]
     """Group -> the steps that took it."""
     planned: Mapping[int, frozenset[tuple[int, int]]]
     """Step -> (stage, planned step) of what it took."""
+    kept: frozenset[int]
+    """The steps whose tokens were kept."""
 
     @classmethod
-    def of(cls, run_dir: Path) -> _KeptTokens:
-        takers, planned = defaultdict[Attempt, list[int]](list), dict[int, frozenset[tuple[int, int]]]()
-        for path in sorted((run_dir / "tokens").glob("step-*.safetensors")):
-            step, metadata = int(path.stem.removeprefix("step-")), _metadata(path)
-            stage, groups = int(metadata["stage"]), json.loads(metadata["groups"])
-            for slot, attempt, _ in groups:
-                takers[stage, slot, attempt].append(step)
-            planned[step] = frozenset((stage, at) for _, _, at in groups)
-        return cls(run_dir, takers, planned)
+    def of(cls, run_dir: Path) -> _Steps:
+        kept = kept_steps(run_dir)
+        taken = {record.step: (record.stage, record.taken) for record in read_steps(run_dir).values() if record.taken}
+        taken |= kept
+        takers = defaultdict[Attempt, list[int]](list)
+        for step, (stage, groups) in sorted(taken.items()):
+            for each in groups:
+                takers[stage, each.slot, each.attempt].append(step)
+        planned = {
+            step: frozenset((stage, each.planned_step) for each in groups) for step, (stage, groups) in taken.items()
+        }
+        return cls(takers, planned, frozenset(kept))
 
-    def read(self, step: int, slot: int, attempt: int, index: int) -> tuple[Columns, ...]:
-        """What the step computed for a member of a group; empty where it left the member out."""
-        path = _tokens_file(self.run_dir, step)
-        return _columns(path, path.stat().st_mtime_ns).get((slot, attempt, index), ())
+
+def kept_steps(run_dir: Path) -> dict[int, tuple[int, tuple[Taken, ...]]]:
+    """Train step -> (stage, the groups it took), of every step whose tokens were kept."""
+    steps: dict[int, tuple[int, tuple[Taken, ...]]] = {}
+    for path in sorted((run_dir / "tokens").glob("step-*.safetensors")):
+        metadata = _metadata(path)
+        taken = tuple(Taken(*each) for each in json.loads(metadata["groups"]))
+        steps[int(path.stem.removeprefix("step-"))] = int(metadata["stage"]), taken
+    return steps
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,7 @@ import torch
 from trivium.cluster.actors import Proxy
 from trivium.protocols import Weights
 from trivium.sync.memory import read_versions, write_version
-from trivium.sync.tensors import Named, digest, parts, raw, type_name, type_named, verify
+from trivium.sync.tensors import Named, digest, joined, parts, raw, type_name, type_named, verify
 
 _PART = 1 << 30
 """Bytes of weights that are put into the store at a time: what the trainer's process needs beside the model."""
@@ -29,19 +29,21 @@ class Stored:
     names: tuple[str, ...]
     refs: tuple[Any, ...]
     """One per part; each a list of (name, type, shape, hash, bytes)."""
+    hash: str = ""
+    """Of all tensors."""
 
 
 def store(version: int, weights: Weights) -> Stored:
     """Copies weights into the object store. Raises SyncError for a name that comes twice."""
-    names, refs = list[str](), list[Any]()
+    hashes, refs = dict[str, str](), list[Any]()
     for part in parts(weights, _PART):
         packed = [
             (name, type_name(tensor), tuple(tensor.shape), digest(tensor), raw(tensor).cpu().numpy())
             for name, tensor in part
         ]
         refs.append(ray.put(packed))
-        names += [name for name, _ in part]
-    return Stored(version, tuple(names), tuple(refs))
+        hashes |= {name: each for name, _, _, each, _ in packed}
+    return Stored(version, tuple(hashes), tuple(refs), joined(hashes))
 
 
 async def fetched(stored: Stored) -> list[Named]:
@@ -78,10 +80,12 @@ class ObjectStoreChannel:
 
     def __init__(self, store: Proxy, *, keep: int) -> None:
         """`store` is the run's weight table, where it is hosted."""
-        self._store, self._keep = store, keep
+        self._store, self._keep, self.offered = store, keep, ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        self._store.put_weights(version, store(version, weights), self._keep)
+        stored = store(version, weights)
+        self.offered = stored.hash
+        self._store.put_weights(version, stored, self._keep)
         return True
 
     def collect(self, version: int) -> Iterator[tuple[str, Stored]]:

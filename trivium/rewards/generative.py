@@ -19,7 +19,7 @@ from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression
 from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError
-from trivium.types import Media
+from trivium.types import Capabilities, Media
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _OWN_FIELDS = ("prompt", "completion", "conversation")
@@ -36,6 +36,8 @@ class GenerativeJudge:
     A verdict without a readable number is an error of the trajectory, never a score. Requests are retried and bounded
     as those of `kind: remote`.
     """
+
+    capabilities = Capabilities(remote=True)
 
     class Config(EndpointConfig):
         kind: str = "generative_judge"

@@ -15,7 +15,7 @@ from trivium.models.hub import ModelPath
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError, TokenRefused
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
-from trivium.types import Media
+from trivium.types import Capabilities, Media
 
 _ENCODERS = 2
 """Threads that encode images."""
@@ -28,6 +28,8 @@ class RemoteReward:
     A sample that gets no finite number is an error of its trajectory, never a score: see
     `trivium.rewards.http_client` for what is tried again.
     """
+
+    capabilities = Capabilities(remote=True)
 
     class Config(EndpointConfig):
         kind: str = "remote"

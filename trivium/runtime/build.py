@@ -17,7 +17,8 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
-from trivium.buffers.rollouts import keep_tokens
+from trivium.buffers.rollouts import keep_step
+from trivium.buffers.step_log import StepLog
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
@@ -40,6 +41,7 @@ from trivium.tasks.rows import RowTasks
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import renderer_of
 from trivium.trainer import Trainer
+from trivium.training.device import described_machine
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, TRAINER, Metrics, capabilities_of
 
@@ -233,7 +235,9 @@ def build_trainer(
         tasks=partial(build_tasks, config),
         algorithm=algorithm,
     )
-    keeps_tokens = config.run.keep == "tokens" and capabilities_of(buffer).explored
+    explored = capabilities_of(buffer).explored
+    log = StepLog(stage.run_dir, schedule, described_machine(config, stage.threads))
+    keep = partial(keep_step, stage.run_dir, log, tokens=config.run.keep == "tokens")
     return make(
         engine=(make_engine or build_train_engine)(stage, algorithm, endpoints.channel),
         buffer=buffer,
@@ -251,7 +255,8 @@ def build_trainer(
         saves_asynchronously=config.checkpoint.asynchronous,
         keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
         enable_preview=config.run.enable_preview,
-        keep=partial(keep_tokens, stage.run_dir, schedule) if keeps_tokens else None,
+        keep=keep if explored and not capabilities_of(buffer).shared else None,
+        published=log.published,
         record=record,
         name=TRAINER,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from trivium.buffers.step_log import STEPS
 from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import usable_cores
@@ -29,7 +30,7 @@ _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
 """Names the checkpoint of another run that this directory began with: its config says nothing about this one."""
 _CHANGES = "changes.jsonl"
-_OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl")
+_OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS)
 """What a start leaves in the directory before its first step."""
 
 

@@ -32,7 +32,7 @@ from trivium.sync.process_group import (
     own_address,
     refuses_connections,
 )
-from trivium.sync.tensors import Named, digests, raw, type_name, type_named, unique, verify
+from trivium.sync.tensors import Named, digests, joined, raw, type_name, type_named, unique, verify
 from trivium.synchronizer import Exchange, Synchronizer, dead_explorers
 from trivium.types import TRAINER, Capabilities
 
@@ -61,9 +61,10 @@ class CollectiveChannel:
         self._group: ExchangeGroup | None = None
         """The group of the last exchange: what this process relays may still be under way when it has everything."""
         self._received = _Received("")
+        self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        stream = _Stream(weights)
+        stream, self.offered = _Stream(weights), ""
         if self._store is None:
             self._store = open_store()
         address = f"{own_address()}:{self._store.port}"
@@ -88,6 +89,7 @@ class CollectiveChannel:
                 self._close_group()
                 raise
             if not problems:
+                self.offered = joined(stream.hashes)
                 return True
             _log.warning("version %d, exchange %d: %s", version, exchange.number, _listed(problems))
         raise SyncError(
@@ -182,6 +184,8 @@ class _Stream:
     def __init__(self, weights: Weights) -> None:
         self.name, self.number = uuid.uuid4().hex, 0
         self._buckets = _buckets(weights)
+        self.hashes: dict[str, str] = {}
+        """Of the tensors that were sent."""
         self.bucket = next(self._buckets, None)
         self.device = self.bucket.flat.device if self.bucket is not None else torch.device("cpu")
 
@@ -213,7 +217,7 @@ def _buckets(weights: Weights) -> Iterator[_Bucket]:
 def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]:
     """Sends everything from the current bucket on; returns the problems of members."""
     while stream.bucket is not None:
-        _send_bucket(group, version, stream.number, stream.bucket)
+        stream.hashes |= _send_bucket(group, version, stream.number, stream.bucket)
         if problems := group.problems(stream.number):
             return problems
         stream.advance()
@@ -221,7 +225,8 @@ def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]
     return group.problems(ALL_BUCKETS)
 
 
-def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucket) -> None:
+def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucket) -> dict[str, str]:
+    """Sends a bucket; returns the hash of each tensor."""
     group.broadcast_object(
         {"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries}
     )
@@ -229,6 +234,7 @@ def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucke
     hashes = digests([tensor for _, tensor in _unpacked(bucket.entries, bucket.flat)])  # while it is sent
     wait()
     group.broadcast_object(hashes)
+    return {entry["name"]: each for entry, each in zip(bucket.entries, hashes, strict=True)}
 
 
 def _receive(group: ExchangeGroup, version: int, buckets: list[list[Named]]) -> None:

@@ -27,7 +27,7 @@ from trivium.checkpoint.atomic import fsync, staging_directory
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import SyncError, VersionGone
 from trivium.protocols import Weights
-from trivium.sync.tensors import Named, digests, parts, raw, type_name, type_named, verify
+from trivium.sync.tensors import Named, digests, joined, parts, raw, type_name, type_named, verify
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
 
@@ -50,10 +50,11 @@ class FileChannel:
         self._keep, self._directory, self._synchronizer, self._role = keep, directory, synchronizer, role
         self._own: list[int] | None = None
         """The versions that this trainer has offered or restored and keeps; None before the first."""
+        self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
         with self._staged(version) as staging:
-            _write(staging, version, weights)
+            self.offered = _write(staging, version, weights)
         return True
 
     def collect(self, version: int) -> Iterator[Named]:
@@ -158,8 +159,9 @@ class FileChannel:
         return self._directory / f"{_PREFIX}{version:06d}"
 
 
-def _write(folder: Path, version: int, weights: Weights) -> None:
-    """Writes the files of a version, the manifest last. At most the tensors of one file are in memory."""
+def _write(folder: Path, version: int, weights: Weights) -> str:
+    """Writes the files of a version, the manifest last; returns the hash of all tensors. At most those of one file are
+    in memory."""
     entries: list[dict[str, Any]] = []
     copied = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights)
     for number, part in enumerate(parts(copied, FILE_BYTES)):
@@ -168,6 +170,7 @@ def _write(folder: Path, version: int, weights: Weights) -> None:
     content = {"version": version, "tensors": entries}
     manifest = {**content, "hash": _hash_of(content)}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    return joined({entry["name"]: entry["hash"] for entry in entries})
 
 
 def _write_file(file: Path, part: Sequence[Named]) -> list[dict[str, Any]]:

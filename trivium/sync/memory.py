@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
 from trivium.protocols import Weights
-from trivium.sync.tensors import Named, digests, unique, verify
+from trivium.sync.tensors import Named, digests, joined, unique, verify
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 
@@ -39,10 +39,12 @@ class MemoryChannel:
         self._versions: dict[int, tuple[list[Named], list[str]]] = {}
         """(tensors, their hashes) by version."""
         self._lock = Lock()
+        self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
         copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in unique(weights)]
         hashes = digests([tensor for _, tensor in copies])
+        self.offered = joined({name: each for (name, _), each in zip(copies, hashes, strict=True)})
         with self._lock:
             self._versions[version] = copies, hashes
             for old in sorted(self._versions)[: -self._keep]:

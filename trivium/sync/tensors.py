@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -40,6 +41,11 @@ def verify(named: Sequence[Named], expected: Sequence[str], version: int, found:
     for (name, _), before, now in zip(named, expected, digests([tensor for _, tensor in named]), strict=True):
         if before != now:
             raise SyncError(f"collect {name!r} of version {version}", found, do)
+
+
+def joined(hashes: Mapping[str, str]) -> str:
+    """One hash of all tensors of a version, from theirs by name."""
+    return hashlib.blake2b(json.dumps(dict(sorted(hashes.items()))).encode(), digest_size=16).hexdigest()
 
 
 def type_name(tensor: torch.Tensor) -> str:

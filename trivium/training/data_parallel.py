@@ -75,6 +75,9 @@ class RankVerbs:
         self.engine.version = version
         return self.engine.sync_weight()
 
+    def offered_hash(self) -> str:
+        return self.engine.offered_hash() if self.engine.ranks.rank == 0 else ""
+
     def save(self, version: int, directory: Path) -> None:
         self.engine.version = version
         self.engine.save(directory)
@@ -151,6 +154,9 @@ class DistributedTrainEngine(TrainEngine):
 
     def sync_weight(self) -> bool:
         return self._group_of("policy").run_on_all_ranks("sync_weight", self.version)
+
+    def offered_hash(self) -> str:
+        return self._group_of("policy").run_on_all_ranks("offered_hash")
 
     def save(self, directory: Path) -> None:
         for group in self._groups:

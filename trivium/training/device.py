@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
 import torch
 
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import Machine, host_memory
 from trivium.errors import ConfigError
 from trivium.training.ranks import launched_ranks
+
+_INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
+"""Environment variables by which libraries are told which instructions to use."""
 
 
 def machine() -> Machine:
@@ -19,6 +27,33 @@ def machine() -> Machine:
 def training_ranks(config: RunConfig) -> int:
     """Processes that train together: those of torchrun, or the actors that the config asks Ray for."""
     return config.cluster.ranks if config.cluster.kind == "ray" else launched_ranks()
+
+
+def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
+    """What the bits of a train step here depend on beside the config: two machines described alike compute the same."""
+    device = device_of(getattr(config.train, "device", "cpu"))
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "trivium": version("trivium"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "processor": processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads),
+        "ranks": str(training_ranks(config)),
+        "device": device.type,
+        **gpu,
+        **{name: os.environ[name] for name in _INSTRUCTION_SETS if name in os.environ},
+    }
+
+
+def processor_name() -> str:
+    """The model of the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def device_of(name: str) -> torch.device:

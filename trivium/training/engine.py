@@ -248,11 +248,14 @@ class TorchTrainEngine(TrainEngine):
     def holds_version(self) -> bool:
         return not self.updating or self._moved_from != self.version
 
-    def measure(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
-        """What `update` would report, learning rate and gradient aside; the weights stay as they are."""
+    def measure(
+        self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None, **how: bool
+    ) -> Metrics:
+        """What `update` would report, learning rate aside, and with `gradient=True` alone the norm of the gradient; the
+        weights stay as they are."""
         torch.set_num_threads(self._threads)
         taken = self.version - self._first_version
-        return self._learner(role).measure(batch, cast(TrainableObjective, objective), step=taken, totals=totals)
+        return self._learner(role).measure(batch, cast(TrainableObjective, objective), step=taken, totals=totals, **how)
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
         """Model FLOPs over the peak of all ranks. The policy stands for critic, reward model and reference."""

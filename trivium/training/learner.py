@@ -154,15 +154,7 @@ class Learner:
         tokens = {"train/tokens": float(totals.tokens)} if self.name != "value" else {}
         if totals.tokens == 0:
             return tokens
-        tally = _Tally()
-        self.optimizer.zero_grad()
-        for part in self._passes(batch, objective.unit):
-            if not part.rows:
-                self._empty_pass()
-                continue
-            outputs, entropy = self._outputs(batch, part, objective, totals, step)
-            outputs.loss.backward()
-            tally.add(outputs, entropy)
+        tally = self._backward(batch, objective, totals, step)
         rate = self.optimizer.lr if lr is None else lr
         norm = self.optimizer.step(lr, max_grad_norm, who)
         self.optimizer.zero_grad()
@@ -174,19 +166,45 @@ class Learner:
         }
 
     def measure(
-        self, batch: Batch, objective: TrainableObjective, *, step: int, totals: LossDenominators | None = None
+        self,
+        batch: Batch,
+        objective: TrainableObjective,
+        *,
+        step: int,
+        totals: LossDenominators | None = None,
+        gradient: bool = False,
     ) -> Metrics:
-        """The loss and the metrics of an update without its gradient; nothing for a batch without a trained token."""
+        """The loss and the metrics of an update that is not made, with `gradient` the norm of its gradient as well;
+        nothing for a batch without a trained token."""
         self._check(batch)
         totals = totals or count(batch, self.max_response_length)
         if totals.tokens == 0:
             return {}
+        if gradient and self.optimizer is not None:
+            tally = self._backward(batch, objective, totals, step)
+            norm = {f"train/grad_norm/{self.name}": self.optimizer.norm()}
+            self.optimizer.zero_grad()
+            return {**objective.derived(tally.metrics(self.name, totals, self.ranks)), **norm}
         tally = _Tally()
         with torch.no_grad():
             for part in self._passes(batch, objective.unit):
                 tally.add(*self._outputs(batch, part, objective, totals, step))
         reshard(self.model)
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
+
+    def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> _Tally:
+        """Leaves the gradient of the loss over the whole batch on the parameters, and nothing of an earlier one."""
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        tally = _Tally()
+        self.optimizer.zero_grad()
+        for part in self._passes(batch, objective.unit):
+            if not part.rows:
+                self._empty_pass()
+                continue
+            outputs, entropy = self._outputs(batch, part, objective, totals, step)
+            outputs.loss.backward()
+            tally.add(outputs, entropy)
+        return tally
 
     def _outputs(
         self, batch: Batch, part: _Part, objective: TrainableObjective, totals: LossDenominators, step: int

@@ -113,8 +113,7 @@ class Optimizer:
 
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = full_scalar(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm()
         if not torch.isfinite(norm):
             raise TriviumError(
                 f"an optimizer step of {who}",
@@ -129,6 +128,14 @@ class Optimizer:
         if self._scheduler is not None:
             self._scheduler.step()
         return float(norm)
+
+    def norm(self) -> float:
+        """The norm of the gradient that has been accumulated."""
+        return float(self._norm())
+
+    def _norm(self) -> torch.Tensor:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return full_scalar(torch.nn.utils.get_total_norm(gradients))
 
     def zero_grad(self) -> None:
         """Forgets the gradient."""

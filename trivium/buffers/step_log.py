@@ -1,0 +1,100 @@
+"""steps.jsonl of a run directory: which groups each train step took, the hash of the weights it led to, the machine.
+
+One JSON object a line, appended: `{"machine": {...}}` where a process begins to train, `{"step", "stage", "taken"}`
+before an update, `{"step", "weights"}` where a version is published. A resumed run repeats steps: a row replaces what
+earlier rows say of its step and of later ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trivium.checkpoint.atomic import writing
+from trivium.schedule import Schedule
+from trivium.types import Group
+
+STEPS = "steps.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A group that a train step took, by where it is recorded."""
+
+    slot: int
+    """Below 0: an expert's."""
+    attempt: int
+    planned_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What was noted of a train step; of the version that a stage began with, its weights alone."""
+
+    step: int
+    stage: int = 0
+    taken: tuple[Taken, ...] | None = None
+    """In the order of the batch, groups that were trained on before among them; None where it was not noted."""
+    weights: str = ""
+    """The hash of the weights after the step, where they were published."""
+    machine: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the bits of the step depend on; empty where it was not noted."""
+
+
+class StepLog:
+    """Writes the file for one stage."""
+
+    def __init__(self, run_dir: Path, schedule: Schedule, machine: Mapping[str, str]) -> None:
+        self.schedule = schedule
+        self._path, self._machine = run_dir / STEPS, machine
+        self._started = False
+
+    def took(self, step: int, groups: Sequence[Group]) -> None:
+        """Notes that the train step trains on these groups."""
+        schedule = self.schedule
+        taken = [[group.slot, group.attempt, schedule.step_of(group.slot)] for group in groups]
+        self._append({"step": step, "stage": schedule.stage, "taken": taken})
+
+    def published(self, step: int, weights: str) -> None:
+        """Notes the hash of the weights of a version; nothing where it is not known."""
+        if weights:
+            self._append({"step": step, "stage": self.schedule.stage, "weights": weights})
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        rows = [row] if self._started else [{"machine": self._machine}, row]
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        with writing(self._path), self._path.open("ab") as file:
+            # A row that a killed process left half-written ends here.
+            file.write(text.encode() if self._started or not file.tell() else b"\n" + text.encode())
+        self._started = True
+
+
+def read_steps(run_dir: Path) -> dict[int, StepRecord]:
+    """What is noted of each step, in order; empty for a run of a version that noted nothing."""
+    path, records, machine = run_dir / STEPS, dict[int, StepRecord](), dict[str, str]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        row = _row(line)
+        machine = row.get("machine", machine)
+        if "step" not in row:
+            continue
+        step: int = row["step"]
+        records = {number: record for number, record in records.items() if number <= step}
+        known = records.get(step, StepRecord(step))
+        if "taken" in row:
+            taken = tuple(Taken(*each) for each in row["taken"])
+            records[step] = StepRecord(step, row["stage"], taken, machine=machine)
+        else:
+            records[step] = replace(known, weights=row["weights"], machine=known.machine or machine)
+    return dict(sorted(records.items()))
+
+
+def _row(line: str) -> dict[str, Any]:
+    """The row of a line; nothing for one that a process left half-written."""
+    try:
+        row: Any = json.loads(line or "{}")
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

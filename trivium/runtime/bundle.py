@@ -1,0 +1,190 @@
+"""A recorded train step as one zip file: what another machine needs to replay it.
+
+    config.yaml, bundle.json   the config, seen from the bundle; step, task, versions of packages, both machines, report
+    base-model/, checkpoints/  the model that the run began with, the checkpoint that the replay begins from
+    rollouts/, tokens/         the groups of the steps from there on, their media, what the step computed
+    steps.jsonl, metrics.jsonl, ...
+    code/                      the user's files that the config names, and the files beside them that they import
+
+Opened, it is a run directory. A replay of it runs that code.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import zipfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from trivium.buffers.media import MediaFiles
+from trivium.buffers.rollouts import read_groups
+from trivium.buffers.step_log import STEPS
+from trivium.checkpoint.atomic import writing
+from trivium.config import build
+from trivium.config.schema import is_mapping
+from trivium.errors import RunDirError
+from trivium.registry import resolve
+from trivium.runtime.build import build_schedule
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.replay_stage import machine_of, replayed_stage, taken_by
+from trivium.runtime.stage_models import stage_ends
+from trivium.schedule import Schedule
+from trivium.training.device import described_machine
+from trivium.types import Group, capabilities_of
+
+_ABOUT = "bundle.json"
+_CODE = re.compile(r"(/.+\.py):([\w.]+)")
+_WHOLE = ("plan.yaml", "summary.json", "changes.jsonl", "metrics.jsonl", STEPS)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run directory to be replayed, and what a bundle says of it."""
+
+    path: Path
+    step: int | None = None
+    task: str | None = None
+
+
+@contextmanager
+def opened(source: Path) -> Generator[Opened]:
+    """The run directory itself or, for a bundle, one with its content, for as long as the block lasts. Raises
+    RunDirError for a file that is no bundle."""
+    if not source.is_file():
+        yield Opened(source)
+        return
+    with TemporaryDirectory(prefix="trivium-bundle-") as directory:
+        try:
+            with zipfile.ZipFile(source) as archive:
+                archive.extractall(directory)
+            about = json.loads((Path(directory) / _ABOUT).read_text(encoding="utf-8"))
+        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise RunDirError(
+                f"the bundle {source}", found, "name a file that `trivium replay --bundle` wrote"
+            ) from error
+        yield Opened(Path(directory), about["step"], about["task"])
+
+
+def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: Path) -> None:
+    """Writes what a replay of the step needs. Raises RunDirError where the run no longer has it."""
+    run = RecordedRun.open(run_dir)
+    with TemporaryDirectory() as scratch, writing(out), zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        writer = _Writer(archive)
+        stage = replayed_stage(run, step, Path(scratch), ())
+        schedule = build_schedule(stage)
+        groups = _groups(run, step, schedule, writer)
+        versions = {int(v) for group in groups for turn in group.turns() for v in turn.policy_version}
+        base = run.checkpoint_before(min({*versions, step - 1}), stage.first_version)
+        began = stage.first_version if base is None else base.step
+        # A strategy that trains on groups again may take some of any earlier step.
+        for earlier in range(stage.first_version + 1 if schedule.stored_per_step else began + 1, step):
+            _groups(run, earlier, schedule, writer)
+        if base is not None:
+            writer.tree(base.path, f"checkpoints/{base.path.name}")
+        for end in stage_ends(run.store)[: stage.number]:  # weights and reward models of earlier stages
+            path = run.store.open(end).path
+            writer.tree(path, f"checkpoints/{path.name}")
+        model = build("models", run.config.model, seed=run.config.run.seed).materialize(run.path / "model")
+        writer.tree(model, "base-model")
+        for name in (*_WHOLE, f"tokens/step-{step:06d}.safetensors"):
+            writer.file(run.path / name, name)
+        values = writer.with_code(run.config.model_dump(mode="json"))
+        values["model"] = {"kind": "hf", "path": "base-model"}
+        writer.text("config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        about = {
+            "step": step,
+            "task": task,
+            "not_included": writer.absent,
+            "machine": dict(machine_of(run, step)),
+            "machine_of_the_bundle": described_machine(stage.config, stage.threads),
+            "packages": dict(sorted((each.metadata["Name"], each.version) for each in distributions())),
+            "report": report.splitlines(),
+        }
+        writer.text(_ABOUT, json.dumps(about, indent=1))
+
+
+def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) -> list[Group]:
+    """The groups that a step took, their files and media added to the bundle; none where explorers gave none."""
+    config = run.stage_config(step)
+    if not capabilities_of(resolve("buffers", config.buffer.kind)).explored:
+        writer.absent.append("the rows of buffer.path and tasks: put them where config.yaml says")
+        return []
+    taken = [each for each in taken_by(run, step, schedule) if each.slot >= 0]
+    groups = read_groups(run.path, schedule.stage, taken)
+    for planned in sorted({each.planned_step for each in taken}):
+        name = f"rollouts/stage-{schedule.stage}/step-{planned:06d}.msgpack"
+        writer.file(run.path / name, name)
+    media = MediaFiles.beside(run.path / "rollouts").folder
+    for group in groups:
+        messages = (item for message in group.task.prompt for item in message.media)
+        for item in (*messages, *(item for turn in group.turns() for item in turn.media)):
+            writer.file(media / item.sha256, f"rollouts/{media.name}/{item.sha256}")
+    return groups
+
+
+@dataclass
+class _Writer:
+    archive: zipfile.ZipFile
+    absent: list[str] = field(default_factory=list[str])
+    """What the bundle refers to and does not hold, in words."""
+
+    def text(self, name: str, text: str) -> None:
+        self.archive.writestr(name, text)
+
+    def file(self, path: Path, name: str) -> None:
+        """Adds a file, once; nothing where there is none."""
+        if path.is_file() and name not in self.archive.namelist():
+            packed = path.suffix in (".safetensors", ".png", ".jpg")
+            self.archive.write(path, name, zipfile.ZIP_STORED if packed else None)
+
+    def tree(self, directory: Path, name: str) -> None:
+        for path in sorted(directory.rglob("*")):
+            self.file(path, f"{name}/{path.relative_to(directory)}")
+
+    def with_code(self, values: Any) -> Any:
+        """The values with each `/path/file.py:Name` in them as one of the bundle's own."""
+        if is_mapping(values):
+            return {key: self.with_code(value) for key, value in values.items()}
+        if isinstance(values, list | tuple):
+            return [self.with_code(value) for value in values]
+        match = _CODE.fullmatch(values) if isinstance(values, str) else None
+        if match is None or not Path(match[1]).is_file():
+            if isinstance(values, str) and re.fullmatch(r"[\w.]+:\w+", values):
+                self.absent.append(f"the module of {values}")
+            elif isinstance(values, str) and values.startswith("/"):
+                self.absent.append(values)
+            return values
+        path = Path(match[1])
+        folder = f"code/{path.parent.name or 'root'}"
+        for each in _with_siblings(path):
+            self.file(each, f"{folder}/{each.name}")
+        return f"{folder}/{path.name}:{match[2]}"
+
+
+def _with_siblings(path: Path) -> list[Path]:
+    """A file of Python, and the files beside it that it imports, theirs included."""
+    files, waiting = list[Path](), [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in files:
+            files.append(file)
+            waiting += [beside for name in _imports(file) if (beside := path.with_name(f"{name}.py")).is_file()]
+    return files
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]

@@ -1,0 +1,119 @@
+"""A run directory, read: its config at any step, its stages, checkpoints and metrics. Values alone: no file changes.
+
+Rollouts and what train steps computed for their tokens are read by `trivium.buffers.rollouts`, what was noted of each
+step by `trivium.buffers.step_log`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trivium.buffers.step_log import StepRecord, read_steps
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.config import RunConfig, build, load_config
+from trivium.errors import RunDirError
+from trivium.metrics import depends_on_machine
+from trivium.runtime.run_dir import recorded_changes
+from trivium.runtime.stage_models import stage_ends, with_reward_models
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run directory holds."""
+
+    path: Path
+    config: RunConfig
+    """The config of its newest session."""
+    steps: Mapping[int, StepRecord]
+    """What was noted of each step."""
+    changes: Sequence[Mapping[str, Any]]
+    """What `--change` changed, in order (see `run_dir.recorded_changes`)."""
+    store: CheckpointStore
+
+    @classmethod
+    def open(cls, path: Path) -> RecordedRun:
+        """Raises RunDirError for a directory that holds no run, ConfigError for a config that cannot be read here."""
+        file = path / "config.yaml"
+        if not file.is_file():
+            found = "no config.yaml there" if path.is_dir() else "no such directory"
+            raise RunDirError(f"the run in {path}", found, "name the directory of a run (run.dir)")
+        return cls(
+            path, load_config(file, []), read_steps(path), recorded_changes(path), CheckpointStore(path / "checkpoints")
+        )
+
+    def stage_at(self, step: int) -> tuple[int, int]:
+        """(number, first version) of the stage that makes a train step. Raises RunDirError where none does."""
+        first = 0
+        stages = self.config.stage_configs()
+        for number, stage in enumerate(stages):
+            if first < step <= first + stage.schedule.steps:
+                return number, first
+            first += stage.schedule.steps
+        raise RunDirError(f"step {step} of {self.path}", f"its config has steps 1 to {first}", "name one of these")
+
+    def stage_config(self, step: int) -> RunConfig:
+        """The config that this train step was made with: later changes undone, models of earlier stages in place."""
+        number, _ = self.stage_at(step)
+        config = self.config.stage_configs()[number]
+        prefix = f"stages[{number}]." if self.config.stages else ""
+        values: dict[str, Any] = config.model_dump(mode="json")
+        undone = False
+        for row in reversed(self.changes):
+            for where, (before, _) in row["changes"].items() if row["step"] >= step else ():
+                if where.startswith(prefix):
+                    _put(values, where.removeprefix(prefix), before)
+                    undone = True
+        config = RunConfig.model_validate(values) if undone else config
+        return with_reward_models(config, self.config.stage_names, stage_ends(self.store), self.store)
+
+    def model_dir(self, step: int) -> Path:
+        """The weights that the stage of a train step began with."""
+        number, _ = self.stage_at(step)
+        if number:
+            ends = stage_ends(self.store)
+            if len(ends) < number:
+                raise RunDirError(
+                    f"the weights that stage {number} of {self.path} began with",
+                    f"checkpoints show the ends of {len(ends)} stage(s)",
+                    "put the checkpoint of the end of the stage before it back",
+                )
+            return self.store.open(ends[number - 1]).path / "policy"
+        return build("models", self.config.model, seed=self.config.run.seed).materialize(self.path / "model")
+
+    def checkpoint_before(self, version: int, first_version: int) -> Checkpoint | None:
+        """The newest checkpoint of at most this version in the stage that began with `first_version`; None: there is
+        none, and the stage's beginning is the nearest."""
+        steps = [step for step in self.store.steps() if first_version < step <= version]
+        return self.store.open(steps[-1]) if steps else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, in order: several may be of one step. Empty where there is no such file."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return [row for line in lines if (row := _row(line)) is not None]
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What the train step logged, clock and machine left out; empty where it logged nothing."""
+        row = next((row for row in self.rows() if row["step"] == step and "train/version" in row), {})
+        return {key: value for key, value in row.items() if key != "step" and not depends_on_machine(key)}
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """None for the last line of a run in progress, half of which is there."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _put(values: Any, where: str, value: object) -> None:
+    """Sets what is at a path like `train.optimizer.lr` or `rewards[0].weight`."""
+    *parents, last = re.findall(r"\[\d+\]|[^.\[]+", where)
+    for part in parents:
+        values = values[int(part[1:-1])] if part.startswith("[") else values[part]
+    values[int(last[1:-1]) if last.startswith("[") else last] = value

@@ -1,0 +1,212 @@
+"""What a replay found: recorded against computed again, stage by stage, exactly or within a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from trivium.metrics import same
+from trivium.types import AnyArray, Group, Trajectory, Turn
+
+StageName = Literal["weights", "tokens", "log-probs", "reward", "advantage", "loss", "update"]
+STAGES: tuple[StageName, ...] = ("weights", "tokens", "log-probs", "reward", "advantage", "loss", "update")
+"""In the order in which one follows from the other."""
+LOG_PROB_TOLERANCE = 2e-3
+"""How far a log-probability may be from the recorded one where bits may differ, in nats."""
+TOLERANCE = 1e-2
+"""How far any other number may be, relative to the larger one of both, or to 1 below it."""
+
+
+@dataclass
+class Compared:
+    """One stage of a replay."""
+
+    name: StageName
+    number: int = 0
+    """How many values were compared."""
+    equal: int = 0
+    """How many of them are equal, bit for bit."""
+    worst: float = 0.0
+    """The largest distance of those that are not, in units of the tolerance."""
+    differences: list[str] = field(default_factory=list[str])
+    """Those that are differences, in words."""
+    notes: list[str] = field(default_factory=list[str])
+    """What was not compared, and why."""
+
+    @property
+    def status(self) -> str:
+        if self.differences:
+            return "differs"
+        if not self.number:
+            return "not compared"
+        return "equal" if self.equal == self.number else "within tolerance"
+
+
+@dataclass
+class Comparison:
+    """The stages of a replay. Where it need not be exact (`inexact` says why), what is within a tolerance is equal."""
+
+    inexact: Sequence[str] = ()
+    stages: dict[StageName, Compared] = field(default_factory=lambda: {name: Compared(name) for name in STAGES})
+
+    def note(self, stage: StageName, text: str) -> None:
+        if text not in self.stages[stage].notes:
+            self.stages[stage].notes.append(text)
+
+    def values(self, stage: StageName, what: str, recorded: object, replayed: object) -> bool:
+        """Compares what has no tolerance. Whether it is equal."""
+        compared = self.stages[stage]
+        compared.number += 1
+        if recorded == replayed:
+            compared.equal += 1
+            return True
+        compared.differences.append(f"{what}: recorded {_shown(recorded)}, replayed {_shown(replayed)}")
+        return False
+
+    def number(self, stage: StageName, what: str, recorded: float, replayed: float) -> None:
+        self.arrays(stage, what, np.float64(recorded).reshape(1), np.float64(replayed).reshape(1))
+
+    def arrays(self, stage: StageName, what: str, recorded: AnyArray, replayed: AnyArray) -> None:
+        """Compares numbers one by one; of an array that differs, the first place is named."""
+        compared = self.stages[stage]
+        compared.number += 1
+        if recorded.shape != replayed.shape:
+            compared.differences.append(f"{what}: recorded {recorded.shape} numbers, replayed {replayed.shape}")
+            return
+        if recorded.tobytes() == replayed.astype(recorded.dtype).tobytes() or np.array_equal(
+            recorded, replayed, equal_nan=True
+        ):
+            compared.equal += 1
+            return
+        far = _distances(stage, recorded.astype(np.float64), replayed.astype(np.float64))
+        compared.worst = max(compared.worst, float(np.nan_to_num(far, nan=np.inf).max()))
+        beyond = ~(far <= (1.0 if self.inexact else 0.0))
+        if not beyond.any():
+            return
+        place = tuple(int(axis[0]) for axis in np.nonzero(beyond))
+        where = f" at {', '.join(map(str, place))}" if recorded.size > 1 else ""
+        number = f"; {int(beyond.sum())} of {recorded.size} differ" if recorded.size > 1 else ""
+        compared.differences.append(
+            f"{what}{where}: recorded {recorded[place]:.9g}, replayed {replayed[place]:.9g}{number}"
+        )
+
+    @property
+    def first(self) -> Compared | None:
+        """The first stage with a difference."""
+        return next((stage for stage in self.stages.values() if stage.differences), None)
+
+
+def _distances(stage: StageName, a: AnyArray, b: AnyArray) -> AnyArray:
+    """In units of the tolerance."""
+    if stage == "log-probs":
+        return np.abs(a - b) / LOG_PROB_TOLERANCE
+    return np.abs(a - b) / (TOLERANCE * np.maximum(1.0, np.maximum(np.abs(a), np.abs(b))))
+
+
+def _shown(value: object) -> str:
+    return str(value) if len(str(value)) <= 200 else f"{str(value)[:197]}..."
+
+
+# --------------------------------------------------------------------------- rollouts
+
+
+def title_of(group: Group, rollout: Trajectory) -> str:
+    """Which rollout, for people."""
+    member = "the greedy rollout" if rollout is group.greedy else f"rollout {rollout.index + 1}"
+    return f"{member} of task {group.task.task_id}"
+
+
+def compare_rollout(
+    comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
+) -> bool:
+    """A rollout with the same one sampled again: tokens, log-probabilities, rewards. Rewards that are left out were not
+    computed. Whether it wrote the same tokens."""
+    if any("DeadlineExceeded" in str(each.failure) for each in (recorded, replayed)):
+        comparison.note("tokens", f"{who} met its deadline: time is not replayed")
+        return False
+    if not _same_tokens(comparison, who, recorded, replayed):
+        return False
+    for number, (old, new) in enumerate(zip(recorded.turns, replayed.turns, strict=True)):
+        comparison.arrays("log-probs", f"{who}, turn {number + 1}, token", old.log_prob, new.log_prob)
+    compare_rewards(comparison, who, recorded, replayed, left_out)
+    return True
+
+
+def compare_rewards(
+    comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
+) -> None:
+    """The rewards of a rollout with those computed again."""
+    old, new = (_failed(each) for each in (recorded, replayed))
+    if not comparison.values("reward", f"{who}, its failure", old, new) or recorded.failure is not None:
+        return
+    names = [name for name in {**recorded.rewards, **replayed.rewards} if name not in left_out]
+    for name in names:
+        if name in recorded.rewards and name in replayed.rewards:
+            comparison.number("reward", f"{who}, {name}", recorded.rewards[name], replayed.rewards[name])
+        else:
+            comparison.values("reward", f"{who}, {name}", recorded.rewards.get(name), replayed.rewards.get(name))
+
+
+def _failed(rollout: Trajectory) -> str:
+    return "none" if rollout.failure is None else f"{rollout.failure.side}: {rollout.failure.kind}"
+
+
+def _same_tokens(comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory) -> bool:
+    compared = comparison.stages["tokens"]
+    compared.number += 1
+    difference = next(_differing_tokens(recorded.turns, replayed.turns), "")
+    if not difference:
+        compared.equal += 1
+    elif comparison.inexact:
+        compared.worst = 1.0
+        comparison.note("tokens", f"{who} goes another way from {difference}: where bits differ, sampling may")
+    else:
+        compared.differences.append(f"{who}, {difference}")
+    return not difference
+
+
+def _differing_tokens(recorded: Sequence[Turn], replayed: Sequence[Turn]) -> Iterator[str]:
+    for number, (old, new) in enumerate(zip(recorded, replayed, strict=False), start=1):
+        for name, a, b in (("prompt token", old.prompt_tokens, new.prompt_tokens), ("token", old.tokens, new.tokens)):
+            if not np.array_equal(a, b):
+                shared = min(len(a), len(b))
+                place = next((at for at in range(shared) if a[at] != b[at]), shared)
+                shown = [str(int(each[place])) if place < len(each) else "none" for each in (a, b)]
+                yield f"turn {number}, {name} {place}: recorded {shown[0]}, replayed {shown[1]}"
+        if old.stop_reason != new.stop_reason:
+            yield f"turn {number}, stop reason: recorded {old.stop_reason.value}, replayed {new.stop_reason.value}"
+    if len(recorded) != len(replayed):
+        yield f"turns: recorded {len(recorded)}, replayed {len(replayed)}"
+
+
+# --------------------------------------------------------------------------- train steps
+
+
+def compare_metrics(comparison: Comparison, recorded: Mapping[str, float], replayed: Mapping[str, float]) -> None:
+    """What the update logged with what it logs now; the advantages' statistics are their stage's."""
+    for key in sorted(recorded.keys() & replayed.keys()):
+        if key.startswith(("train/", "mismatch/")) and not key.startswith("train/changed"):
+            stage: StageName = "advantage" if key.startswith(("train/advantage_", "train/return_")) else "loss"
+            if same(recorded[key], replayed[key]):
+                comparison.stages[stage].number += 1
+                comparison.stages[stage].equal += 1
+            else:
+                comparison.number(stage, key, recorded[key], replayed[key])
+
+
+def lines_of(comparison: Comparison) -> Iterable[str]:
+    """A line for each stage, and those of its notes."""
+    for stage in comparison.stages.values():
+        counts = f"{stage.equal} of {stage.number} values are equal bit for bit" if stage.number else ""
+        if stage.worst and not stage.differences and stage.name != "tokens":
+            counts += f", the others at most {stage.worst:.2g} of the tolerance apart"
+        yield f"  {stage.name:<10} {stage.status:<17} {counts}".rstrip()
+        yield from (f"             {note}" for note in stage.notes[:5])
+        if len(stage.notes) > 5:
+            yield f"             and {len(stage.notes) - 5} more like these"
+        yield from (f"             {difference}" for difference in stage.differences[:3])
+        if len(stage.differences) > 3:
+            yield f"             and {len(stage.differences) - 3} more differences"

@@ -1,0 +1,345 @@
+"""A recorded stage as it can be run again in this process: its config, its trainer on the groups that its steps took,
+and engines that hold the versions that rollouts were sampled with. Nothing is written into the run directory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from trivium.board import MemoryBoard
+from trivium.buffers.memory import MemoryBuffer
+from trivium.buffers.rollouts import kept_steps, read_groups, read_rollouts
+from trivium.buffers.step_log import Taken
+from trivium.checkpoint.store import Checkpoint, CheckpointStore
+from trivium.concurrency import usable_cores
+from trivium.config import RunConfig
+from trivium.config.schema import EvaluationSection
+from trivium.errors import DataError, RunDirError
+from trivium.protocols import Buffer, RolloutEngine
+from trivium.registry import resolve
+from trivium.rewards.recipe import Recipe, parts_of
+from trivium.runtime.build import (
+    Endpoints,
+    Stage,
+    algorithm_of,
+    build_buffer,
+    build_engine,
+    build_schedule,
+    build_synchronizer,
+    build_trainer,
+)
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.schedule import Schedule
+from trivium.sync.memory import MemoryChannel
+from trivium.tasks.served import ServedTasks
+from trivium.trainer import Trainer
+from trivium.training.device import described_machine
+from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, SyncMethod, capabilities_of
+
+
+def remote_rewards(config: RunConfig) -> list[str]:
+    """The rewards that ask a server: what it says today is no evidence of what it said then."""
+    rewards = (part.reward for part in parts_of(config.rewards))
+    return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
+
+
+def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
+    """The config without these rewards."""
+    rewards = []
+    for reward in config.rewards:
+        if isinstance(reward, Recipe.Config):
+            components = tuple(each for each in reward.components if each.label not in labels)
+            rewards += [reward.model_copy(update={"components": components})] if components else []
+        elif reward.label not in labels:
+            rewards.append(reward)
+    return config.model_copy(update={"rewards": tuple(rewards)})
+
+
+def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collection[str]) -> Stage:
+    """The stage of a train step, to be run again in this process alone, without the rewards that are left out."""
+    number, first = run.stage_at(step)
+    config = without_rewards(run.stage_config(step), left_out)
+    threads = int(machine_of(run, step).get("threads", 0)) or config.cluster.threads
+    tasks = dict(config.tasks)
+    if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
+        # Recorded groups hold their tasks; a taskset that an expert's rows come from is still read.
+        experts = getattr(config.buffer.strategy, "taskset", None)
+        tasks |= {"train": ServedTasks.Config(kind=SERVED)} if experts != "train" else {}
+    update: dict[str, Any] = {
+        "run": config.run.model_copy(update={"dir": str(scratch), "mode": "both", "keep": "rollouts"}),
+        "tasks": tasks,
+        "evaluation": EvaluationSection(),
+        "monitors": (),
+        "schedule": config.schedule.model_copy(update={"curriculum": None}),
+        "sync": config.sync.model_copy(update={"method": SyncMethod.MEMORY}),
+        "cluster": config.cluster.model_copy(update={"kind": "local", "threads": min(threads, 4 * usable_cores())}),
+    }
+    for section in () if torch.cuda.is_available() else ("engine", "train"):
+        part: Any = getattr(config, section)
+        if getattr(part, "device", "cpu").startswith("cuda"):
+            update[section] = part.model_copy(update={"device": "cpu"})
+    return Stage(config.model_copy(update=update), number, first, True, scratch, run.model_dir(step))
+
+
+def machine_of(run: RecordedRun, step: int) -> Mapping[str, str]:
+    """The machine that made a train step; empty where it was not noted."""
+    return run.steps[step].machine if step in run.steps else {}
+
+
+def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
+    """Why bits may differ from those of the run though nothing is wrong; empty where they may not."""
+    there, here = machine_of(run, step), described_machine(stage.config, stage.threads)
+    if not there:
+        return ["the run did not note the machine that it trained on"]
+    names = dict.fromkeys([*there, *here])
+    return [
+        f"{name}: {there.get(name, 'unset')} there, {here.get(name, 'unset')} here"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+
+
+# --------------------------------------------------------------------------- which groups a step took
+
+
+def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
+    """The groups that a train step took, those that it trained on again and experts' among them.
+
+    They are noted in `steps.jsonl` or, with `run.keep: tokens`, beside what was computed for them; a run of slot order
+    needs neither. Raises RunDirError where none of this tells.
+    """
+    record = run.steps.get(step)
+    if record is not None and record.taken is not None:
+        return record.taken
+    kept = kept_steps(run.path)
+    if step in kept:
+        return kept[step][1]
+    if not schedule.ordered or algorithm_of(run.stage_config(step)).refill:
+        raise RunDirError(
+            f"the groups that train step {step} took",
+            f"{run.path} has neither a row of steps.jsonl nor a file under tokens/ that says, and they were taken in "
+            "order of arrival",
+            "runs of this version note it; an older one does with run.keep: tokens",
+        )
+    return _in_slot_order(run, step, schedule)
+
+
+def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
+    """What a step of a run in slot order took: dropped groups moved what came after them."""
+    recorded = {
+        each.group.slot: (Taken(each.group.slot, each.group.attempt, each.planned_step), bool(each.group.dropped))
+        for each in read_rollouts(run.path)
+        if each.stage == schedule.stage and each.planned_step is not None
+    }
+    wanted = (step - schedule.first_version) * schedule.fresh_per_step
+    finished: list[Taken] = []
+    for slot in count():
+        if len(finished) == wanted:
+            return tuple(finished[-schedule.fresh_per_step :])
+        if slot not in recorded:
+            raise DataError(
+                f"the groups that train step {step} took",
+                f"{run.path} has no rollouts of slot {slot} (step {schedule.step_of(slot)})",
+                f"put rollouts/stage-{schedule.stage}/step-{schedule.step_of(slot):06d}.msgpack back",
+            )
+        taken, dropped = recorded[slot]
+        finished += [] if dropped else [taken]
+    raise AssertionError("count() has no end")
+
+
+class _Recorded(MemoryBuffer):
+    """Gives a trainer the groups that it took before."""
+
+    def __init__(
+        self,
+        groups_of: Callable[[int], Sequence[Group]],
+        in_slots: Callable[[Sequence[int]], list[Group]],
+        **beside: Any,
+    ) -> None:
+        super().__init__(MemoryBuffer.Config(), **beside)
+        self._groups_of, self._in_slots = groups_of, in_slots
+        self._step, self._left = 0, deque[Group]()
+
+    async def take(self, count: int, version: int) -> list[Group]:
+        if self._step != version + 1:
+            self._step, self._left = version + 1, deque(self._groups_of(version + 1))
+        if len(self._left) < count:
+            raise DataError(
+                f"{count} group(s) that train step {self._step} took",
+                f"{len(self._left)} more are noted",
+                "the record of this step is incomplete, or the config is not the one that it was made with",
+            )
+        return [self._left.popleft() for _ in range(count)]
+
+    async def taken_groups(self, slots: Sequence[int]) -> list[Group]:
+        return self._in_slots(slots)
+
+
+# --------------------------------------------------------------------------- the trainer
+
+
+class _Rows:
+    """The metrics of the newest step."""
+
+    def __init__(self) -> None:
+        self.row: Metrics = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        del step
+        self.row = dict(metrics)
+
+    def table(self, *_: object) -> None: ...
+
+
+class ReplayedTrainer:
+    """The trainer of a recorded stage, taking the same steps again in memory."""
+
+    def __init__(self, run: RecordedRun, stage: Stage) -> None:
+        self.run, self.stage = run, stage
+        self.schedule = build_schedule(stage)
+        self.explored = capabilities_of(resolve("buffers", stage.config.buffer.kind)).explored
+        self.channel = MemoryChannel(keep=1)
+        self.hashes: dict[int, str] = {}
+        """Of the weights of each version that it came to."""
+        self._rows = _Rows()
+        self._batch = Batch(())
+        synchronizer = build_synchronizer(stage.config, MemoryBoard())
+        self.trainer: Trainer = build_trainer(
+            stage,
+            Endpoints(self._buffer(), synchronizer, self.channel),
+            CheckpointStore(stage.run_dir / "checkpoints"),
+            None,
+            cast(Any, self._rows),
+            {},
+        )
+        self.trainer.published = None
+        self.trainer.max_failed_fraction = 1.0
+
+    @property
+    def version(self) -> int:
+        return self.trainer.train_step_num
+
+    def _buffer(self) -> Buffer:
+        if not self.explored:
+            return build_buffer(self.stage, self.schedule)
+        return _Recorded(
+            self.fresh_groups,
+            self._groups_in,
+            schedule=self.schedule,
+            rollouts=self.stage.run_dir / "rollouts" / f"stage-{self.stage.number}",
+            renderer=self.stage.renderer,
+            deadline_s=60.0,
+        )
+
+    def fresh_groups(self, step: int) -> list[Group]:
+        """The groups that a train step took from the explorers, in order."""
+        first = self.stage.first_version + 1 if self.schedule.stored_per_step else step
+        earlier = {each for number in range(first, step) for each in self._taken(number)}
+        fresh = [each for each in self._taken(step) if each.slot >= 0 and each not in earlier]
+        return read_groups(self.run.path, self.stage.number, fresh)
+
+    def _groups_in(self, slots: Sequence[int]) -> list[Group]:
+        """Groups that steps up to the checkpoint took, by slot."""
+        steps = range(self.stage.first_version + 1, self.trainer.train_step_num + 1)
+        taken = {each.slot: each for step in steps for each in self._taken(step)}
+        return read_groups(self.run.path, self.stage.number, [taken[slot] for slot in slots])
+
+    def _taken(self, step: int) -> tuple[Taken, ...]:
+        return taken_by(self.run, step, self.schedule)
+
+    async def begin(self, checkpoint: Checkpoint | None) -> None:
+        """Loads a checkpoint of the stage, or what the stage began with."""
+        self.trainer.resume = checkpoint
+        trainer, state = self.trainer, checkpoint.state if checkpoint is not None else {}
+        trainer.prepare()
+        await trainer.buffer.restore(state.get("buffer") if not self.explored else None, trainer.train_step_num)
+        await trainer.strategy.restore(state.get("strategy", {}))
+        self._note_hash()
+
+    async def go_to(self, version: int, wanted: Collection[int] = ()) -> dict[int, list[tuple[str, torch.Tensor]]]:
+        """Takes the steps up to a version; returns the weights of those wanted that it passes."""
+        weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        while True:
+            if self.version in wanted:
+                weights[self.version] = list(self.channel.collect(self.version))
+            if self.version >= version:
+                return weights
+            await self.step()
+
+    async def step(self, before_update: Callable[[Batch], None] | None = None) -> tuple[Metrics, Batch]:
+        """Takes the next step; returns its metrics and what it computed for its experiences before the update, which
+        `before_update` gets as well, while the weights are those before it."""
+
+        def keep(step: int, groups: Sequence[Group], batch: Batch) -> None:
+            del step, groups
+            self._batch = batch
+            if before_update is not None:
+                before_update(batch)
+
+        self.trainer.keep = keep
+        self.trainer.last_sync_step = self.version  # no explorer waits for weights
+        before = self.version
+        await self.trainer.train_step()
+        if self.version == before:
+            raise RunDirError(f"train step {before + 1}", "its data has ended", "name an earlier step")
+        self._note_hash()
+        return self._rows.row, self._batch
+
+    def _note_hash(self) -> None:
+        """Offers the weights to the channel, whose hash of them is the one that runs note."""
+        if self.trainer.engine.sync_weight():
+            self.hashes[self.version] = self.trainer.engine.offered_hash()
+
+    def close(self) -> None:
+        self.trainer.engine.close()
+
+
+# --------------------------------------------------------------------------- the engines
+
+Place = tuple[str, str, int, int, bytes]
+"""(taskset, task id, epoch, index in the group, prompt): what tells a recorded completion."""
+
+
+class EngineOfVersions:
+    """Samples each recorded completion with the version that sampled it then."""
+
+    def __init__(self, engines: Mapping[int, RolloutEngine], groups: Sequence[Group]) -> None:
+        self._engines = engines
+        newest = engines[max(engines)]
+        self.capabilities, self.max_context, self.version = capabilities_of(newest), newest.max_context, max(engines)
+        self._versions: dict[Place, int] = {}
+        for group in groups:
+            for rollout in group.rollouts:
+                for turn in rollout.turns:
+                    place = _place(group, rollout.index, turn.prompt_tokens.tobytes())
+                    self._versions[place] = int(turn.policy_version.min()) if len(turn.tokens) else group.version
+
+    async def generate(self, request: Request) -> Completion:
+        key = request.key
+        place = (key.taskset, key.task_id, key.epoch, key.index, request.prompt_tokens.tobytes())
+        return await self._engines[self._versions.get(place, self.version)].generate(request)
+
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            await engine.close()
+
+
+def _place(group: Group, index: int, prompt: bytes) -> Place:
+    return group.task.taskset, group.task.task_id, group.epoch, index, prompt
+
+
+async def engines_of(
+    stage: Stage, weights: Mapping[int, Sequence[tuple[str, torch.Tensor]]], groups: Sequence[Group]
+) -> EngineOfVersions:
+    """An engine for each of these versions."""
+    engines: dict[int, RolloutEngine] = {}
+    for version, named in weights.items():
+        engines[version] = build_engine(stage)
+        await engines[version].load(version, named)
+    return EngineOfVersions(engines, groups)

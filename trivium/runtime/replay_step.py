@@ -1,0 +1,325 @@
+"""`trivium replay`: a recorded rollout, or a whole train step, computed again from weights and random keys. What
+differs is named by the first of these stages at which it does:
+
+    weights    those that the rollouts were sampled with, against the hash that the run noted of them
+    tokens     the rollouts, sampled again
+    log-probs  of their tokens, by the engine
+    reward     each component
+    advantage  and every other number for a token that the step computed before its first update, where it was kept
+    loss       and every other metric of the update, the gradient norm among them
+    update     the weights after the step
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from trivium.buffers.rollouts import kept_columns
+from trivium.concurrency import gather_or_cancel
+from trivium.errors import RunDirError
+from trivium.explorer import Explorer
+from trivium.loops import prepare_mini_batch
+from trivium.protocols import RolloutEngine
+from trivium.rewards.judge import Judge
+from trivium.runtime.build import Stage, build_explorer
+from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.replay_compare import (
+    Compared,
+    Comparison,
+    StageName,
+    compare_metrics,
+    compare_rewards,
+    compare_rollout,
+    lines_of,
+    title_of,
+)
+from trivium.runtime.replay_stage import (
+    EngineOfVersions,
+    ReplayedTrainer,
+    engines_of,
+    inexact_because,
+    remote_rewards,
+    replayed_stage,
+)
+from trivium.schedule import Assignment, Schedule
+from trivium.training.engine import TorchTrainEngine
+from trivium.types import SERVED, AnyArray, Batch, Group, Metrics, Trajectory, capabilities_of
+
+_OWN = ("train/loss/", "train/grad_norm/")
+
+
+@dataclass
+class Replay:
+    """What a replay of a train step, or of one of its tasks, found."""
+
+    step: int
+    about: str
+    comparison: Comparison
+    rollouts: int = 0
+    """How many were sampled again."""
+    own: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
+    """Objective -> the metrics of the replayed rollouts alone: their loss and the norm of its gradient."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.comparison.first is None
+
+    @property
+    def text(self) -> str:
+        """What it found, for people."""
+        lines = [f"replay of {self.about}"]
+        inexact = self.comparison.inexact
+        lines += [f"  need not be equal bit for bit: {reason}" for reason in inexact]
+        lines += lines_of(self.comparison)
+        for role, metrics in self.own.items():
+            shown = [f"{key} {value:.6g}" for key, value in metrics.items() if key.startswith(_OWN)]
+            lines.append(f"  {role} over these rollouts alone: {', '.join(shown)}")
+        first = self.comparison.first
+        return "\n".join([*lines, "everything compared is equal" if first is None else _first(first)])
+
+
+def _first(stage: Compared) -> str:
+    return f"the first difference is of the stage {stage.name}: {stage.differences[0]}"
+
+
+def replay(
+    run_dir: Path, step: int, *, task: str | None = None, update: bool = False, ask_servers: bool = False
+) -> Replay:
+    """Replays the rollouts of a train step (with `task`, those of this task) and the step itself. With `update` also
+    compares the weights after it. Rewards that ask a server are computed only if `ask_servers`.
+
+    Raises RunDirError for a step whose record is incomplete, and says what is missing.
+    """
+    run = RecordedRun.open(run_dir)
+    with tempfile.TemporaryDirectory(prefix="trivium-replay-") as scratch:
+        left_out = [] if ask_servers else remote_rewards(run.stage_config(step))
+        stage = replayed_stage(run, step, Path(scratch), left_out)
+        return run_in_loop(_replay(run, stage, step, task, update, left_out), stage.config.workflow.deadline_s)
+
+
+async def _replay(
+    run: RecordedRun, stage: Stage, step: int, task: str | None, update: bool, left_out: Sequence[str]
+) -> Replay:
+    comparison = Comparison(inexact_because(run, step, stage))
+    trainer = ReplayedTrainer(run, stage)
+    groups = trainer.fresh_groups(step) if trainer.explored else []
+    chosen = [group for group in groups if task in (None, group.task.task_id)]
+    if task is not None and not chosen:
+        known = ", ".join(dict.fromkeys(group.task.task_id for group in groups[:8]))
+        raise RunDirError(f"task {task!r} in train step {step}", f"it took {known or 'no rollouts'}", "name one of its")
+    sampled = [group for group in chosen if group.task.taskset != SERVED]
+    versions = {version for group in sampled for version in _versions(group)}
+    base = run.checkpoint_before(min(versions | {step - 1}), stage.first_version)
+    began = stage.first_version if base is None else base.step
+    _refuse_changes_between(run, began, step)
+    taken = f", {step - 1 - began} train step(s) taken again" if step - 1 > began else ""
+    about = f"train step {step} of {run.path}" + (f", task {task}" if task is not None else "")
+    result = Replay(step, f"{about}; weights of version {began}{taken}", comparison)
+    try:
+        await trainer.begin(base)
+        weights = await trainer.go_to(step - 1, versions)
+        for version in trainer.hashes:
+            _compare_hash(comparison, "weights", run, trainer, version)
+        if sampled:
+            await _replay_rollouts(result, stage, trainer, weights, sampled, left_out)
+        else:
+            comparison.note("tokens", "agents brought these tasks" if chosen else "the step took nothing of explorers")
+        await _replay_step(result, run, trainer, chosen, whole=task is None)
+        if update:
+            _compare_update(comparison, run, trainer)
+        else:
+            comparison.note("update", "--update compares the weights after the step")
+        return result
+    finally:
+        trainer.close()
+
+
+def _versions(group: Group) -> set[int]:
+    """The versions that sampled the tokens of a group; the one it was leased with where there are none."""
+    return {int(v) for turn in group.turns() for v in np.unique(turn.policy_version)} or {group.version}
+
+
+def _refuse_changes_between(run: RecordedRun, began: int, step: int) -> None:
+    between = [row["step"] for row in run.changes if began < row["step"] < step]
+    if between:
+        raise RunDirError(
+            f"the weights before train step {step}",
+            f"the config was changed after step {between[-1]}, and the newest checkpoint before that is {began}",
+            f"keep the checkpoint of step {between[-1]} (checkpoint.keep), or replay a step before it",
+        )
+
+
+# --------------------------------------------------------------------------- rollouts
+
+
+async def _replay_rollouts(
+    result: Replay,
+    stage: Stage,
+    trainer: ReplayedTrainer,
+    weights: Mapping[int, Sequence[tuple[str, torch.Tensor]]],
+    groups: Sequence[Group],
+    left_out: Sequence[str],
+) -> None:
+    """Samples the groups again, and compares."""
+    comparison = result.comparison
+    engine = await engines_of(stage, weights, groups)
+    explorer = build_explorer(stage, "replay", cast(RolloutEngine, engine))
+    explorer.must_judge = explorer.must_judge and not left_out
+    comparison.inexact = [*comparison.inexact, *_inexact_engine(stage, engine)]
+    for label in left_out:
+        comparison.note("reward", f"{label} asks a server, and is computed again with --ask-servers alone")
+    try:
+        replayed = await gather_or_cancel(_rolled_out(explorer, trainer.schedule, group) for group in groups)
+        for group, again in zip(groups, replayed, strict=True):
+            result.rollouts += len(group.rollouts)
+            for old, new in zip(group.rollouts, again.rollouts, strict=True):
+                who = title_of(group, old)
+                if any(len(np.unique(turn.policy_version)) > 1 for turn in old.turns):
+                    comparison.note("tokens", f"{who} was sampled while weights changed (sync.in_flight)")
+                elif compare_rollout(comparison, who, old, new, left_out):
+                    continue
+                await _judge_recorded(comparison, explorer, group, old, left_out)
+    finally:
+        await engine.close()
+
+
+def _inexact_engine(stage: Stage, engine: EngineOfVersions) -> list[str]:
+    can, kind = engine.capabilities, stage.config.engine.kind
+    keys = [] if can.exact_sampling else [f"engine.kind {kind} does not sample by the keys that are recorded"]
+    company = "log-probabilities depend on what shares a batch (engine.batch_invariant is off)"
+    return keys + ([] if can.batch_invariant else [company])
+
+
+async def _rolled_out(explorer: Explorer, schedule: Schedule, group: Group) -> Group:
+    """The group sampled again: with the keys of its slot, after the experience pipeline."""
+    at = Assignment(group.slot, group.task, group.epoch)
+    keys = [schedule.key(at, rollout.index) for rollout in group.trajectories]
+    greedy = None if group.greedy is None else schedule.key(at, group.greedy.index)
+    slot, epoch, attempt = group.slot, group.epoch, group.attempt
+    return explorer.refined(
+        await explorer.rollout(group.task, keys, slot=slot, epoch=epoch, attempt=attempt, greedy=greedy)
+    )
+
+
+async def _judge_recorded(
+    comparison: Comparison, explorer: Explorer, group: Group, rollout: Trajectory, left_out: Sequence[str]
+) -> None:
+    """Compares the rewards of a rollout that was not sampled again as it was, where they can be computed from its text
+    alone."""
+    who = title_of(group, rollout)
+    if capabilities_of(explorer.workflow).gives_rewards or explorer.operators or rollout.failure is not None:
+        comparison.note("reward", f"{who}: its rewards follow from a rollout that is not the recorded one")
+        return
+    comparing = cast(Judge, explorer.judge).comparing
+    if comparing:
+        comparison.note("reward", f"{who}: rewards that compare a group are left out")
+    (judged,) = await explorer.judge_rollouts(group.task, [replace(rollout, rewards={})])
+    compare_rewards(comparison, who, rollout, judged, [*left_out, *comparing])
+
+
+# --------------------------------------------------------------------------- the train step
+
+
+async def _replay_step(
+    result: Replay, run: RecordedRun, trainer: ReplayedTrainer, chosen: Sequence[Group], *, whole: bool
+) -> None:
+    """Takes the step on the recorded rollouts, and compares what it computes. `chosen` are the groups whose own loss is
+    wanted, `whole`: of all that the step takes."""
+    comparison, step, ids = result.comparison, result.step, {group.group_id for group in chosen}
+
+    def measure(batch: Batch) -> None:
+        rows = [row for row, each in enumerate(batch.experiences) if whole or each.group_id in ids]
+        result.own = _own_metrics(trainer, batch.select(rows)) if rows else {}
+        if comparison.inexact:
+            _score_recorded(comparison, trainer, batch, rows)
+
+    metrics, batch = await trainer.step(measure)
+    _compare_columns(comparison, run, step, batch, chosen)
+    recorded = run.metrics_of(step)
+    compare_metrics(comparison, recorded, metrics)
+    if not recorded:
+        comparison.note("loss", "metrics.jsonl has no row of this step: `monitors` needs kind jsonl")
+
+
+def _own_metrics(trainer: ReplayedTrainer, batch: Batch) -> dict[str, Metrics]:
+    engine = trainer.trainer.engine
+    if not isinstance(engine, TorchTrainEngine):
+        return {}
+    return {
+        objective.role: engine.measure(
+            objective.role, prepare_mini_batch(engine, batch, objective, 0), objective, gradient=True
+        )
+        for objective in engine.algorithm.objectives_at(engine.version)
+    }
+
+
+def _score_recorded(comparison: Comparison, trainer: ReplayedTrainer, batch: Batch, rows: Sequence[int]) -> None:
+    """Where sampling again need not give the same tokens: the trainer's log-probabilities of the recorded ones."""
+    fresh = [row for row in rows if (batch.experiences[row].policy_version.max(initial=-1)) == trainer.version]
+    part = batch.select(fresh)
+    for experience, scores in zip(part.experiences, trainer.trainer.engine.score(part, "old"), strict=True):
+        mask = experience.response_mask & (experience.policy_version == trainer.version)
+        who = f"{experience.group_id}, rollout {experience.index + 1}, by the trainer, token"
+        comparison.arrays("log-probs", who, experience.rollout_log_prob[mask], np.asarray(scores)[mask])
+
+
+def _compare_columns(
+    comparison: Comparison, run: RecordedRun, step: int, batch: Batch, chosen: Sequence[Group]
+) -> None:
+    """The numbers for each token that the run kept."""
+    rows: dict[tuple[str, int], list[int]] = {}
+    for row, experience in enumerate(batch.experiences):
+        rows.setdefault((experience.group_id, experience.index), []).append(row)
+    for group in chosen:
+        for rollout in group.trajectories:
+            places = rows.get((group.group_id, rollout.index), [])
+            kept = kept_columns(run.path, step, group, rollout.index)
+            for row, columns in zip(places, kept, strict=False):
+                computed: dict[str, AnyArray] = {name: arrays[row] for name, arrays in batch.columns.items()}
+                computed["response_mask"] = batch.experiences[row].response_mask
+                for name, array in columns.items():
+                    who = f"{title_of(group, rollout)}, {name}, token"
+                    comparison.arrays("advantage", who, array, computed.get(name, array[:0]))
+    if not (run.path / "tokens" / f"step-{step:06d}.safetensors").is_file():
+        comparison.note("advantage", "values of single tokens were not kept: run.keep tokens does")
+
+
+# --------------------------------------------------------------------------- weights
+
+
+def _compare_hash(
+    comparison: Comparison, stage: StageName, run: RecordedRun, trainer: ReplayedTrainer, version: int
+) -> bool:
+    """Compares the hash of a version with what the run noted. Whether it noted one."""
+    noted = run.steps[version].weights if version in run.steps else ""
+    if noted and comparison.inexact and noted != trainer.hashes[version]:
+        comparison.note(stage, f"the weights of version {version} are not the run's bit for bit")
+    elif noted:
+        comparison.values(stage, f"the hash of the weights of version {version}", noted, trainer.hashes[version])
+    return bool(noted)
+
+
+def _compare_update(comparison: Comparison, run: RecordedRun, trainer: ReplayedTrainer) -> None:
+    """The weights after the step with their hash, and with the checkpoint where there is one."""
+    version = trainer.version
+    noted = _compare_hash(comparison, "update", run, trainer, version)
+    if version not in run.store.steps():
+        if not noted:
+            comparison.note("update", f"the run noted no hash of version {version}, and has no checkpoint of it")
+        return
+    weights = dict(trainer.channel.collect(version))
+    for file in sorted((run.store.open(version).path / "policy").glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if name in weights:
+                who = f"{name} in the checkpoint, at"
+                comparison.arrays("update", who, tensor.double().numpy(), weights[name].double().numpy())
