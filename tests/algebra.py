@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, get_args, get_origin
 
 import numpy as np
@@ -133,7 +134,8 @@ def other_values(annotation: Any, bounds: Sequence[Any], default: Any) -> list[A
     return [value for value in dict.fromkeys([*nothing, *near, *edges[:1], *middle]) if value != default]
 
 
-def objectives(mode: str = "token-mean") -> dict[str, Callable[[], Any]]:
+@cache
+def objectives(mode: str = "token-mean") -> Mapping[str, Callable[[], Any]]:
     """Everything registered that enters a loss, each as an objective: name -> how it is made.
 
     KL terms, entropy terms and gates ride on REINFORCE, whose own loss is the simplest.

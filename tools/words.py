@@ -16,6 +16,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -97,13 +98,14 @@ def uses(path: Path, root: Path = ROOT) -> Iterator[Use]:
     """The uses in one Python file, or in a page."""
     source, short = path.read_text(encoding="utf-8"), path.relative_to(root)
     names, texts = parts(source) if path.suffix == ".py" else ([], [(1, source)])
+    of_names, of_texts = (words_for(short, (*EVERYWHERE, *more)) for more in (IN_NAMES, IN_TEXT))
     for line, name in names:
-        for word in words_for(short, (*EVERYWHERE, *IN_NAMES)):
+        for word in of_names:
             if name not in FIELDS and in_name(word, name):
                 yield Use(short, line, name, word)
     for line, text in texts:
-        for word in words_for(short, (*EVERYWHERE, *IN_TEXT)):
-            for match in re.finditer(rf"(?<![\w/.`])(?<!make )({word.pattern})(?![\w/])", text, re.IGNORECASE):
+        for word in of_texts:
+            for match in in_text(word).finditer(text):
                 if text not in KEYS | FIELDS:
                     yield Use(short, line + text.count("\n", 0, match.start()), match.group(), word)
 
@@ -112,6 +114,13 @@ def words_for(path: Path, words: Iterable[Word]) -> list[Word]:
     return [word for word in words if not word.except_in or word.except_in not in path.parts]
 
 
+@cache
+def in_text(word: Word) -> re.Pattern[str]:
+    """What finds the word in a text."""
+    return re.compile(rf"(?<![\w/.`])(?<!make )({word.pattern})(?![\w/])", re.IGNORECASE)
+
+
+@cache
 def in_name(word: Word, name: str) -> bool:
     """Whether a name is, or contains, the word."""
     if word.pattern.startswith("="):
@@ -122,13 +131,11 @@ def in_name(word: Word, name: str) -> bool:
 
 def parts(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """The names that a file defines, and its texts (docstrings, other strings, comments), each with its line."""
-    tree = ast.parse(source)
-    parts_of_errors = {id(name) for node in ast.walk(tree) for name in error_parts(node)}
-    names = [entry for node in ast.walk(tree) if id(node) not in parts_of_errors for entry in defined(node)]
+    nodes = [*ast.walk(ast.parse(source))]
+    parts_of_errors = {id(name) for node in nodes for name in error_parts(node)}
+    names = [entry for node in nodes if id(node) not in parts_of_errors for entry in defined(node)]
     texts = [
-        (node.lineno, node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        (node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]

@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, OpenAI
 
+from tests.processes import Forked, commands
 from trivium.config import load_config
 from trivium.errors import ConfigError, RolloutsFailing
 from trivium.runtime.launch import run
@@ -40,12 +39,7 @@ def the_example() -> Any:
     return module
 
 
-def start(run_dir: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trivium", "run", str(EXAMPLES / "agent.yaml"), f"run.dir={run_dir}"]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def kill_after(server: subprocess.Popen[str], checkpoint: Path) -> None:
+def kill_after(server: Forked, checkpoint: Path) -> None:
     """SIGKILL once the checkpoint is there, in the middle of whatever is going on."""
     while not (checkpoint / "manifest.json").is_file() and server.poll() is None:
         time.sleep(0.01)
@@ -76,8 +70,9 @@ def check_door(url: str, key: str) -> None:
 
 def test_an_agent_is_trained_through_a_kill_of_its_server(tmp_path: Path) -> None:
     example, run_dir = the_example(), tmp_path / "run"
-    server = start(run_dir)
-    try:
+    with commands(tmp_path) as start:
+        command = ("serve", "run", str(EXAMPLES / "agent.yaml"), f"run.dir={run_dir}")
+        server = start(*command)
         url = example.wait_for(server, run_dir)
         check_door(url, example.KEY)
         killer = threading.Thread(target=kill_after, args=(server, run_dir / "checkpoints" / "step-000004"))
@@ -85,15 +80,10 @@ def test_an_agent_is_trained_through_a_kill_of_its_server(tmp_path: Path) -> Non
         asyncio.run(example.run_episodes(url, "before"))
         killer.join(60)
         assert server.wait(60) == -signal.SIGKILL
-        server.communicate()
-        server = start(run_dir)  # serve.json of the dead one is still there; the pid tells
+        server = start(*command)  # serve.json of the dead one is still there; the pid tells
         asyncio.run(example.run_episodes(example.wait_for(server, run_dir), "after"))
-        out, err = server.communicate(timeout=60)
-        assert server.returncode == 0, err
-    finally:
-        server.kill()
-        server.communicate()
-    assert json.loads(out)["steps"] == STEPS
+        assert server.wait(60) == 0, server.text
+    assert f'"steps": {STEPS}' in server.text
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
     assert (run_dir / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").is_file()
     assert not (run_dir / "serve.json").exists()

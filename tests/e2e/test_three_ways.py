@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.test_torchrun import assert_ranks_end
 from tests.processes import Forked, trivium
 from trivium.buffers.journal import Journal
 from trivium.cli import main
@@ -50,9 +50,7 @@ def directory(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     said = load_config(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
     run(config_from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
     here(directory, "alone")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trivium"]
-    done = subprocess.run([*torchrun, *arguments(directory, "torchrun")], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_ranks_end(0, directory / "torchrun", *arguments(directory, "torchrun")[2:], config=CONFIG)
     on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
     command = Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray)
     assert command.wait(200) == 0, command.text
