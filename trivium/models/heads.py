@@ -18,6 +18,7 @@ from torch import nn
 
 from trivium.errors import TriviumError
 from trivium.models.float64 import differentiate_in_float64
+from trivium.models.fused import fuse
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
@@ -71,6 +72,7 @@ class LanguageModel(nn.Module):
         self.autocast = False
         if not autocast:
             use_onednn(decoder_of(self.module))
+            fuse(decoder_of(self.module))
         differentiate_in_float64(self.module)
         expected = self._by_logits(probe_pack(self.module), temperature)
         self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
@@ -263,6 +265,7 @@ class ValueModel(nn.Module):
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(decoder_of(self.module))
+            fuse(decoder_of(self.module))
         differentiate_in_float64(self.module)
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():

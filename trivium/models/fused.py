@@ -1,0 +1,227 @@
+"""RMS norms, gated activations and rotary embeddings with gradients of their own, for models on the CPU.
+
+Each is a few passes over memory, forward and backward, where autograd makes several times as many, and keeps its inputs
+alone. Linear layers stay modules that are called: adapters, sharding and hooks reach them.
+
+What is replaced is recognised by its structure, and only where its values on random inputs are those of the original.
+
+Legend: T tokens, N width of a norm, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from trivium.models.linear import AutogradContext
+
+_ROTARY = "apply_rotary_pos_emb"
+"""The name in transformers' modules of the function that rotates queries and keys."""
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_EPSILON = ("variance_epsilon", "eps")
+
+_TOLERANCE = 1e-5
+"""Most that results on random inputs may differ by, as a part of the largest."""
+
+Arithmetic = Callable[..., torch.Tensor]
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def fuse(module: nn.Module) -> None:
+    """Replaces, in place, the arithmetic of the layers that it knows. In float64, norms are left as they are: there
+    transformers rounds them to float32. Not for use under autocast."""
+    for layer in module.modules():
+        weight = next(layer.parameters(), None)
+        if weight is None or weight.device.type != "cpu" or "forward" in vars(layer):
+            continue
+        if (fused := _fused(layer, weight.dtype)) is not None:
+            layer.forward = fused
+
+
+def _fused(layer: nn.Module, dtype: torch.dtype) -> Callable[..., Any] | None:
+    if type(layer).__name__.endswith("RMSNorm"):
+        return _fused_norm(layer) if dtype == torch.float32 else None
+    if {name for name, _ in layer.named_children()} == _MLP:
+        return _fused_mlp(layer)
+    rotating = _fused_rotary(type(layer))
+    return None if rotating is None else partial(rotating, layer)
+
+
+# --------------------------------------------------------------------------- norms
+
+
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x (..., N) / sqrt(mean(x^2) + epsilon) * scale (N,), in the type of both."""
+    return cast(torch.Tensor, _RMSNorm.apply(x, scale, epsilon))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor:
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, scale, inverse)
+        return (x * inverse).mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: AutogradContext, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, scale, inverse = ctx.saved_tensors
+        rows, inverse = x.flatten(0, -2), inverse.flatten(0, -2)
+        grad = grad_outputs[0].reshape(rows.shape)
+        product = grad * rows
+        grad_scale = product.T.mv(inverse.squeeze(1)) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_scale, None
+        towards = product.mv(scale).div_(-rows.shape[1])[:, None] * inverse.square()
+        grad_x = torch.mul(rows, towards, out=product).addcmul_(grad, scale).mul_(inverse)
+        return grad_x.view(x.shape), grad_scale, None
+
+
+def _fused_norm(layer: nn.Module) -> Arithmetic | None:
+    """A norm by its weight, or as Gemma's by 1 + its weight."""
+    epsilon = next((getattr(layer, name) for name in _EPSILON if hasattr(layer, name)), None)
+    if [*dict(layer.named_parameters())] != ["weight"] or epsilon is None:
+        return None
+    if len(inspect.signature(layer.forward).parameters) != 1:
+        return None
+    width = len(cast(torch.Tensor, layer.weight))
+    inputs = torch.cat([_random(2, width), 1e-3 * _random(2, width)])  # in the small ones, epsilon shows
+    for added in (0, 1):
+        fused = partial(_norm_forward, layer, float(epsilon), added)
+        if _agree(fused, layer.forward, inputs):
+            return fused
+    return None
+
+
+def _norm_forward(layer: Any, epsilon: float, added: int, x: torch.Tensor) -> torch.Tensor:
+    return rms_norm(x, layer.weight + 1 if added else layer.weight, epsilon)
+
+
+# --------------------------------------------------------------------------- gated activations
+
+
+def silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up."""
+    return cast(torch.Tensor, _SiluProduct.apply(gate, up))
+
+
+class _SiluProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: AutogradContext, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        grad = grad_outputs[0]
+        sigmoid = gate.sigmoid()
+        activation = gate * sigmoid
+        grad_up = grad * activation
+        slope = activation.addcmul_(activation, sigmoid, value=-1).add_(sigmoid)  # of silu at the gate
+        return slope.mul_(up).mul_(grad), grad_up
+
+
+def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
+    width = getattr(layer.gate_proj, "in_features", None)
+    if width is None or len(inspect.signature(layer.forward).parameters) != 1:
+        return None
+    fused = partial(_mlp_forward, layer)
+    inputs = _random(4, width).to(next(layer.parameters()).dtype)
+    return fused if _agree(fused, layer.forward, inputs) else None
+
+
+def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
+
+
+# --------------------------------------------------------------------------- rotary embeddings
+
+
+class _RotaryContext(AutogradContext, Protocol):
+    half: int
+
+
+class _Rotary(torch.autograd.Function):
+    """x * cos + (-x2, x1) * sin, where x1 and x2 are the halves of x."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        ctx.save_for_backward(cos, signed)
+        return _rotated(q, cos, signed), _rotated(k, cos, signed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: AutogradContext, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        cos, signed = ctx.saved_tensors
+        turned = signed.roll(signed.shape[-1] // 2, -1)
+        return *(_rotated(grad, cos, turned) for grad in grad_outputs), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+    return x.roll(x.shape[-1] // 2, -1).mul_(signed).addcmul_(x, cos)
+
+
+def _rotate(
+    original: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (..., D), k (..., D), and cos and sin (B, T, D) that get a dimension for the heads."""
+    known = {q.shape[-1], k.shape[-1]} == {cos.shape[-1]} and {q.dtype, k.dtype} == {cos.dtype}
+    if not known or cos.requires_grad:
+        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return cast(Any, _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)))
+
+
+@cache
+def _fused_rotary(kind: type[nn.Module]) -> FunctionType | None:
+    """The forward pass of an attention layer that calls another function to rotate queries and keys."""
+    forward = kind.forward
+    if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
+        return None
+    original = forward.__globals__.get(_ROTARY)
+    if original is None or [*inspect.signature(original).parameters] != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return None
+    fused = partial(_rotate, original)
+    q, k, cos, sin = _random(1, 4, 5, 8), _random(1, 2, 5, 8, seed=1), *_random(2, 1, 5, 8, seed=2)
+    if not all(_agree(partial(_part, fused, i), partial(_part, original, i), q, k, cos, sin) for i in range(2)):
+        return None
+    names = {**forward.__globals__, _ROTARY: fused}
+    rotating = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    rotating.__kwdefaults__ = forward.__kwdefaults__
+    return rotating
+
+
+# --------------------------------------------------------------------------- inside
+
+
+def _part(rotation: Rotation, index: int, *inputs: torch.Tensor) -> torch.Tensor:
+    return rotation(*inputs)[index]
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _agree(fused: Arithmetic, original: Arithmetic, *inputs: torch.Tensor) -> bool:
+    expected = original(*inputs)
+    return bool((fused(*inputs) - expected).abs().max() <= _TOLERANCE * expected.abs().max())
