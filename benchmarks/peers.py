@@ -1,13 +1,17 @@
 """One GRPO step here and in TRL's GRPOTrainer, alternating in one process on the CPU.
 
 The same model, prompts, group size, response length and precision on both sides. Generation and update are timed apart;
-ratios are printed, above 1 where we are faster.
+ratios are printed, above 1 where we are faster, beside the floor: the arithmetic of a step that computes a shared
+prompt once, at the rate of a large matrix product on this machine.
 
     python -m venv bench && bench/bin/pip install -c constraints.txt -e . trl==1.16.0
     bench/bin/python benchmarks/peers.py --steps 7
+    bench/bin/python benchmarks/peers.py --steps 7 --dtype bfloat16
+    bench/bin/python benchmarks/peers.py --steps 7 --prompts 1 --group 16 --prompt-tokens 1024 --new-tokens 32
 
-Equal token counts, stop rules, dtype and prompts are asserted before a ratio is printed. Both sides forbid the end of
-sequence, so that every response has exactly `--new-tokens` tokens.
+Equal token counts, stop rules, dtype and prompts are asserted before a ratio is printed, and the same loss to 1e-3 of
+one batch: TRL's first completions, at the weights that both sides start from. Both sides forbid the end of sequence, so
+that every response has exactly `--new-tokens` tokens. With `--dtype bfloat16` both train weights in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import GRPO
 from trivium.config import RewardConfig
+from trivium.config.model_shape import read_shape
 from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import train_step
@@ -40,11 +45,15 @@ from trivium.randomness import SampleKey
 from trivium.rewards.judge import make_judge
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel
+from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine
-from trivium.types import Group, Message, Sampling, Task
+from trivium.training.flops import measured_peak, pass_flops
+from trivium.types import Batch, Experience, Group, Message, Sampling, Task
 from trivium.workflows.single_turn import SingleTurn
 
 LEARNING_RATE = 1e-4
+CAPS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
+"""Environment variables that forbid instructions to a library."""
 
 
 def variety(prompt: str, completion: str) -> float:
@@ -61,7 +70,7 @@ class Ours:
         self.args = args
         self.tasks = [Task(str(i), (Message("user", text),)) for i, text in enumerate(prompts)]
         self.engine = TorchEngine(
-            TorchEngine.Config(max_rows=args.prompts * args.group),
+            TorchEngine.Config(max_rows=args.prompts * args.group, dtype=args.dtype),
             model_dir=model_dir,
             eos_token_ids=renderer.eos_token_ids,
             decode=renderer.decode,
@@ -80,7 +89,11 @@ class Ours:
         self.algorithm = build_algorithm(GRPO.configure({"kind": "grpo"}))
         self.train = TorchTrainEngine(
             TorchTrainEngine.Config.model_validate(
-                {"optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant"}, "max_grad_norm": 1.0}
+                {
+                    "dtype": args.dtype,
+                    "optimizer": {"lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant"},
+                    "max_grad_norm": 1.0,
+                }
             ),
             model_dir=model_dir,
             algorithm=self.algorithm,
@@ -103,6 +116,10 @@ class Ours:
         updated = time.perf_counter()
         return played - began, updated - played, sum(len(turn.tokens) for group in groups for turn in group.turns())
 
+    def loss(self, batch: Batch) -> float:
+        """That of the next update, were it of this batch."""
+        return self.train.measure("policy", batch, self.algorithm.objectives[0])["train/loss/policy"]
+
     async def _play(self) -> list[Group]:
         await self.engine.load(self.train.version, self.train.export_weights())
         return await asyncio.gather(
@@ -123,6 +140,8 @@ class Theirs(GRPOTrainer):
         self.generation_s = 0.0
         self.response_lengths: list[int] = []
         self.prompt_ids: set[tuple[int, ...]] = set()
+        self.check: Callable[[Theirs, dict[str, torch.Tensor]], None] | None = None
+        """Called with the first batch, before any step."""
         super().__init__(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -132,7 +151,48 @@ class Theirs(GRPOTrainer):
         self.response_lengths = outputs["completion_mask"].sum(-1).tolist()
         for ids, mask in zip(outputs["prompt_ids"], outputs["prompt_mask"], strict=True):
             self.prompt_ids.add(tuple(ids[mask.bool()].tolist()))
+        if self.check is not None:
+            self.check(self, outputs)
+            self.check = None
         return outputs
+
+    def loss(self, outputs: dict[str, torch.Tensor]) -> float:
+        """Of a batch as `_generate_and_score_completions` gives it."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return float(self._compute_loss(self.model, outputs))
+
+
+class SameLoss:
+    """Asserts that both sides compute the same loss of their first batch, with advantages that do not cancel and ratios
+    that are not 1, some of them clipped."""
+
+    def __init__(self, ours: Ours) -> None:
+        self.ours = ours
+        self.batch: Batch | None = None
+
+    def __call__(self, theirs: Theirs, outputs: dict[str, torch.Tensor]) -> None:
+        rng, rows = np.random.default_rng(0), len(outputs["prompt_ids"])
+        experiences: list[Experience] = []
+        for row in range(rows):
+            prompt = outputs["prompt_ids"][row][outputs["prompt_mask"][row].bool()].numpy()
+            tokens = np.concatenate([prompt, outputs["completion_ids"][row].numpy()])
+            mask = np.arange(len(tokens)) >= len(prompt)
+            group = str(hash(prompt.tobytes()))
+            experiences.append(Experience(tokens, mask, np.zeros(len(tokens)), np.where(mask, 0, -1), group, row))
+        batch = Batch(tuple(experiences))
+        advantages = 1.0 + rng.normal(size=rows)
+        old = [
+            (scored + 0.2 * rng.normal(size=len(scored))) * each.response_mask
+            for scored, each in zip(self.ours.train.score(batch, "old"), experiences, strict=True)
+        ]
+        per_token = [value * each.response_mask for value, each in zip(advantages, experiences, strict=True)]
+        self.batch = batch.with_columns(advantages=per_token, old_log_prob=old)
+        new_tokens = outputs["completion_ids"].shape[1]
+        old_grid = torch.tensor(np.stack([each[-new_tokens:] for each in old]), dtype=torch.float32)
+        given = {"advantages": torch.tensor(advantages, dtype=torch.float32), "old_per_token_logps": old_grid}
+        found, expected = self.ours.loss(self.batch), theirs.loss({**outputs, **given})
+        assert abs(found - expected) <= 1e-3 * max(1.0, abs(expected)), (found, expected)
+        print(f"the loss of one batch: TRL {expected:.5f}, Trivium {found:.5f}", flush=True)
 
 
 class Alternate(TrainerCallback):
@@ -168,7 +228,7 @@ def build_theirs(model_dir: Path, prompts: Sequence[str], args: argparse.Namespa
     config = GRPOConfig(
         output_dir=str(model_dir.parent / "trl"),
         use_cpu=True,
-        bf16=False,
+        bf16=args.dtype == "bfloat16",
         fp16=False,
         per_device_train_batch_size=rows // args.their_accumulation,
         gradient_accumulation_steps=args.their_accumulation,
@@ -223,11 +283,28 @@ def same_work(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> None:
     assert torch.get_num_threads() == args.threads
 
 
+def long_enough(prompts: Sequence[str], model_dir: Path, tokens: int) -> list[str]:
+    """The prompts, each with words behind it until it has `tokens` tokens, template included."""
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+
+    def count(text: str) -> int:
+        return len(renderer.render((Message("user", text),)).tokens)
+
+    longer: list[str] = []
+    for prompt in prompts:
+        while count(prompt) < tokens:
+            prompt += "123 "[: tokens - count(prompt)] if tokens - count(prompt) < 4 else "123 "
+        longer.append(prompt)
+    return longer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="shortest prompt, its template included")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=7, help="counted steps, after one that is not")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--their-accumulation", type=int, default=1, help="micro-batches of TRL's update")
@@ -235,23 +312,52 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
-        shape = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 768, "max_position": 256}
+        shape = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "mlp": 768}
+        shape["max_position"] = max(256, 2 * (args.prompt_tokens + args.new_tokens))
         model_dir = TinyModel(TinyModel.Config.model_validate(shape), seed=0).materialize(Path(directory) / "model")
         prompts = [f"What is {17 * i + 3} plus {29 * i + 11}?" for i in range(args.prompts)]
+        prompts = long_enough(prompts, model_dir, args.prompt_tokens)
         ours = Ours(model_dir, prompts, args)
         callback = Alternate(ours)
         theirs = build_theirs(model_dir, prompts, args, callback)
+        theirs.check = same_loss = SameLoss(ours)
         theirs.train()
         same_work(ours, theirs, args)
-        report(callback.rows[1:], ours, args)
+        assert same_loss.batch is not None
+        floors = floor_seconds(model_dir, same_loss.batch, args)
+        report(callback.rows[1:], ours, floors, args)
         asyncio.run(ours.engine.close())
 
 
-def report(rows: Sequence[dict[str, float]], ours: Ours, args: argparse.Namespace) -> None:
+def floor_seconds(model_dir: Path, batch: Batch, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of generation and update at the rate of a large matrix product, with shared tokens computed once."""
+    shape, tree = read_shape(model_dir), prefixes_of(batch).tree(range(len(batch)))
+    squares = sum(each.stop**2 - each.first**2 for each in tree.segments)
+    sampled = sum(each.num_response_tokens for each in batch.experiences)
+    peak = measured_peak(torch.device("cpu"), getattr(torch, args.dtype), args.threads)
+    seconds = {
+        name: pass_flops(shape, tree.num_tokens, squares, sampled, backward=name == "update") / peak
+        for name in ("generation", "update")
+    }
+    return {**seconds, "step": sum(seconds.values())}
+
+
+def cpu() -> str:
+    """The processor's name, and its flags that matter for matrix products."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    fields = {key.strip(): value.strip() for key, value in lines.items()}
+    flags = [flag for flag in fields.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))]
+    capped = [f"{name}={os.environ[name]}" for name in CAPS if name in os.environ]
+    return f"{fields.get('model name', 'unknown')} ({' '.join([*flags, *capped])})"
+
+
+def report(rows: Sequence[dict[str, float]], ours: Ours, floors: dict[str, float], args: argparse.Namespace) -> None:
+    print(cpu())
     parameters = sum(tensor.numel() for _, tensor in ours.train.export_weights())
     print(
         f"{parameters / 1e6:.1f} M parameters, {args.prompts} prompts x {args.group}, {args.new_tokens} new tokens, "
-        f"fp32, {args.threads} threads, {len(rows)} steps; batch_invariant={ours.engine.capabilities.batch_invariant}; "
+        f"{args.dtype}, {args.threads} threads, {len(rows)} steps; "
+        f"batch_invariant={ours.engine.capabilities.batch_invariant}; "
         f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     for name in ("generation", "update", "step"):
@@ -261,6 +367,7 @@ def report(rows: Sequence[dict[str, float]], ours: Ours, args: argparse.Namespac
         ratios = np.array(their) / np.array(our)
         print(
             f"{name:>10}: TRL {statistics.median(their):6.2f} s   Trivium {statistics.median(our):6.2f} s   "
+            f"floor {floors[name]:.2f} s   "
             f"ratio {np.median(ratios):.2f} (min {ratios.min():.2f}, max {ratios.max():.2f})"
         )
 
