@@ -3,7 +3,7 @@
 Each is a few passes over memory, forward and backward, where autograd makes several times as many, and keeps its inputs
 alone. Linear layers stay modules that are called: adapters, sharding and hooks reach them.
 
-What is replaced is recognised by its structure, and only where its values on random inputs are those of the original.
+What is replaced is recognised by its structure, and only where it computes the same from random inputs.
 
 Legend: T tokens, N width of a norm, H heads, D head size.
 """
