@@ -14,6 +14,7 @@ from trivium.frontdoors.tables import Mapped
 from trivium.frontdoors.trinity.config_table import AUXILIARY_MODEL, LORA, TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.verl.config_table import TABLE as VERL
+from trivium.monitors.health import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 _BEGIN, _END = "<!-- the table is generated: make docs -->\n", "<!-- end of the table -->\n"
@@ -91,12 +92,19 @@ def _verl() -> str:
     return _rows_of(VERL.rows())
 
 
+def _doctor() -> str:
+    """The rules of `trivium doctor`."""
+    rows = [f"| {name} | {' '.join((rule.__doc__ or '').split())} |" for name, rule in RULES.items()]
+    return "\n".join(["| rule | what it says |", "|---|---|", *rows, ""])
+
+
 def _lightrft() -> str:
     """What becomes of every flag of LightRFT's launchers; flags with one answer share a line."""
     return _rows_of(LIGHTRFT.rows())
 
 
 TABLES = {
+    "doctor.md": partial(with_table, "doctor.md", _doctor),
     "lightrft.md": partial(with_table, "lightrft.md", _lightrft),
     "trinity.md": partial(with_table, "trinity.md", _trinity),
     "coming-from.md": partial(with_table, "coming-from.md", _keys),

@@ -301,6 +301,24 @@ def replay(
             raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none: this machine.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Says what is wrong with RUN, or with this machine, and what to change; exits with 1 where something is."""
+    with Outcome(debug):
+        from trivium.runtime.doctor import diagnose, examine_machine
+
+        report = examine_machine(Path.cwd()) if run is None else diagnose(run)
+        print("\n".join([*report.facts, *map(str, report.findings)]))
+        if report.findings:
+            raise typer.Exit(1)
+        print("nothing wrong was found")
+
+
 def main() -> None:
     """The `trivium` command. It ends also where threads of user code do not."""
     try:

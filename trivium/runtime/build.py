@@ -29,6 +29,7 @@ from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.console import shown
 from trivium.monitors.fanout import FanOut
+from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
@@ -514,7 +515,8 @@ def check_vocabulary(teacher: Path, policy: Path) -> None:
 
 def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:
     step = latest.step if latest is not None else 0
-    monitor = FanOut([build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors])
+    shown_by = [build("monitors", section, run_dir=run_dir, resume_step=step) for section in config.monitors]
+    monitor = FanOut([*shown_by, LiveWarnings()])
     if latest is not None:
         monitor.restore(latest.state["monitor"])
     return monitor

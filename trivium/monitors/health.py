@@ -1,0 +1,348 @@
+"""What is wrong with a run, by what it logged and recorded. Each rule is a function: evidence in, a finding or nothing
+out; its docstring is its entry in docs/doctor.md. `trivium doctor` applies them to a run directory, and `LiveWarnings`
+those that need metrics alone to a run in progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from trivium.types import Group
+
+_log = logging.getLogger("trivium")
+
+Row = Mapping[str, float]
+WINDOW = 5
+"""Train steps that a rule takes the mean of: a single one is noise."""
+_NEWEST = 100
+"""Rows that live warnings look back on, beside the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What rules look at."""
+
+    rows: Sequence[Row]
+    """The metrics of the train steps that learned from rollouts, in order, each with `step`."""
+    evaluations: Sequence[Row] = ()
+    """Rows with metrics of an evaluation, in order."""
+    groups: Sequence[Group] = ()
+    """Recorded groups of the newest steps; none while the run is in progress."""
+    everything: Sequence[Row] = ()
+    """All rows, in order."""
+    mismatched: Sequence[str] = ()
+    """The tokens where engine and trainer differ most, in words."""
+    log: str = ""
+    """The end of log.txt."""
+
+    def recent(self, key: str) -> float | None:
+        """The mean of a metric over the newest steps; None where there are not enough."""
+        values = self.values(key)
+        return fmean(values[-WINDOW:]) if len(values) >= WINDOW else None
+
+    def early(self, key: str) -> float | None:
+        """The same over the first steps; None where the run has fewer than two windows."""
+        values = self.values(key)
+        return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+
+    def values(self, key: str) -> list[float]:
+        return [row[key] for row in self.rows if key in row and math.isfinite(row[key])]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong."""
+
+    rule: str
+    figures: str
+    """What is wrong, in figures, with the threshold."""
+    do: str
+    """Which setting to change."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.figures}\n    do: {self.do}"
+
+
+Rule = Callable[[Evidence], Finding | None]
+RULES: dict[str, Rule] = {}
+"""By name, in the order in which they are reported."""
+
+
+def rule(function: Callable[[Evidence], tuple[str, str] | None]) -> Rule:
+    """Adds a rule: (what was found, what to do), or None."""
+    name = function.__name__.replace("_", " ")
+
+    def applied(evidence: Evidence) -> Finding | None:
+        result = function(evidence)
+        return None if result is None else Finding(name, *result)
+
+    applied.__doc__ = function.__doc__
+    RULES[name] = applied
+    return applied
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """What the rules find."""
+    return [finding for each in RULES.values() if (finding := each(evidence)) is not None]
+
+
+@rule
+def not_finite(evidence: Evidence) -> tuple[str, str] | None:
+    """A metric is NaN or infinite, or a gradient ended the run: names the first step and, of that step, the first
+    quantity on the way from the rollout to the update."""
+    for row in evidence.everything:
+        keys = [key for key, value in row.items() if not math.isfinite(value)]
+        if keys:
+            keys.sort(key=lambda key: (_ORDER.index(area) if (area := key.partition("/")[0]) in _ORDER else 9, key))
+            what = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}, before anything else that is not a number"
+            return what, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr"
+    if "the gradient norm is" in evidence.log:
+        line = next(line for line in evidence.log.splitlines()[::-1] if "the gradient norm is" in line)
+        do = "lower train.optimizer.lr or train.max_grad_norm; `trivium replay` names the step's loss"
+        return f"an update was refused: {line.strip().removeprefix('found: ')}", do
+    return None
+
+
+_ORDER = ("reward", "rollout", "mismatch", "train", "eval")
+"""Areas of metrics, from cause to effect."""
+
+
+@rule
+def entropy_collapse(evidence: Evidence) -> tuple[str, str] | None:
+    """The policy samples nearly the same at every token (`train/entropy` below 0.02 nats, and below a tenth of the
+    first steps') while rewards are not near their maximum."""
+    now, first = evidence.recent("train/entropy"), evidence.early("train/entropy")
+    if now is None or first is None or now >= min(0.02, 0.1 * first) or _near_maximum(evidence):
+        return None
+    found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 nothing new is tried"
+    return found, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
+
+
+@rule
+def equal_rewards(evidence: Evidence) -> tuple[str, str] | None:
+    """More than 95 % of groups have members of equal rewards (`reward/equal_groups`), far below the maximum: nothing to
+    learn from."""
+    part = evidence.recent("reward/equal_groups")
+    if part is None or part <= 0.95 or _near_maximum(evidence):
+        return None
+    found = f"in {part:.0%} of groups all members earn the same, above 95 %: their advantages are 0"
+    return found, "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
+
+
+@rule
+def saturated_rewards(evidence: Evidence) -> tuple[str, str] | None:
+    """The mean reward is within 1 % of the highest one, with more than 95 % of groups equal: the tasks are solved, or
+    the reward gives itself away."""
+    part = evidence.recent("reward/equal_groups")
+    if part is None or part <= 0.95 or not _near_maximum(evidence):
+        return None
+    found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
+    return found, "harder tasks, schedule.curriculum, or stop here; read some rollouts: is this what you meant?"
+
+
+def _near_maximum(evidence: Evidence) -> bool:
+    mean, lowest, highest = (evidence.values(f"reward/{name}")[-WINDOW:] for name in ("mean", "min", "max"))
+    everything = evidence.values("reward/max"), evidence.values("reward/min")
+    if not (mean and highest and lowest):
+        return False
+    span = max(everything[0]) - min(everything[1])
+    return fmean(mean) >= max(everything[0]) - 0.01 * span and (span > 0 or max(everything[0]) > 0)
+
+
+@rule
+def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
+    """More than 30 % of tokens are clipped (`train/clip_fraction`): most of each update is thrown away."""
+    part = evidence.recent("train/clip_fraction")
+    if part is None or part <= 0.3:
+        return None
+    found = f"{part:.0%} of trained tokens are clipped, above 30 %"
+    return found, "lower train.optimizer.lr, algorithm.mini_batches or algorithm.epochs, or schedule.max_staleness"
+
+
+@rule
+def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
+    """The policy is more than 1 nat a token away from the reference (`train/ref_kl`), or moves more than 0.2 within a
+    step (`train/kl`)."""
+    for key, bound, what in (
+        ("train/ref_kl", 1.0, "away from the reference"),
+        ("train/kl", 0.2, "away within a step"),
+    ):
+        now = evidence.recent(key)
+        if now is not None and now > bound:
+            found = f"{key} is {now:.3g} nats a token {what}, above {bound:g}"
+            return found, "raise algorithm.kl.coef, lower train.optimizer.lr"
+    return None
+
+
+@rule
+def length_explosion(evidence: Evidence) -> tuple[str, str] | None:
+    """Completions are more than 3 times as long as at first (`rollout/response_tokens`)."""
+    now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
+    if now is None or not first or now <= 3 * first:
+        return None
+    found = f"completions have {now:.0f} tokens, {first:.0f} at first: more than 3 times as many"
+    return found, "algorithm.shaping with overlong_penalty or length_penalty; algorithm.aggregate token-mean"
+
+
+@rule
+def truncation(evidence: Evidence) -> tuple[str, str] | None:
+    """After the first steps, more than half of the rollouts are cut by a length limit (`rollout/truncated`)."""
+    part = evidence.recent("rollout/truncated")
+    if part is None or part <= 0.5 or evidence.early("rollout/truncated") is None:
+        return None
+    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: they cannot earn what needs an end"
+    return found, "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
+
+
+@rule
+def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
+    """Engine and trainer differ over the same tokens by more than 0.01 nats of KL (`mismatch/kl`) while rollouts are
+    fresh. Names the tokens where it is worst, where the run kept them (`run.keep: tokens`)."""
+    kl, staleness = evidence.recent("mismatch/kl"), evidence.recent("rollout/staleness")
+    if kl is None or kl <= 0.01 or (staleness or 0.0) > 0:
+        return None
+    worst = f"; worst at {'; '.join(evidence.mismatched)}" if evidence.mismatched else ""
+    found = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
+    return found, "use the same dtype in engine and train; algorithm.correction; check temperature and chat template"
+
+
+@rule
+def staleness(evidence: Evidence) -> tuple[str, str] | None:
+    """Rollouts are old enough to matter: less than half of the tokens count (`mismatch/ess`), or more than a quarter of
+    the groups became too stale to be used (`rollout/evicted`)."""
+    age, sample = evidence.recent("rollout/staleness"), evidence.recent("mismatch/ess")
+    if age and sample is not None and sample < 0.5:
+        found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
+        return found, "lower schedule.max_staleness or sync.interval; algorithm.correction"
+    evicted, groups = evidence.recent("rollout/evicted"), evidence.recent("rollout/groups")
+    if evicted and groups and evicted > 0.25 * groups:
+        found = f"{evicted:.1f} groups a step become too stale to be trained on, {groups:.0f} are: more than 25 %"
+        return found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent"
+    return None
+
+
+@rule
+def dead_component(evidence: Evidence) -> tuple[str, str] | None:
+    """A component of the reward has been the same for 10 steps while others vary: it teaches nothing."""
+    keys = sorted({key for row in evidence.rows[-2 * WINDOW :] for key in row if key.startswith("reward/component/")})
+    values = {key: evidence.values(key)[-2 * WINDOW :] for key in keys}
+    dead = [key for key, each in values.items() if len(each) >= 2 * WINDOW and max(each) == min(each)]
+    if not dead or len(keys) < 2:
+        return None
+    shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
+    return f"constant for {2 * WINDOW} steps: {shown}", "check the function on a few completions, or leave it out"
+
+
+@rule
+def failures(evidence: Evidence) -> tuple[str, str] | None:
+    """More than 10 % of rollouts fail (`rollout/failed`)."""
+    failed, total = evidence.recent("rollout/failed"), evidence.recent("rollout/total")
+    if not failed or not total or failed <= 0.1 * total:
+        return None
+    found = f"{failed:.1f} of {total:.0f} rollouts a step fail, above 10 %"
+    return found, "`trivium rollouts RUN --failed` shows why"
+
+
+@rule
+def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
+    """More than half of the groups are refused by filters or for lack of rewards (`rollout/refused`)."""
+    refused, groups = evidence.recent("rollout/refused"), evidence.recent("rollout/groups")
+    if not refused or not groups or refused <= 0.5 * groups:
+        return None
+    found = f"{refused:.1f} of {groups:.0f} groups a step are refused, above 50 %"
+    return found, "easier or more varied tasks; algorithm.refill; look at rollout/refused/* for the filter"
+
+
+@rule
+def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
+    """More than half of the completions of 8 tokens and more repeat another member of their group."""
+    repeated = total = 0
+    for group in evidence.groups:
+        texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
+        total += len(texts)
+        repeated += sum(number - 1 for number in Counter(texts).values())
+    if total < 16 or repeated <= 0.5 * total:
+        return None
+    found = f"{repeated} of {total} completions repeat another one of their group, above 50 %"
+    return found, "raise engine.sampling.temperature or algorithm.entropy.coef"
+
+
+@rule
+def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
+    """The training reward still rises (by 5 % of its range) while held-out accuracy has fallen by 5 points from its
+    best."""
+    for key in sorted({key for row in evidence.evaluations for key in row if key.endswith("/accuracy")}):
+        points = [(row["step"], row[key]) for row in evidence.evaluations if key in row]
+        best_step, best = max(points, key=lambda point: point[1])
+        last_step, last = points[-1]
+        before = [row["reward/mean"] for row in evidence.rows if row["step"] <= best_step and "reward/mean" in row]
+        after = [row["reward/mean"] for row in evidence.rows if row["step"] > best_step and "reward/mean" in row]
+        if best - last <= 0.05 or not before or not after:
+            continue
+        then, now = fmean(before[-WINDOW:]), fmean(after[-WINDOW:])
+        span = max(evidence.values("reward/max")) - min(evidence.values("reward/min"))
+        if now - then > 0.05 * span:
+            found = (
+                f"{key} fell from {best:.1%} at step {best_step:.0f} to {last:.1%} at step {last_step:.0f}, "
+                f"while reward/mean rose from {then:.3g} to {now:.3g}"
+            )
+            return (
+                found,
+                "read rollouts of high reward; correct the reward; checkpoint.keep_best; algorithm.kl.coef",
+            )
+    return None
+
+
+@rule
+def waiting(evidence: Evidence) -> tuple[str, str] | None:
+    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`) of more than 10 seconds."""
+    idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
+    if idle is None or seconds is None or idle <= 0.9 or seconds <= 10:
+        return None
+    found = f"the trainer waits {idle * seconds:.0f} of the {seconds:.0f} s of a step, above 90 %"
+    return found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions"
+
+
+class LiveWarnings:
+    """A monitor that says what the rules find while the run goes on: each finding once, in the log."""
+
+    def __init__(self) -> None:
+        self._first: list[Row] = []
+        self._newest: deque[Row] = deque(maxlen=_NEWEST)
+        self._reported: set[str] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": float(step), **metrics}
+        finite = all(map(math.isfinite, metrics.values()))
+        rows = self._first if len(self._first) < 2 * WINDOW else self._newest
+        rows.append(row)
+        if finite and step % WINDOW:
+            return
+        evidence = replace(evidence_of([*self._first, *self._newest]), everything=[row])
+        for finding in findings(evidence):
+            if finding.rule not in self._reported:
+                self._reported.add(finding.rule)
+                _log.warning("step %d: %s", step, finding)
+
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def evidence_of(rows: Iterable[Row], **further: Any) -> Evidence:
+    """The evidence in rows of metrics."""
+    everything = list(rows)
+    trained = [row for row in everything if "reward/mean" in row and "train/version" in row]
+    evaluations = [row for row in everything if any(key.startswith("eval/") for key in row)]
+    return Evidence(trained, evaluations, everything=everything, **further)

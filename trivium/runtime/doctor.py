@@ -1,0 +1,184 @@
+"""`trivium doctor`: what is wrong with a run, by the rules of `trivium.monitors.health`, or with this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trivium.buffers.rollouts import Rollout, planned_steps, read_rollouts
+from trivium.concurrency import usable_cores
+from trivium.config.memory_estimate import host_memory
+from trivium.errors import RunDirError
+from trivium.monitors.health import Finding, evidence_of, findings
+from trivium.phases import verdict
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.training.device import processor_name
+
+_GIB = 2**30
+_STEPS = 3
+"""Newest train steps whose rollouts are read."""
+_LOG_BYTES = 65536
+"""Of the end of log.txt."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was looked at, in words, and what is wrong."""
+
+    facts: list[str]
+    findings: list[Finding]
+
+
+def diagnose(run_dir: Path) -> Report:
+    """What the rules find in a run directory, finished or in progress. Raises RunDirError where it holds no run."""
+    run = RecordedRun.open(run_dir)
+    rows = run.rows()
+    if not rows:
+        raise RunDirError(f"the metrics of {run_dir}", "no rows in metrics.jsonl", "add kind jsonl to `monitors`")
+    rollouts = list(_newest_rollouts(run_dir))
+    groups = list({(each.stage, each.group.slot, each.group.attempt): each.group for each in rollouts}.values())
+    log = run_dir / "log.txt"
+    tail = log.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if log.is_file() else ""
+    evidence = evidence_of(rows, groups=groups, mismatched=_mismatched(rollouts), log=tail)
+    steps = len({row["step"] for row in rows})
+    facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", _bound(rows)]
+    return Report(facts, findings(evidence))
+
+
+def _bound(rows: list[dict[str, float]]) -> str:
+    """What bounds the run, and what it costs."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("time/") and key not in ("time/step", "time/train"):
+                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
+    total = sum(row.get("time/step", 0.0) + row.get("time/evaluate", 0.0) for row in rows)
+    return verdict(seconds, total)
+
+
+def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:
+    """Those of the newest steps; nothing where none are recorded."""
+    if any((run_dir / "rollouts").glob("stage-*/*.msgpack")):
+        for step in planned_steps(run_dir)[-_STEPS:]:
+            yield from read_rollouts(run_dir, step=step)
+
+
+def _mismatched(rollouts: list[Rollout], number: int = 3) -> list[str]:
+    """The tokens whose log-probabilities by engine and trainer are furthest apart, where they were kept."""
+    places: list[tuple[float, str]] = []
+    for rollout in rollouts:
+        for sequence in rollout.sequences:
+            old = sequence.columns.get("old_log_prob")
+            if old is None or not sequence.response_mask.any():
+                continue
+            gaps = np.where(sequence.response_mask, np.abs(old - sequence.log_prob), 0.0)
+            at = int(gaps.argmax())
+            where = f"token {at} ({int(sequence.tokens[at])}) of task {rollout.group.task.task_id}"
+            places.append((float(gaps[at]), f"{where}: engine {sequence.log_prob[at]:.4g}, trainer {old[at]:.4g}"))
+    return [text for _, text in sorted(places, reverse=True)[:number]]
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def examine_machine(directory: Path) -> Report:
+    """What this machine has, and what of it will be in the way of a run in `directory`."""
+    cores, memory, disk = usable_cores(), host_memory(), shutil.disk_usage(directory)
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    instructions = torch.backends.cpu.get_cpu_capability()
+    facts = [
+        f"processor: {processor_name()}, {instructions}, {cores} of {os.cpu_count()} cores may be used",
+        f"memory: {memory / _GIB:.1f} GiB" if memory else "memory: unknown",
+        f"disk: {disk.free / _GIB:.1f} GiB free in {directory}",
+        "/dev/shm: none" if shared is None else f"/dev/shm: {shared.free / _GIB:.1f} GiB free",
+        _gpus(),
+        *_packages(),
+    ]
+    problems = [
+        *_small("disk", disk.free, 5, "free some, or choose another run.dir: checkpoints need room"),
+        *(_small("/dev/shm", shared.free, 1, "docker run --shm-size=8g: Ray keeps objects there") if shared else ()),
+        *(_small("memory", memory, 2, "close other programs; `trivium check` plans a config") if memory else ()),
+        *_driver(),
+        *_threads(cores),
+        *_ports(),
+        *_files(),
+    ]
+    return Report(facts, problems)
+
+
+def _small(name: str, free: int, wanted: int, do: str) -> Iterator[Finding]:
+    if free < wanted * _GIB:
+        yield Finding(name, f"{free / _GIB:.2f} GiB, less than {wanted} GiB", do)
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "GPU: none that torch can use"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return f"GPU: {len(names)} x {names[0]}, CUDA {torch.version.cuda}"
+
+
+def _driver() -> Iterator[Finding]:
+    """A GPU that is there and cannot be used."""
+    if Path("/proc/driver/nvidia/version").is_file() and not torch.cuda.is_available():
+        built = torch.version.cuda or "no CUDA"
+        found = f"an NVIDIA driver is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
+        yield Finding("GPU", found, "install a build of torch for CUDA; look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+
+
+def _threads(cores: int) -> Iterator[Finding]:
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > cores:
+        found = f"OMP_NUM_THREADS is {wanted}, and {cores} core(s) may be used"
+        yield Finding("threads", found, "unset it: cluster.threads says how many")
+
+
+def _ports() -> Iterator[Finding]:
+    """The ports that servers listen on unless told otherwise."""
+    for port, what in ((8010, "serve.port"), (5000, "trivium serve-reward --port")):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError as error:
+                do = f"choose another one with {what}, where you serve"
+                yield Finding("ports", f"port {port} cannot be used: {error.strerror}", do)
+
+
+def _files() -> Iterator[Finding]:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < 1024:
+        yield Finding("open files", f"a process may open {limit}, fewer than 1024", "raise it with ulimit -n")
+
+
+def _packages() -> Iterator[str]:
+    """What is installed of the packages that are needed, and of each extra."""
+    wanted: dict[str, list[str]] = {}
+    for line in requires("trivium") or ():
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
+        name = re.match(r"[\w.-]+", line)
+        if name is not None and name[0] != "trivium":
+            wanted.setdefault(extra[1] if extra else "base", []).append(name[0])
+    for extra, names in wanted.items():
+        versions = {name: _version(name) for name in names}
+        absent = [name for name, number in versions.items() if not number]
+        there = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+        install = f"; not installed: {', '.join(absent)} (pip install 'trivium[{extra}]')" if absent else ""
+        yield f"packages, {extra}: {there or 'none'}{install}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
