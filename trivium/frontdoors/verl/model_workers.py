@@ -344,6 +344,10 @@ class RoleTrainEngine(DistributedTrainEngine):
         """Each worker gives its rollout engine the weights: none of them passes through here."""
         return self.channel.offer(self.version, ())
 
+    def offered_hash(self) -> str:
+        """None: the channel sees no weights."""
+        return ""
+
     def begin_saving(self, directory: Path) -> None:
         """Workers save while training waits."""
         del directory
