@@ -32,6 +32,7 @@ from trivium.explorer import Explorer
 from trivium.randomness import SampleKey
 from trivium.rewards.functions import Exact
 from trivium.rewards.judge import make_judge
+from trivium.runtime.main_loop import run_in_loop
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
@@ -93,10 +94,10 @@ async def generate(concurrent: int, waves: int, delay_s: float) -> None:
 
 
 def cpu_s(work: Coroutine[Any, Any, None]) -> float:
-    """CPU seconds of the process that an event loop of its own takes for it."""
+    """CPU seconds of the process that an event loop, such as a run's, takes for it."""
     gc.collect()
     started = time.process_time()
-    asyncio.run(work)
+    run_in_loop(work, 60.0)
     return time.process_time() - started
 
 
@@ -127,7 +128,7 @@ def main() -> int:
     if options.profile:
         profiler = cProfile.Profile()
         profiler.runcall(
-            asyncio.run, explore(max(options.concurrent), options.waves, options.group_size, options.delay)
+            run_in_loop, explore(max(options.concurrent), options.waves, options.group_size, options.delay), 60.0
         )
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     return 0 if max(costs) <= LIMIT_S and costs[-1] <= FLAT * costs[0] else 1

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
     """
     task = asyncio.ensure_future(_contained(awaitable))
     try:
-        await asyncio.wait({task}, timeout=None if seconds is None else max(0.0, seconds))
+        await _settled(task, seconds)
     finally:
         late = not task.done()
         if late:
@@ -79,7 +80,7 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
         if late:
             _abandoned.add(task)
             task.add_done_callback(_forget)
-            await asyncio.wait({task}, timeout=_GRACE_S)
+            await _settled(task, _GRACE_S)
             if task.done() and isinstance(awaitable, Coroutine):
                 awaitable.close()  # it may not have started
     if late:
@@ -90,6 +91,24 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
     if error is not None and not isinstance(error, Exception):
         raise ExitRaised(error)
     return task.result()
+
+
+async def _settled(task: asyncio.Task[Any], seconds: float | None) -> None:
+    """Waits until the task is done, so long at most: asyncio.wait for one task, at a third of its price."""
+    settled = task.get_loop().create_future()
+
+    def settle(_: object = None) -> None:
+        if not settled.done():
+            settled.set_result(None)
+
+    timer = None if seconds is None else task.get_loop().call_later(max(0.0, seconds), settle)
+    task.add_done_callback(settle)
+    try:
+        await settled
+    finally:
+        task.remove_done_callback(settle)
+        if timer is not None:
+            timer.cancel()
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
@@ -269,23 +288,20 @@ class HeartbeatTracker:
 
 MAX_LEFT_BEHIND = 64
 """Abandoned functions that may still run, in the whole process."""
-
 _IDLE_S = 1.0
 """A thread that has no work for so long ends."""
-
 _PATIENCE_S = 0.02
 """A queued function gets a new thread where no other has finished for so long: most take microseconds, and more threads
 would only slow them down."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Job:
     """A function that is queued or runs."""
 
     function: Callable[[], Any]
     future: asyncio.Future[Any]
-    timer: asyncio.TimerHandle | None = None
-    """Starts another thread if it stays in the queue."""
+    context: contextvars.Context
     running: bool = False
     abandoned: bool = False
     """Its caller was cancelled while it ran."""
@@ -323,6 +339,9 @@ class Threads:
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads = self._finished = 0
+        self._growing: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+        self._results: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
+        """What loops were woken for and have not read yet."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """The function's result. Cancelling removes it from the queue, or abandons it.
@@ -337,33 +356,34 @@ class Threads:
             )
         if self._pid != os.getpid():
             self._forget_threads()
-        context = contextvars.copy_context()
-        job = _Job(lambda: context.run(function), asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        job = _Job(function, loop.create_future(), contextvars.copy_context())
         with self._changed:
             self._jobs.append(job)
             if not self._threads:
                 self._start()
             self._changed.notify()
-            self._schedule_growth(job)
+            self._schedule_growth(loop)
         try:
             return await job.future
         except asyncio.CancelledError:
             self._abandon(job)
             raise
-        finally:
-            if job.timer is not None:
-                job.timer.cancel()
 
-    def _schedule_growth(self, job: _Job) -> None:
-        job.timer = job.future.get_loop().call_later(_PATIENCE_S, self._grow, job, self._finished)
+    def _schedule_growth(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop not in self._growing:
+            self._growing.add(loop)
+            loop.call_later(_PATIENCE_S, self._grow, loop, self._finished)
 
-    def _grow(self, job: _Job, finished: int) -> None:
+    def _grow(self, loop: asyncio.AbstractEventLoop, finished: int) -> None:
+        """Starts a thread where the queue has not moved since `finished`; the loop looks again while there is one."""
         with self._changed:
-            if job.running or job.future.done() or self._threads >= self._limit:
+            self._growing.discard(loop)
+            if not self._jobs:
                 return
-            if self._finished == finished:
+            if self._threads < self._limit and (not self._threads or self._finished == finished):
                 self._start()
-            self._schedule_growth(job)
+            self._schedule_growth(loop)
 
     def _start(self) -> None:
         self._threads += 1
@@ -377,23 +397,40 @@ class Threads:
                 job.abandoned = True
                 self._threads -= 1
                 _count_abandoned(+1)
-                job.future.get_loop().call_later(_PATIENCE_S, self._replace)  # others may be cancelled with it
-
-    def _replace(self) -> None:
-        with self._changed:
-            if self._jobs and self._threads < self._limit:
-                self._start()
+                self._schedule_growth(job.future.get_loop())  # not at once: others may be cancelled with it
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            outcome = _outcome(job.function)
+            outcome = _outcome(job.context, job.function)
             with self._changed:
                 self._finished += 1
                 job.running = False
-            if job.abandoned:
-                _count_abandoned(-1)
-                return
-            _deliver(job.future, *outcome)
+                if job.abandoned:
+                    _count_abandoned(-1)
+                    return
+                self._report(job.future, *outcome)
+
+    def _report(self, future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+        """Wakes the loop of the future for this result and those that come before it has read them."""
+        loop = future.get_loop()
+        self._results.setdefault(loop, []).append((future, result, error))
+        if len(self._results[loop]) > 1:
+            return
+        try:
+            loop.call_soon_threadsafe(self._deliver, loop)
+        except RuntimeError:
+            del self._results[loop]
+            if not loop.is_closed():  # in a closed loop nothing waits for the results
+                raise
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            results = self._results.pop(loop)
+        for future, result, error in results:
+            if not future.done() and error is not None:
+                future.set_exception(error)
+            elif not future.done():
+                future.set_result(result)
 
     def _next(self) -> _Job | None:
         """The next job; None after a while without one."""
@@ -407,30 +444,13 @@ class Threads:
             return job
 
 
-def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _outcome(context: contextvars.Context, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
-        return function(), None
+        return context.run(function), None
     except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning
         return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # raised again in the caller
         return None, raised if isinstance(raised, Exception) else ExitRaised(raised)
-
-
-def _deliver(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    def settle() -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    loop = future.get_loop()
-    try:
-        loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        if not loop.is_closed():  # in a closed loop nothing waits for the result
-            raise
 
 
 # --------------------------------------------------------------------------- processes

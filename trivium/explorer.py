@@ -293,6 +293,8 @@ class Explorer:
     def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
         if isinstance(score, RolloutError):
             return replace(trajectory, failure=self._failure(score))
+        if not score:
+            return trajectory
         rewards = {**trajectory.rewards, **score}
         if len(rewards) < len(trajectory.rewards) + len(score):
             error = RewardError(

@@ -138,7 +138,9 @@ class Policy:
         if space < 1:
             raise _too_long(prompt, self._max_context)
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        sampling = replace(self._sampling, max_new_tokens=min(wanted, space))
+        limit = min(wanted, space)
+        same = limit == self._sampling.max_new_tokens
+        sampling = self._sampling if same else replace(self._sampling, max_new_tokens=limit)
         key = self._key.child(self._calls)
         self._calls += 1
         unexpanded = prompt.unexpanded if prompt.media else None

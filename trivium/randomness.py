@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,8 @@ class SampleKey:
 
     def child(self, step: int | str) -> SampleKey:
         """The key of the call `step` below this one."""
-        return replace(self, path=(*self.path, step))
+        path = (*self.path, step)
+        return SampleKey(self.seed, self.purpose, self.taskset, self.task_id, self.epoch, self.index, path)
 
     def digest(self) -> int:
         """64 bits that identify the address; collisions are as unlikely as BLAKE2b makes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -35,6 +36,22 @@ def test_the_loop_goes_on_where_a_task_would_end_it(error: BaseException) -> Non
         return "finished"
 
     assert run_in_loop(main(), 60) == "finished"
+
+
+@pytest.mark.parametrize("before", [700, 0, 10**6])
+def test_the_garbage_collector_runs_seldom_in_the_loop_and_as_before_afterwards(before: int) -> None:
+    async def main() -> int:
+        return gc.get_threshold()[0]
+
+    others = gc.get_threshold()
+    try:
+        gc.set_threshold(before, *others[1:])
+        assert run_in_loop(main(), 60) == (max(before, 50_000) if before else 0)
+        with pytest.raises(ZeroDivisionError):
+            run_in_loop(raises(ZeroDivisionError()), 60)
+        assert gc.get_threshold() == (before, *others[1:])
+    finally:
+        gc.set_threshold(*others)
 
 
 class Odd(BaseException):

@@ -65,6 +65,20 @@ async def test_what_waits_behind_something_slow_gets_a_thread() -> None:
     await asyncio.wait(slow)
 
 
+async def test_a_loop_is_woken_once_for_all_results_that_it_has_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, done, woken = Threads(1, "test"), threading.Event(), list[object]()
+    loop = asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: (woken.append(call), wake(*call)))  # pyright: ignore[reportUnknownLambdaType]
+    calls = [asyncio.ensure_future(pool.run(lambda number=number: number)) for number in range(200)]
+    last = asyncio.ensure_future(pool.run(done.set))
+    await asyncio.sleep(0)  # all are queued, and the loop reads nothing until all have run
+    assert done.wait(60)
+    assert await asyncio.gather(*calls) == [*range(200)]
+    await last
+    assert len(woken) <= 2  # what comes after the loop has read wakes it again
+
+
 @pytest.fixture
 def none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests of this process gave up does not count."""

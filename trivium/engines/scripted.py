@@ -95,7 +95,9 @@ class ScriptedEngine:
         """The requests since the last load was asked for that waits for them."""
         self._gate: asyncio.Event | None = None
         """The load that requests arriving now must wait for."""
-        self._closing = asyncio.Event()
+        self._pausing: set[asyncio.Future[None]] = set()
+        """What completions in progress wait for."""
+        self._closed = False
 
     @property
     def version(self) -> int:
@@ -123,11 +125,11 @@ class ScriptedEngine:
             if gate is not None:
                 await gate.wait()
             call.began, call.spans = time.monotonic(), [(0.0, self._version)]
-            closed = await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
+            await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
             if self._drawn(request, _FAIL, self.config.fail_fraction):
                 raise RolloutError("a scripted completion", "a scripted failure", "lower engine.fail_fraction")
             limit = min(left, request.sampling.max_new_tokens)
-            return self._completion(request, limit, [] if closed else call.spans)
+            return self._completion(request, limit, [] if self._closed else call.spans)
         finally:
             self._in_flight.discard(call)
             call.finished.set()
@@ -158,33 +160,34 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Completions in progress end at once with `abort` and no tokens."""
-        self._closing.set()
+        self._closed = True
+        for pause in self._pausing:
+            _end(pause)
 
     def _check_open(self) -> None:
         limit = self.config.break_after
-        if self._closing.is_set() or (limit is not None and len(self.requests) >= limit):
-            state = (
-                "the engine was closed" if self._closing.is_set() else f"a scripted breakdown after {limit} requests"
-            )
+        if self._closed or (limit is not None and len(self.requests) >= limit):
+            state = "the engine was closed" if self._closed else f"a scripted breakdown after {limit} requests"
             raise EngineFailure("a completion of the engine", state, "build a new engine")
 
-    async def _pause(self, hang: bool) -> bool:
-        """Takes the scripted time; True when the engine was closed meanwhile."""
-        waits = [asyncio.ensure_future(self._sleep(hang)), asyncio.ensure_future(self._closing.wait())]
+    async def _pause(self, hang: bool) -> None:
+        """Takes the scripted time, or until the engine is closed."""
+        if self.config.delay_s == 0 and not hang:
+            await asyncio.sleep(0)
+            return
+        loop = asyncio.get_running_loop()
+        pause = loop.create_future()
+        timer = None if hang else loop.call_later(self.config.delay_s, _end, pause)
+        self._pausing.add(pause)
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await pause
         finally:
-            for wait in waits:
-                wait.cancel()
-        return self._closing.is_set()
-
-    async def _sleep(self, hang: bool) -> None:
-        await asyncio.sleep(self.config.delay_s)
-        while hang:
-            await asyncio.sleep(3600)
+            self._pausing.discard(pause)
+            if timer is not None:
+                timer.cancel()
 
     def _drawn(self, request: Request, position: int, fraction: float) -> bool:
-        return float(uniforms(np.uint64(request.key.digest()), position)) < fraction
+        return fraction > 0 and float(uniforms(np.uint64(request.key.digest()), position)) < fraction
 
     def _choose(self, request: Request, version: int) -> str | Sequence[int]:
         index = float(uniforms(np.uint64(request.key.digest()), _CHOICE)) * len(self.config.replies)
@@ -228,3 +231,8 @@ class ScriptedEngine:
             if scan is not None and scan.hit(tokens[:count]):
                 return tokens[:count], StopReason.STOP
         return tokens[:limit], StopReason.LENGTH
+
+
+def _end(pause: asyncio.Future[None]) -> None:
+    if not pause.done():
+        pause.set_result(None)

@@ -118,6 +118,8 @@ class TorchEngine:
         self._closing = False
         self._inbox: deque[_Item] = deque()
         self._awake = threading.Condition()
+        self._notifying: asyncio.AbstractEventLoop | None = None
+        """The loop that will wake the worker in its next turn."""
         self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
         self._any_cancelled = False
         self._backlog: deque[_Item] = deque()
@@ -204,9 +206,12 @@ class TorchEngine:
                 item.images = self._eyes.submit(self._decoder.look, item.request.prompt_tokens, item.request.media)
             self._inbox.append(item)
         # Not at once: whatever else is ready in this turn of the loop joins the same batch.
-        loop.call_soon(self._notify)
+        if self._notifying is not loop:
+            self._notifying = loop
+            loop.call_soon(self._notify)
 
     def _notify(self) -> None:
+        self._notifying = None
         with self._awake:
             self._awake.notify()
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from trivium.concurrency import CancellationEscaped, ExitRaised, Threads, wait_for
+from trivium.concurrency import Threads, wait_for
 from trivium.rewards.forked import Forks
 from trivium.rewards.isolated import InProcesses
 from trivium.rewards.signals import MainThreadWanted, main_thread_wanted
@@ -52,12 +52,12 @@ class RewardCall:
 
         Cancelling the call gives up its thread, which cannot be stopped, and kills its process.
         """
+        if self._patience_s is None:
+            return await self._outcome(arguments)
         try:
             return await wait_for(self._patience_s, self._outcome(arguments))
         except TimeoutError:
             return TimeoutError(f"no answer within {self._deadline_s:g} s")
-        except (CancellationEscaped, ExitRaised) as error:
-            return error
 
     async def _outcome(self, arguments: dict[str, object]) -> object:
         if self._forked is None:
@@ -70,10 +70,11 @@ class RewardCall:
         return await _outcome_of(self._forked(**arguments))
 
     async def _here(self, arguments: dict[str, object]) -> object:
+        """Raises what the function raises; a cancellation or an exit of its own as an error."""
         if self.is_async:
-            return await self._function(**arguments)
-        result = await self._threads.run(lambda: self._function(**arguments))
-        return await result if inspect.isawaitable(result) else result
+            return await wait_for(None, self._function(**arguments))
+        result = await self._threads.run(functools.partial(self._function, **arguments))
+        return await wait_for(None, result) if inspect.isawaitable(result) else result
 
     def _move(self, call: str) -> None:
         if self._forked is None:  # calls that ran side by side find it moved

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trivium.concurrency import Threads, gather_or_cancel
+from trivium.concurrency import Threads, Turns, gather_or_cancel
 from trivium.explorer import Explorer
 from trivium.phases import announce
 from trivium.policy import EngineFailure, Policy, PromptTooLong
@@ -89,7 +89,7 @@ class Gateway:
         self._sessions = SessionStore()
         self._admission = Admission(explorer, buffer, schedule, synchronizer)
         self._groups = OpenGroups(explorer, buffer, self._admission, self._sessions, schedule.group_size)
-        self._concurrency = asyncio.Semaphore(explorer.max_concurrent)
+        self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_evaluations = 0
