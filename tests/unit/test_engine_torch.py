@@ -214,6 +214,18 @@ def test_layers_without_modules_are_used_where_they_are_the_models(models: dict[
         assert decoder.layers is None
 
 
+async def test_a_cpu_without_bfloat16_is_named_and_uses_the_model_itself(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trivium.engines.invariance.available", lambda: False)
+    engine = engine_for(models["qwen3"], dtype="bfloat16")
+    try:
+        assert engine._decoder.layers is None
+        assert "float32 is faster" in caplog.text
+    finally:
+        await engine.close()
+
+
 async def test_a_group_reads_its_prompt_once(models: dict[str, Path]) -> None:
     engine = engine_for(models["qwen3"], max_rows=4)
     try:

@@ -36,6 +36,13 @@ def available() -> bool:
     return torch.backends.mkldnn.is_available()
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of this type on this CPU."""
+    if dtype == torch.bfloat16:
+        return available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return available() and dtype == torch.float32
+
+
 def make_invariant(model: nn.Module) -> None:
     """Replaces the arithmetic of the model's linear layers and activations, in place. Weights stay where they are."""
     from transformers.activations import ACT2CLS

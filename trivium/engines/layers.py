@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trivium.engines.attention import attend
-from trivium.engines.invariance import product
+from trivium.engines.invariance import multiplies, product
 
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Models whose layers are these: norm, attention, sum; norm, gated SiLU network, sum."""
@@ -41,10 +41,48 @@ class _Norm:
         return cls(module.weight.data, torch.tensor(float(module.variance_epsilon)))
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.normalised(x).mul_(self.scale)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Without the scale."""
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(wide, inverse).to(x.dtype).mul_(self.scale)
+        return torch.mul(wide, inverse).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> _Linear:
+        return cls(module.weight.data, None if module.bias is None else module.bias.data)
+
+    @classmethod
+    def stacked(cls, modules: Sequence[nn.Linear]) -> _Linear:
+        """One below the other; the modules' own parameters become parts of it."""
+        weight = torch.cat([module.weight.data for module in modules])
+        bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
+        start = 0
+        for module in modules:
+            end = start + len(module.weight)
+            module.weight.data = weight[start:end]
+            if bias is not None:
+                module.bias.data = bias[start:end]
+            start = end
+        return cls(weight, bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +91,14 @@ class _Layer:
     before_mlp: _Norm
     query_norm: _Norm | None
     key_norm: _Norm | None
-    qkv: Tensor
-    """[(H + 2 K) D, C]; the parameters of the three modules are parts of it."""
-    qkv_bias: Tensor | None
+    qkv: _Linear
+    """To (H + 2 K) D."""
     attention: nn.Module
     window: int | None
-    output: nn.Linear
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    output: _Linear
+    gate: _Linear
+    up: _Linear
+    down: _Linear
 
 
 class Layers:
@@ -79,8 +116,8 @@ class Layers:
         self._heads = len(attention.q_proj.weight) // self._size
 
     def __call__(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-        """[B, L, C] embeddings at `positions` [B or 1, L]; states [B, L, C] after the last norm. `mask` as in
-        `attend`."""
+        """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L]; states [B, L, C] after the last
+        norm. `mask` as in `attend`."""
         batch, length, width = x.shape
         cos, sin = self._rotary(x, positions)
         half = self._size // 2
@@ -91,22 +128,23 @@ class Layers:
             query, key, value = self._project(layer, normed, turn)
             key, value = cache.update(key, value, index)
             out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast)
-            x = _plus(out.view(len(x), -1), layer.output, x)
+            x = layer.output.plus(out.view(len(x), -1), x)
             normed = layer.before_mlp(x)
-            gate = torch.ops.mkldnn._linear_pointwise(normed, layer.gate.weight, layer.gate.bias, "swish", [], "")
-            up = torch.ops.mkldnn._linear_pointwise.binary(normed, gate, layer.up.weight, layer.up.bias, "mul")
-            x = _plus(up, layer.down, x)
+            x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
         return self._last(x).view(batch, length, width)
 
     def _project(self, layer: _Layer, x: Tensor, turn: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Queries [B, H, L, D], keys and values [B, K, L, D]; the first two normalised and rotated."""
         batch, length, _ = x.shape
-        heads = product(x, layer.qkv, layer.qkv_bias).view(batch, length, -1, self._size)
-        parts = list(heads.split([self._heads, self._key_heads, self._key_heads], dim=2))
-        for i, norm in enumerate((layer.query_norm, layer.key_norm)):
-            part = parts[i] if norm is None else norm(parts[i])
-            parts[i] = part.roll(self._size // 2, -1).mul_(turn[1]).addcmul_(part, turn[0])
-        return [part.transpose(1, 2) for part in parts]
+        parts = product(x, layer.qkv.weight, layer.qkv.bias).view(batch, length, -1, self._size)
+        turned, value = parts.split([self._heads + self._key_heads, self._key_heads], dim=2)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            turned = layer.query_norm.normalised(turned)
+            turned[:, :, : self._heads].mul_(layer.query_norm.scale)
+            turned[:, :, self._heads :].mul_(layer.key_norm.scale)
+        turned = turned.roll(self._size // 2, -1).mul_(turn[1]).addcmul_(turned, turn[0])
+        query, key = turned[:, :, : self._heads], turned[:, :, self._heads :]
+        return [part.transpose(1, 2) for part in (query, key, value)]
 
 
 def supports(model: Any) -> bool:
@@ -118,7 +156,7 @@ def supports(model: Any) -> bool:
     attention = model.model.layers[0].self_attn
     return (
         weight.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        and multiplies(weight.dtype)
         and config.hidden_act == "silu"
         and 2 * len(model.model.rotary_emb.inv_freq) == attention.head_dim
     )
@@ -126,7 +164,6 @@ def supports(model: Any) -> bool:
 
 def _layer(module: Any, config: Any) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
-    weight, bias = _stacked([attention.q_proj, attention.k_proj, attention.v_proj])
     query_norm, key_norm = (
         _Norm.of(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     )
@@ -135,30 +172,11 @@ def _layer(module: Any, config: Any) -> _Layer:
         before_mlp=_Norm.of(module.post_attention_layernorm),
         query_norm=query_norm,
         key_norm=key_norm,
-        qkv=weight,
-        qkv_bias=bias,
+        qkv=_Linear.stacked([attention.q_proj, attention.k_proj, attention.v_proj]),
         attention=attention,
         window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)),
-        output=attention.o_proj,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
+        output=_Linear.of(attention.o_proj),
+        gate=_Linear.of(mlp.gate_proj),
+        up=_Linear.of(mlp.up_proj),
+        down=_Linear.of(mlp.down_proj),
     )
-
-
-def _stacked(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The modules' weights and biases one below the other; the modules' own become parts of them."""
-    weight = torch.cat([module.weight.data for module in modules])
-    bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
-    start = 0
-    for module in modules:
-        end = start + len(module.weight)
-        module.weight.data = weight[start:end]
-        if bias is not None:
-            module.bias.data = bias[start:end]
-        start = end
-    return weight, bias
-
-
-def _plus(x: Tensor, module: nn.Linear, residual: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, module.weight, module.bias, "add")

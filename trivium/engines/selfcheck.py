@@ -30,11 +30,11 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
 
 
 def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
-    length = min(20, max_context - 1)
+    length = min(20, max_context - 1)  # and two rows at least: no step of the engine has one alone
     tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
     probes = tokens.reshape(4, length)
     half = max(1, length // 2)
-    alone, together = _teach(decoder, probes[:1], half), _teach(decoder, probes, half)
+    alone, together = _teach(decoder, probes[[0, 0]], half), _teach(decoder, probes, half)
     name = type(decoder.model).__name__
     if decoder.exact and not torch.equal(alone[0], together[0]):
         return ConfigError(

@@ -6,6 +6,7 @@ One worker thread owns the model. It takes requests from an inbox and resolves t
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncEr
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request, StopReason
+
+_log = logging.getLogger("trivium")
 
 _CLOSE_S = 60.0
 """Longest wait for the worker to end its current step when the engine is closed."""
@@ -75,7 +78,8 @@ class TorchEngine:
         device: Literal["cpu", "cuda"] = "cpu"
         """Where the policy samples."""
         dtype: Literal["float32", "bfloat16"] = "float32"
-        """Type of weights and keys and values; logits and log-probabilities are float32 always."""
+        """Type of weights and keys and values; logits and log-probabilities are float32 always. On a CPU, bfloat16 is
+        faster only where the CPU multiplies in it (AVX-512 or AMX)."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
         max_context: int | None = Field(default=None, ge=2)
@@ -233,6 +237,8 @@ class TorchEngine:
         try:
             torch.set_num_threads(self._threads)
             dtype = getattr(torch, self.config.dtype)
+            if self.config.device == "cpu" and not invariance.multiplies(dtype):
+                _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
             self._decoder = Decoder(
                 model_dir, dtype=dtype, device=self.config.device, exact=self.capabilities.batch_invariant
             )
