@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.processes import eventually
 from trivium.frontdoors.verl.dispatch import Dispatch, Execute, register
 from trivium.frontdoors.verl.worker import Worker
 
@@ -129,6 +130,12 @@ class Counting(Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def until(self, end: Path) -> int:
+        """Returns once the file is there."""
+        eventually(end.exists, 120, lambda: f"{end} is not there")
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def remember(self, word: str) -> None:
         time.sleep(0.01 * self.rank)
         self.calls.append(word)
@@ -176,9 +183,12 @@ class Talking(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     async def generate(self, prompts: list[str]) -> list[str]:
+        """Answers once six have been asked at a time; greetings at once."""
         self.talking += 1
         self.most = max(self.most, self.talking)
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(120):
+            while self.most < 6 and "hello" not in prompts:
+                await asyncio.sleep(0.01)
         self.talking -= 1
         return [f"{prompt}!" for prompt in prompts]
 

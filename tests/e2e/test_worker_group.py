@@ -207,10 +207,11 @@ def test_a_future_goes_from_rank_to_rank(three: Any, four: Any, tmp_path: Path) 
     assert os.getpid() in set(map(int, path.read_text().split()))
 
 
-def test_a_future_is_what_it_stands_for(three: Any, four: Any) -> None:
+def test_a_future_is_what_it_stands_for(three: Any, four: Any, tmp_path: Path) -> None:
     critic = four.spawn([Role.Critic])["critic"]
-    slow = three.slow(1.0)
+    slow = three.until(tmp_path / "end")
     assert not slow.done()
+    (tmp_path / "end").touch()
     rows = np.arange(7)
     future = three.added(rows)
     assert same(three.through(future), rows + 1)
@@ -255,17 +256,18 @@ def test_roles_share_a_process_and_its_process_group(four: Any) -> None:
         four.spawn(["ref"])
 
 
-def test_a_rollout_engine_answers_while_its_process_trains(four: Any) -> None:
+def test_a_rollout_engine_answers_while_its_process_trains(four: Any, tmp_path: Path) -> None:
     views = four.spawn({"critic", "rollout"})
     assert views["rollout"].generate(["hello"]).get() == ["hello!"]
-    slow = views["critic"].slow(3.0)
+    training = views["critic"].until(tmp_path / "end")
 
     async def talk() -> list[list[str]]:
         return await asyncio.gather(*(views["rollout"].generate([f"{n}"] * 4) for n in range(20)))
 
     assert asyncio.run(talk()) == [[f"{n}!"] * 4 for n in range(20)]
-    assert not slow.done(), "it was still training"
-    assert slow.get() == [0, 1, 2, 3]
+    assert not training.done()
+    (tmp_path / "end").touch()
+    assert training.get() == [0, 1, 2, 3]
     assert all(most > 5 for most, _ in views["rollout"].at_once())
 
 
