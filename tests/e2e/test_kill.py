@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.killing import BESIDE, MOMENTS, launches
+from trivium.config import load_config
 from trivium.metrics import depends_on_machine
 
 TINY = Path(__file__).parent / "tiny.yaml"
+DEMO = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
 CLOCK = ("seconds", "time", "verdict")
 """What a summary says about the clock."""
 SYNCHRONOUS: tuple[str, ...] = ()
@@ -98,3 +100,22 @@ def test_killed_at_ten_random_times(
         if killed == 10:
             return
     pytest.fail(f"only {killed} kills hit")
+
+
+def test_the_demo_generates_while_it_trains_and_keeps_its_bits(tmp_path: Path) -> None:
+    """One step ahead, as the recipe says: twice the same bytes, killed or not."""
+    stage = load_config(DEMO).stage_configs()[1]
+    assert (stage.max_staleness, stage.schedule.deterministic) == (1, True)
+    overrides = (
+        f"stages.1.schedule.max_staleness={stage.max_staleness}",
+        "stages.1.schedule.deterministic=true",
+        f"stages.1.algorithm={json.dumps(stage.algorithm.model_dump(mode='json', exclude_unset=True))}",
+    )
+    assert launches(TINY, tmp_path / "whole", overrides=overrides) == ["finished"]
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/staleness_max"] for row in rows if "reward/mean" in row] == [0, 1, 1, 1, 1, 1]
+    assert not any(key.startswith("time/score") for row in rows for key in row)  # no pass for the old log-probabilities
+    kills = [("update: step taken, no version", 9), ("put: half a record", 3), ("adopt: half the tensors", 2)]
+    outcomes = launches(TINY, tmp_path / "killed", kills, overrides)
+    assert outcomes[:-1] == [moment for moment, _ in kills]
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")

@@ -89,7 +89,9 @@ def test_every_stage_trains_and_both_ends_are_evaluated(played: tuple[str, RunCo
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
         assert all(declared(key) for key in row if key != "step")
-        assert row.get("mismatch/log_prob_max", 0.0) < 1e-4
+        assert (
+            row.get("mismatch/log_prob_max", 0.0) < 1e-4 or row["rollout/staleness_max"]
+        )  # other weights sampled them
         assert row.get("rollout/failed", 0) == 0
     assert sum("mismatch/log_prob_max" in row for row in trained) == STEPS
     accuracy = f"eval/{config.evaluation.taskset}/accuracy"

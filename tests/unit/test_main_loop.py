@@ -54,6 +54,16 @@ def test_the_garbage_collector_runs_seldom_in_the_loop_and_as_before_afterwards(
         gc.set_threshold(*others)
 
 
+def test_threads_that_compute_do_not_wait_for_a_busy_loop() -> None:
+    before = sys.getswitchinterval()
+
+    async def main() -> float:
+        return sys.getswitchinterval()
+
+    assert run_in_loop(main(), 60) < before / 5
+    assert sys.getswitchinterval() == before
+
+
 class Odd(BaseException):
     pass
 

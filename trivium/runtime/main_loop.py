@@ -41,6 +41,9 @@ _COLLECT_AFTER = 50_000
 flight, that searches hundreds of thousands of live objects again and again, for half of the explorer's time. The run
 itself leaves no cycles behind that grow with its steps or hold tensors: what waits for a search is user code's, and
 failures' tracebacks."""
+_SWITCH_S = 0.0005
+"""How long a thread keeps the interpreter while another waits for it; Python's default is 5 ms. The threads of a train
+step and of the engine release it with every operation, and each time would get it back that much later."""
 _left_behind: set[asyncio.Task[Any]] = set()
 """Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
 
@@ -60,7 +63,7 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
     task = loop.create_task(main, name="main")
     try:
         with _interruptible(loop, task) as signals:
-            with _watched(loop, deadline_s + GRACE_S), _collected_seldom():
+            with _watched(loop, deadline_s + GRACE_S), _collected_seldom(), _switching_often():
                 _drive(loop, task, signals)
                 _drive(loop, loop.create_task(_end(), name="end"), signals)
             executor.shutdown(wait=False)
@@ -80,6 +83,17 @@ def _collected_seldom() -> Generator[None]:
         yield
     finally:
         gc.set_threshold(first, *others)
+
+
+@contextmanager
+def _switching_often() -> Generator[None]:
+    """Lets threads that compute have the interpreter soon, though the event loop is busy."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:
