@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from trivium.checkpoint.store import CheckpointStore
 from trivium.config import load_config
 from trivium.config.model_shape import read_shape
 from trivium.runtime.build import evaluate
@@ -55,9 +56,15 @@ def shuffled(run_dir: Path, seed: int) -> tuple[float, float]:
     changes = [f"run.dir={run_dir}", f"run.seed={seed}", "monitors=[{kind: jsonl}]"]
     run(load_config(RECIPE, [*changes, SHUFFLED]))
     config = load_config(RECIPE, changes)
-    first, last = (stage.schedule.steps for stage in config.stage_configs())
-    before, after = (evaluate(config, step)["eval/test/accuracy"] for step in (first, first + last))
+    before, after = (evaluate(config, step)["eval/test/accuracy"] for step in ends(run_dir))
     return before, after
+
+
+def ends(run_dir: Path) -> tuple[int, int]:
+    """The steps that the two stages ended at."""
+    last = CheckpointStore(run_dir / "checkpoints").latest()
+    assert last is not None
+    return last.state["pinned"][0], last.step
 
 
 def floor_seconds(run_dir: Path, cores: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -116,6 +117,8 @@ class Schedule:
     """Groups rolled out beyond what a step needs, so that it need not wait for the slowest."""
     steps: int = field(default=1)
     """Train steps of the stage."""
+    until: tuple[str, float, float] | None = None
+    """(metric, least, most): the first train step whose metric is outside of these ends the stage before that."""
 
     @property
     def fresh_per_step(self) -> int:
@@ -147,6 +150,13 @@ class Schedule:
     def step_of(self, slot: int) -> int:
         """The (global) train step that a slot is meant for."""
         return self.first_version + slot // self.fresh_per_step + 1
+
+    def ends_with(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the train step that reports these is the stage's last one for `until`'s sake."""
+        if self.until is None:
+            return False
+        metric, least, most = self.until
+        return not least <= metrics.get(metric, least) <= most
 
     def admitted(self, version: int) -> int:
         """How many slots may have been issued to an explorer that has loaded `version`."""

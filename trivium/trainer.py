@@ -93,7 +93,8 @@ class Trainer:
         self._evaluated_step: int | None = None
         self._measured_step: int | None = None
         """The last step that the loss over held-out rows was measured at."""
-        self._data_ended = False
+        self._reached = False
+        """Whether its step is the last one by `schedule.until`."""
         self._started = time.monotonic()
 
     def prepare(self) -> None:
@@ -134,7 +135,8 @@ class Trainer:
             self._record(await self._evaluate(self.evaluator), "before", "after")
         if version == self.schedule.first_version and self.held_out is not None:
             self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)
-        self.train_continue = self.train_step_num < self.last_step
+        self._reached = state.get("reached", False)
+        self.train_continue = self.train_step_num < self.last_step and not self._reached
         if state.get("interrupted"):
             await self.end_step()
 
@@ -159,7 +161,7 @@ class Trainer:
                 groups, fresh, sampled = await self._groups(version)
         except StopAsyncIteration:
             _log.info("the data ended at step %d", version)
-            self._data_ended, self.train_continue = True, False
+            self.train_continue = False
             return False
         with self._timed("train"), activity(f"step {version + 1}: training"):
             keep = None if self.keep is None else partial(self.keep, version + 1, groups)
@@ -178,7 +180,8 @@ class Trainer:
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
             self._preview(examples_of(fresh))
-        self.train_continue = self.train_step_num < self.last_step
+        self._reached = self.schedule.ends_with(metrics)
+        self.train_continue = self.train_step_num < self.last_step and not self._reached
         self._ask_for_sync()
         return self.train_continue
 
@@ -332,6 +335,7 @@ class Trainer:
             "score": self.score,
             "evaluated": self._evaluated_step,
             "measured": self._measured_step,
+            "reached": self._reached,
             **moving,
             "monitor": self.monitor.state(),
         }
@@ -408,8 +412,7 @@ class Trainer:
         version = self.train_step_num
         if version in (self.schedule.first_version, last):
             return False
-        at_end = ends and (version == self.last_step or self._data_ended)
-        return at_end or self._due(self.cadence.evaluate_every)
+        return (ends and not self.train_continue) or self._due(self.cadence.evaluate_every)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.train_step_num % every == 0

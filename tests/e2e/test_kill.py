@@ -119,3 +119,16 @@ def test_the_demo_generates_while_it_trains_and_keeps_its_bits(tmp_path: Path) -
     outcomes = launches(TINY, tmp_path / "killed", kills, overrides)
     assert outcomes[:-1] == [moment for moment, _ in kills]
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
+def test_a_stage_that_ends_by_a_metric_stays_ended(tmp_path: Path) -> None:
+    """Killed after the first stage's last save, it goes on with the next stage, as the whole run did."""
+    overrides = ("stages.0.schedule.steps=50", "stages.0.schedule.until={metric: train/loss/policy, below: 2.2}")
+    assert launches(TINY, tmp_path / "whole", overrides=overrides) == ["finished"]
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["train/loss/policy"] for row in rows if "train/loss/policy" in row and row["step"] <= 50]
+    assert 1 < len(losses) < 50
+    assert losses[-1] < 2.2 <= min(losses[:-1])
+    kills = [("update: step taken, no version", len(losses) + 1)]  # the next stage's first step
+    assert launches(TINY, tmp_path / "killed", kills, overrides)[:-1] == [kills[0][0]]
+    assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")

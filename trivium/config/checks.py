@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
-from trivium.config.schema import SETTLED, RunConfig
+from trivium.config.schema import SETTLED, RunConfig, ThresholdConfig
 from trivium.errors import Problem, TriviumError
+from trivium.metrics import METRICS, depends_on_machine
 from trivium.registry import resolve, suggest
 from trivium.types import MIN_TEMPERATURE, SERVED, TRAINER, SyncStyle, capabilities_of
 
@@ -38,8 +40,22 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
         )
+    if schedule.until is not None:
+        yield from _check_threshold(schedule.until)
     if "train" not in config.tasks:
         yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
+
+
+def _check_threshold(until: ThresholdConfig) -> Iterator[Problem]:
+    metric, where = until.metric, "schedule.until"
+    known = any(fnmatchcase(metric, pattern) for pattern in METRICS)
+    if not known or depends_on_machine(metric) or metric.startswith("eval/"):
+        found = "it depends on the machine, or no train step reports it" if known else "no such metric"
+        yield Problem(
+            f"{where}.metric", f"a stage that ends by {metric!r}", found, "name one that docs/metrics.md lists"
+        )
+    if until.below is None and until.above is None:
+        yield Problem(where, f"a stage that ends by {metric!r}", "no threshold", f"set {where}.below or {where}.above")
 
 
 def _check_channel(config: RunConfig) -> Iterator[Problem]:

@@ -382,11 +382,24 @@ class CurriculumConfig(Config):
     nearly a shuffle."""
 
 
+class ThresholdConfig(Config):
+    """When a stage has done its part."""
+
+    metric: str = "train/loss/policy"
+    """What every train step reports, and does not depend on the machine."""
+    below: float | None = None
+    """The stage ends with the first step that reports less."""
+    above: float | None = None
+    """The stage ends with the first step that reports more."""
+
+
 class ScheduleSection(Config):
     """How many groups are rolled out and trained on, in which order, and how stale they may be."""
 
     steps: int = free(100, ge=1)
     """Train steps of this stage."""
+    until: ThresholdConfig | None = None
+    """Ends the stage before its last step where a metric of a train step crosses a threshold."""
     groups_per_step: int = Field(default=32, ge=1)
     """Groups that one train step consumes."""
     group_size: int = Field(default=8, ge=1)

@@ -318,7 +318,12 @@ def build_schedule(stage: Stage) -> Schedule:
         max_attempts=schedule.max_attempts,
         over_rollout=math.ceil(schedule.over_rollout * (schedule.groups_per_step - stored)),
         steps=schedule.steps,
+        until=None if (end := schedule.until) is None else (end.metric, *_bounds(end.below, end.above)),
     )
+
+
+def _bounds(least: float | None, most: float | None) -> tuple[float, float]:
+    return -math.inf if least is None else least, math.inf if most is None else most
 
 
 def build_tasks(config: RunConfig, name: str) -> TaskSource:
