@@ -1,13 +1,18 @@
 """Page faults, system time and resident memory of train steps, with freed memory kept and with glibc as it comes.
 
     python benchmarks/allocation.py [--steps 40]
+    python benchmarks/allocation.py --soak 1000
 
 The arithmetic recipe trains `--steps` supervised and as many RL steps in a process of its own, twice: as `trivium run`
 does, and with an allocator that the environment configures (to its defaults), which Trivium leaves alone. A monitor
 reads the process's counters after each step; the first steps of each stage do not count.
 
-Exits 1 where the RL steps cause more than a fifth of the page faults, or where resident memory grows by more than a
-tenth in the second half of them.
+With `--soak` a smaller model takes that many RL steps, once, with everything that a run has: explorer, engine, trainer,
+journal, metrics, checkpoints and evaluations. Resident memory is printed every 50 steps; exits 1 where it grows by more
+than 2 % in the second half.
+
+Without, exits 1 where the RL steps cause more than a fifth of the page faults, or where resident memory grows by more
+than a tenth in the second half of them.
 """
 
 from __future__ import annotations
@@ -59,17 +64,38 @@ class Counters:
         self._file.close()
 
 
-def measure(steps: int, environment: Mapping[str, str]) -> dict[str, float]:
-    """Of the RL steps, in a process of its own: page faults, system and user seconds of a step; MiB at half and end."""
+def counted(environment: Mapping[str, str], *settings: str) -> dict[int, dict[str, float]]:
+    """The counters after each step of the recipe with these settings, run in a process of its own."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     with tempfile.TemporaryDirectory() as directory:
-        settings = [f"run.dir={directory}/run", f"monitors=[{{kind: '{HERE}:Counters'}}]", "evaluation.every=0"]
-        settings += [f"stages.{stage}.schedule.steps={steps}" for stage in (0, 1)]
+        monitors = f"monitors=[{{kind: '{HERE}:Counters'}}, {{kind: jsonl}}]"
         recipe = str(HERE.parents[1] / "recipes" / "arithmetic.yaml")
-        command = [sys.executable, "-m", "trivium.cli", "run", recipe, *settings]
+        command = [sys.executable, "-m", "trivium.cli", "run", recipe, f"run.dir={directory}/run", monitors, *settings]
         subprocess.run(command, env=own | {**environment}, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(directory) / "run" / "counters.jsonl").read_text().splitlines()
-    by_step = {row["step"]: row for row in map(json.loads, lines)}
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def soak(steps: int) -> int:
+    """Prints resident memory every 50 steps, and returns the exit code."""
+    small = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "model.mlp=64")
+    tasks = tuple(f"tasks.{name}.max_operand=9999" for name in ("train", "test"))
+    first = ("stages.0.schedule.steps=1", "stages.0.schedule.groups_per_step=16")
+    sizes = ("groups_per_step=8", f"steps={steps}")
+    second = ("stages.1.evaluation.every=100", *(f"stages.1.schedule.{size}" for size in sizes))
+    limits = ("engine.sampling.max_new_tokens=12", "tasks.test.count=50", "evaluation.sampling.max_new_tokens=12")
+    by_step = counted({}, *small, *tasks, *first, *second, *limits)
+    for step in range(50, steps + 1, 50):
+        print(f"step {step:>6}: {by_step[step]['mib']:8.2f} MiB", flush=True)
+    half, end = by_step[steps // 2]["mib"], by_step[steps]["mib"]
+    print(f"second half: {1024 * (end - half) / (steps - steps // 2):+.2f} KiB per step, {end / half - 1:+.2%}")
+    return int(end > 1.02 * half)
+
+
+def measure(steps: int, environment: Mapping[str, str]) -> dict[str, float]:
+    """Of the RL steps: page faults, system and user seconds of a step; MiB at half and end."""
+    lengths = (f"stages.{stage}.schedule.steps={steps}" for stage in (0, 1))
+    by_step = counted(environment, "evaluation.every=0", *lengths)
     first, half, last = (by_step[steps + place] for place in (WARM, (WARM + steps) // 2, steps))
     per_step = {key: (last[key] - first[key]) / (steps - WARM) for key in ("faults", "system_s", "user_s")}
     return {**per_step, "half": half["mib"], "end": last["mib"]}
@@ -78,7 +104,10 @@ def measure(steps: int, environment: Mapping[str, str]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="RL steps, at least 100")
     options = parser.parse_args()
+    if options.soak:
+        return soak(options.soak)
     print("     allocator  faults/step  system s/step  user s/step  MiB half  MiB end")
     measured: list[dict[str, float]] = []
     for name, environment in (("kept", {}), ("as it comes", AS_IT_COMES)):

@@ -76,9 +76,8 @@ def processor_time(work: Callable[[], Any]) -> tuple[float, Any]:
 def floor_flops(shape: ModelShape, batch: Batch) -> float:
     """Of an update that computes what sequences share once."""
     tree = prefixes_of(batch).tree(range(len(batch)))
-    squares = sum(each.stop**2 - each.first**2 for each in tree.segments)
     trained = sum(each.num_response_tokens for each in batch.experiences)
-    return pass_flops(shape, tree.num_tokens, squares, trained, backward=True)
+    return pass_flops(shape, tree.num_tokens, tree.num_squares, trained, backward=True)
 
 
 def compare(engines: tuple[TorchTrainEngine, TorchTrainEngine], batch: Batch, repeat: int) -> dict[str, list[float]]:

@@ -18,12 +18,15 @@ from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_engi
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vision_parts import picture, rolled_out, tiny
 
+from trivium.config.model_shape import read_shape
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.packed import pack
 from trivium.models.prefix_attention import TreeRows, tree_attention
 from trivium.models.prefixes import Prefixes, is_gain
+from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.data_parallel import shares_of, shares_of_groups
+from trivium.training.flops import pass_flops
 from trivium.types import Batch, Experience, IntArray, Media
 
 CPU = torch.device("cpu")
@@ -75,6 +78,7 @@ def test_every_sequence_is_a_path_of_the_tree(many: list[list[int]], times: int)
     inner = packed.positions[packed.rows] > 0
     before = packed.rows.roll(1)
     assert torch.equal(packed.before[packed.rows][inner], before[inner])
+    assert torch.equal(packed.tokens[packed.spread[packed.collect]], packed.tokens)
     for trunk in packed.trunks:  # all that comes behind it, and nothing else, passes through it
         own = {int(row) for row in range(trunk.behind, trunk.stop)}
         start = 0
@@ -90,9 +94,9 @@ def test_the_prompt_of_a_group_and_what_its_members_share_is_there_once() -> Non
         Prefixes(many).tree(range(len(many))).num_tokens == 20 + 13 + (3 + 9 + 5) + (4 + 1) + 18 + (8 + 7 + 2) + 6 + 9
     )
     short = [np.concatenate([[5, 6], [n]]) for n in range(7, 12)]
-    assert not Prefixes(short).tree(range(5)).shares  # 8 tokens fewer are not worth an attention of their own
+    assert not Prefixes(short).tree(range(5)).shares  # 8 tokens fewer are not worth it
     assert is_gain(1024, 16, 512)
-    assert is_gain(64, 8, 8 * 64)
+    assert is_gain(4, 8, 8 * 64)
     assert not is_gain(10, 8, 8 * 1024)
 
 
@@ -137,12 +141,18 @@ def test_images_are_shared_whole() -> None:
 
 @pytest.mark.parametrize("window", [None, 5, 30])
 @pytest.mark.parametrize("width", [4, 6])
-def test_attention_in_the_tree_is_attention_in_each_sequence(window: int | None, width: int) -> None:
-    """Values as wide as keys go through torch's kernel; others through the arithmetic written out."""
+@pytest.mark.parametrize(("copied", "trunks"), [(0.0, 3), (1.6, 2), (9.0, 0)])
+def test_attention_in_the_tree_is_attention_in_each_sequence(
+    copied: float, trunks: int, window: int | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether segments are copied or not. Values as wide as keys go through torch's kernel; others through the
+    arithmetic written out."""
+    monkeypatch.setattr("trivium.models.packed._COPIED", copied)
+    monkeypatch.setattr("trivium.models.packed._FEW", 0)
     many = sequences()
     packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
-    assert len(packed.trunks) == 3
-    rows = TreeRows(packed.grids, packed.spread, packed.collect, packed.positions, packed.trunks)
+    assert (len(packed.trunks), packed.copies) == (trunks, trunks < 3)
+    rows = TreeRows(packed.grids, packed.spread, packed.collect, packed.positions, packed.trunks, packed.copies)
     torch.manual_seed(0)
     shapes = ((4, 4), (2, 4), (2, width))
     q, k, v = (torch.randn(len(packed.tokens), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
@@ -318,11 +328,17 @@ def test_fewer_rows_are_computed(model_dir: Path) -> None:
         for i, end in enumerate(ends)
     ]
     batch = Batch(tuple(rows)).with_columns(advantages=[np.ones(60)] * 12)
-    counts = [
-        rows_of_layers(make_engine(model_dir, share_prefix=share), batch, "policy", Reinforce())
-        for share in (False, True)
-    ]
+    engines = [make_engine(model_dir, share_prefix=share, peak_flops=1e9) for share in (False, True)]
+    counts = [rows_of_layers(engine, batch, "policy", Reinforce()) for engine in engines]
     assert counts == [768, 256]  # 12 x 60 and 50 + 12 x 10, each filled to a multiple of 128
+    shape = read_shape(model_dir)
+    for engine, tokens, squares in zip(
+        engines, (720, 50 + 120), (12 * 60**2, 50**2 + 12 * (60**2 - 50**2)), strict=True
+    ):
+        flops = pass_flops(shape, tokens, squares, 120, backward=True)
+        for _ in range(2):  # it may be asked again
+            found = engine.utilisation({"update/policy": Phase(2.0, 720, 12 * 60**2, 120)})
+            assert found["perf/mfu/update"] == pytest.approx(flops / 2e9)
 
 
 def test_equal_rewards_have_no_gradient(model_dir: Path) -> None:

@@ -52,6 +52,10 @@ PACKED = "trivium_packed"
 _FILL = 0.75
 """The shortest sequence of a dense grid, as a part of its longest."""
 
+_COPIED, _FEW = 0.4, 64
+"""Most tokens that are copied for each behind them, and how many always are: up to there, an attention of their own
+took longer on CPUs."""
+
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _EXTRAS = ("softcap", "s_aux", "position_bias")
 """Arguments by which models change what attention computes, and which packed attention does not know."""
@@ -79,13 +83,15 @@ class Pack:
     segments: tuple[Segment, ...]
     """What lies end to end."""
     grids: tuple[tuple[int, int], ...]
-    """(segments, padded length) of each attention grid; together they have S cells."""
+    """(segments, padded length) of each attention grid, with the copies before the segments; together S cells."""
     spread: torch.Tensor
     """(S,) int64: the token in each cell of the attention grids; padding repeats its own segment's last token."""
     collect: torch.Tensor
-    """(T,) int64: the cell of the attention grids that holds each token."""
+    """(T,) int64: a cell of the attention grids that holds each token."""
     trunks: tuple[Trunk, ...] = ()
-    """The segments that others go on from."""
+    """The segments that others go on from and attend to as they are."""
+    copies: bool = False
+    """Whether a token may have several cells: those of the segments that others attend to copies of."""
     order: torch.Tensor | None = None
     """(T,) int64: where the tokens lie when ranks share sequences that share tokens; None: as they are listed."""
     images: PlacedImages | None = None
@@ -108,7 +114,8 @@ def pack(
     before = np.arange(-1, sizes.sum() - 1)
     for start, segment in zip(starts, tree.segments, strict=True):
         before[start] = 0 if segment.parent < 0 else starts[segment.parent] + sizes[segment.parent] - 1
-    grids, spread, collect = _grids(sizes, starts)
+    copied = _copied(tree)
+    grids, spread, collect = _grids(_paths(tree, starts, copied), int(sizes.sum()))
     owner = np.repeat(np.arange(len(lengths)), lengths)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -125,22 +132,59 @@ def pack(
         grids=grids,
         spread=move(spread),
         collect=move(collect),
-        trunks=_trunks(tree, starts),
+        trunks=_trunks(tree, starts, copied),
+        copies=any(copied),
     )
+
+
+def _copied(tree: Tree) -> list[bool]:
+    """Of each segment, whether each that comes behind it attends to a copy of its own: where few tokens are copied,
+    that is faster than an attention of all of them to one."""
+    count = len(tree.segments)
+    behind, paths = [0] * count, [0] * count  # tokens behind each segment, and the copies that they would need
+    copied, kept = [False] * count, [False] * count  # kept: one behind it is not copied, and others go on from there
+    for here, segment in reversed([*enumerate(tree.segments)]):
+        length, parent = segment.stop - segment.first, segment.parent
+        if behind[here]:
+            copied[here] = not kept[here] and (paths[here] - 1) * length <= max(_FEW, _COPIED * behind[here])
+        paths[here] = paths[here] if copied[here] else paths[here] + 1
+        if parent >= 0:
+            behind[parent] += behind[here] + length
+            paths[parent] += paths[here]
+            kept[parent] |= kept[here] or (behind[here] > 0 and not copied[here])
+    return copied
+
+
+def _paths(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> list[npt.NDArray[np.int64]]:
+    """The rows of each segment that is not copied, with those before it that are."""
+    paths: list[npt.NDArray[np.int64]] = []
+    for here in range(len(tree.segments)):
+        if not copied[here]:
+            parts = [_rows(tree, starts, here)]
+            above = tree.segments[here].parent
+            while above >= 0 and copied[above]:
+                parts.append(_rows(tree, starts, above))
+                above = tree.segments[above].parent
+            paths.append(np.concatenate(parts[::-1]))
+    return paths
+
+
+def _rows(tree: Tree, starts: npt.NDArray[np.int64], here: int) -> npt.NDArray[np.int64]:
+    segment = tree.segments[here]
+    return starts[here] + np.arange(segment.stop - segment.first)
 
 
 def _rows_of(leaf: int, tree: Tree, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The rows of the sequence that ends with this segment."""
     parts: list[npt.NDArray[np.int64]] = []
     while leaf >= 0:
-        segment = tree.segments[leaf]
-        parts.append(starts[leaf] + np.arange(segment.stop - segment.first))
-        leaf = segment.parent
+        parts.append(_rows(tree, starts, leaf))
+        leaf = tree.segments[leaf].parent
     return np.concatenate(parts[::-1])
 
 
-def _trunks(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Trunk, ...]:
-    """The segments that others go on from, in preorder."""
+def _trunks(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> tuple[Trunk, ...]:
+    """The segments that others go on from and attend to as they are, in preorder."""
     stops = [int(start) + segment.stop - segment.first for start, segment in zip(starts, tree.segments, strict=True)]
     ends, depths = list(stops), [segment.stop for segment in tree.segments]
     for here, segment in reversed([*enumerate(tree.segments)]):
@@ -150,28 +194,29 @@ def _trunks(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Trunk, ...]:
     return tuple(
         Trunk(int(starts[here]), stops[here], ends[here], depths[here] - 1 - segment.first)
         for here, segment in enumerate(tree.segments)
-        if ends[here] > stops[here]
+        if ends[here] > stops[here] and not copied[here]
     )
 
 
 def _grids(
-    lengths: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+    paths: Sequence[npt.NDArray[np.int64]], num_tokens: int
 ) -> tuple[tuple[tuple[int, int], ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Dense grids over sequences of similar length: their shapes, cell -> token, token -> cell."""
+    """Dense grids over sequences of rows, of similar length: their shapes, cell -> row, row -> a cell that has it."""
+    lengths = np.array([len(rows) for rows in paths])
     order = np.argsort(-lengths, kind="stable")
     members: list[list[int]] = []
     for i in order:
         if not members or lengths[i] < _FILL * lengths[members[-1][0]]:
             members.append([])
         members[-1].append(int(i))
-    collect = np.empty(int(lengths.sum()), np.int64)
+    collect = np.empty(num_tokens, np.int64)
     spread: list[npt.NDArray[np.int64]] = []
     offset = 0
     for grid in members:
         longest = int(lengths[grid[0]])
         for i in grid:
-            spread.append(starts[i] + np.minimum(np.arange(longest), lengths[i] - 1))
-            collect[starts[i] : starts[i] + lengths[i]] = offset + np.arange(lengths[i])
+            spread.append(paths[i][np.minimum(np.arange(longest), lengths[i] - 1)])
+            collect[paths[i]] = offset + np.arange(lengths[i])
             offset += longest
     return tuple((len(grid), int(lengths[grid[0]])) for grid in members), np.concatenate(spread), collect
 
@@ -237,7 +282,7 @@ def _attend_in_tree(
 ) -> torch.Tensor:
     """The same where sequences share tokens; rows that hold no token of the pack are zero."""
     number, positions = len(batch.tokens), batch.positions if batch.positions.dim() == 1 else batch.positions[0]
-    rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks)
+    rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
     output = tree_attention(q, k, v, rows, scaling, sliding_window)
     whole = output.new_zeros(len(tokens[0]), *output.shape[1:])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol, cast
 
 import torch
@@ -44,10 +45,12 @@ class TreeRows:
     spread: torch.Tensor
     """The row in each cell of the grids."""
     collect: torch.Tensor
-    """(T,) int64: the cell of each row."""
+    """(T,) int64: a cell of each row."""
     positions: torch.Tensor
     """(T,) int64: the place of each token in its sequences."""
     trunks: tuple[Trunk, ...]
+    copies: bool
+    """Whether a row has several cells."""
 
 
 def tree_attention(
@@ -106,6 +109,13 @@ class _TreeAttention(torch.autograd.Function):
         grids = zip(*(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
         own = [_own_block(q.shape[1], scale, window, q).gradients(q, *rest) for q, *rest in grids]
         of_query, of_keys, of_values = _from_grids(rows, own)
+        if rows.copies:  # what each copy was seen as adds up; one of them was the query
+            of_keys, of_values = (
+                torch.zeros_like(into).index_add_(
+                    0, rows.spread, torch.cat([grid[place].flatten(0, 1) for grid in own])
+                )
+                for place, into in ((1, of_keys), (2, of_values))
+            )
         for trunk in rows.trunks:
             before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
             block = _block_behind(trunk, rows.positions, scale, window, query)
@@ -114,13 +124,18 @@ class _TreeAttention(torch.autograd.Function):
             of_query[behind] += q[0]
             of_keys[before] += k[0]
             of_values[before] += v[0]
-        of_key, of_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (of_keys, of_values))
+        of_key, of_value = (_summed(x, key.shape[1]) for x in (of_keys, of_values))
         return of_query, of_key, of_value, None, None, None
 
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(T, K, D) -> (T, H, D): for each query head the one it reads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _summed(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """The way back: (T, H, D) -> (T, K, D). torch's `sum` over an axis that short takes several times as long."""
+    return reduce(torch.add, x.unflatten(1, (heads, -1)).unbind(2))
 
 
 def _grids(rows: TreeRows, cells: torch.Tensor) -> list[torch.Tensor]:

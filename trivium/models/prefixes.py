@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-MIN_SAVED = 32
-"""Tokens that a shared run of tokens must save, at least; fewer are not worth an attention of their own."""
-BELOW_PER_SAVED = 16
-"""Tokens behind a shared run for each that it saves, at most: all of them have a second attention to join."""
+MIN_SAVED = 16
+"""Tokens that a shared run of tokens must save, at least."""
+BELOW_PER_SAVED = 64
+"""Tokens behind a shared run for each that it saves, at most: beyond that the gain is within what a step varies by."""
 
 
 def is_gain(length: int, branches: int, below: int) -> bool:
@@ -51,6 +51,12 @@ class Tree:
     @property
     def num_tokens(self) -> int:
         return sum(segment.stop - segment.first for segment in self.segments)
+
+    @property
+    def num_squares(self) -> int:
+        """Twice the pairs of tokens of which one attends to the other; for sequences alone, the sum of their squared
+        lengths."""
+        return sum(segment.stop**2 - segment.first**2 for segment in self.segments)
 
     @property
     def shares(self) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trivium.errors import DataError
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
-from trivium.models.prefixes import Prefixes, Tree
+from trivium.models.prefixes import Prefixes, Tree, separate
 from trivium.models.sight import Sight
 from trivium.types import AnyArray, Batch, Experience
 
@@ -155,6 +156,16 @@ def _seen_tokens(experience: Experience) -> AnyArray:
         digest = blake2b(item.sha256.encode() + experience.tokens[start:stop].tobytes(), digest_size=8).digest()
         seen[start:stop] = -1 - (int.from_bytes(digest, "little") >> 1)
     return seen
+
+
+def work_of(batch: Batch, rows: Sequence[int], tree: Tree | None) -> npt.NDArray[np.int64]:
+    """(4,): tokens, squares, image tokens and image squares, as in `trivium.phases.Phase`, of the experiences at
+    `rows` where what the tree says is computed once; None: nothing."""
+    chosen = [batch.experiences[row] for row in rows]
+    tree = tree or separate([len(e) for e in chosen])
+    places = ((part, item.span) for part in tree.segments for item in chosen[part.sequence].media if item.span)
+    images = np.array([stop - first for part, (first, stop) in places if part.first <= first < part.stop], np.int64)
+    return np.array([tree.num_tokens, tree.num_squares, images.sum(), (images**2).sum()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
 from trivium.training.device import device_of
-from trivium.training.flops import measured_peak, utilisation
+from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
@@ -183,6 +183,7 @@ class TorchTrainEngine(TrainEngine):
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
+        self._work = WorkDone()
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
@@ -216,7 +217,9 @@ class TorchTrainEngine(TrainEngine):
         if what not in SCORED_BY:
             raise TriviumError(f"the score {what!r}", "no such score", f"known: {', '.join(SCORED_BY)}")
         role, kind = SCORED_BY[what]
-        return self._learner(role).score(batch, kind)
+        scores = (learner := self._learner(role)).score(batch, kind)
+        self._work.add(self.version, f"score/{what}", learner.work)
+        return scores
 
     def update(self, role: str, batch: Batch, objective: Objective, totals: LossDenominators | None = None) -> Metrics:
         """One optimizer step of one role, at the learning rate that belongs to the current train step. `batch` is this
@@ -232,7 +235,7 @@ class TorchTrainEngine(TrainEngine):
         optimizer = cast(Optimizer, learner.optimizer)
         before = optimizer.steps_started
         try:
-            return learner.update(
+            metrics = learner.update(
                 batch,
                 cast(TrainableObjective, objective),
                 lr,
@@ -241,6 +244,8 @@ class TorchTrainEngine(TrainEngine):
                 who=f"the {role} in train step {self.version + 1}",
                 totals=totals,
             )
+            self._work.add(self.version, f"update/{role}", learner.work)
+            return metrics
         finally:
             if optimizer.steps_started > before:
                 self._moved_from = self.version
@@ -268,6 +273,7 @@ class TorchTrainEngine(TrainEngine):
         peak = self.config.peak_flops or measured_peak(self._device, dtype, self._threads)
         role_of = {what: role for what, (role, _) in SCORED_BY.items()}
         trained: dict[str, Any] = {"adapter": self.config.lora is not None, "vision_tower": self.config.vision_tower}
+        phases = self._work.part_of(phases, self.ranks)
         return utilisation(phases, self._shapes, role_of, peak * self.ranks.size, **trained)
 
     def _read_shapes(self) -> dict[str, ModelShape]:

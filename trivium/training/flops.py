@@ -1,18 +1,23 @@
 """Arithmetic of a pass over a model, and what the device can do at most: their ratio is the utilisation (MFU).
 
-Model FLOPs: what the mathematics needs. Activations that are computed twice (gradient checkpointing) count once.
+Model FLOPs: what the mathematics needs. Activations that are computed twice (gradient checkpointing) count once, and so
+does what sequences share (`train.share_prefix`); sequences without a trained token do not count.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trivium.config.model_shape import ModelShape
 from trivium.phases import Phase
+from trivium.training.ranks import Ranks
 from trivium.types import Metrics
 
 _SIDE = {"cpu": 768, "cuda": 8192}
@@ -56,6 +61,34 @@ def _seconds(a: torch.Tensor) -> float:
     if a.device.type == "cuda":
         torch.cuda.synchronize(a.device)
     return time.perf_counter() - started
+
+
+class WorkDone:
+    """How much of the sequences of a step's phases was computed, by one rank."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._by_phase: dict[str, npt.NDArray[np.int64]] = {}
+
+    def add(self, version: int, phase: str, work: npt.NDArray[np.int64]) -> None:
+        """`work` is (2, 4): what was computed, and what the sequences are. A later version begins another step."""
+        if version != self._version:
+            self._version, self._by_phase = version, {}
+        self._by_phase[phase] = self._by_phase.get(phase, np.zeros_like(work)) + work
+
+    def part_of(self, phases: Mapping[str, Phase], ranks: Ranks) -> dict[str, Phase]:
+        """The phases with the part of their sequences that the ranks computed; all ranks call it."""
+        everywhere = ranks.all_gather(self._by_phase)
+        parts = dict(phases)
+        for name in phases.keys() & self._by_phase.keys():
+            computed, whole = np.sum([each[name] for each in everywhere if name in each], 0)
+            fractions = np.divide(computed, whole, out=np.ones(len(whole)), where=whole > 0)
+            found = parts[name]
+            sizes = (found.tokens, found.squares, found.image_tokens, found.image_squares)
+            tokens, squares, image_tokens, image_squares = (round(n) for n in fractions * sizes)
+            how = {"image_tokens": image_tokens, "image_squares": image_squares}
+            parts[name] = replace(found, tokens=tokens, squares=squares, **how)
+        return parts
 
 
 def utilisation(

@@ -31,6 +31,7 @@ from trivium.training.batching import (
     cut_sharing,
     prefixes_of,
     units,
+    work_of,
 )
 from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
@@ -95,6 +96,8 @@ class Learner:
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
         self._share_prefix = share_prefix
+        self.work = np.zeros((2, 4), np.int64)
+        """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -217,6 +220,7 @@ class Learner:
     def _check(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
         a pass that another skips."""
+        self.work = np.zeros((2, 4), np.int64)
         self._check_images(batch)
         limit = max_positions(self.model.module)
         longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
@@ -252,6 +256,12 @@ class Learner:
                 self._empty_pass()
 
     def _parts(self, batch: Batch, row_units: list[list[int]]) -> list[_Part]:
+        parts = self._cut(batch, row_units)
+        computed = [work_of(batch, part.rows, part.tree) for part in parts]
+        self.work = np.stack([np.sum([np.zeros(4, np.int64), *computed], 0), work_of(batch, range(len(batch)), None)])
+        return parts
+
+    def _cut(self, batch: Batch, row_units: list[list[int]]) -> list[_Part]:
         limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
         if self.shares_prefixes and row_units:
             prefixes = prefixes_of(batch)

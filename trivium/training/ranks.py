@@ -7,10 +7,9 @@ splits the tokens of a share, its `sequence_size` ranks get the same one.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trivium.errors import ConfigError
 from trivium.models.sequence_parallel import SequenceGroup
 
+_T = TypeVar("_T")
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
 """How long a rank waits for another in a collective call, unless the config says."""
@@ -66,7 +66,7 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def all_gather(self, value: Mapping[str, float]) -> list[Mapping[str, float]]:
+    def all_gather(self, value: _T) -> list[_T]:
         """One value per data rank: that of the first rank of each sequence group."""
         if self.size == 1:
             return [value]
