@@ -79,7 +79,7 @@ def counted(environment: Mapping[str, str], *settings: str) -> dict[int, dict[st
 def soak(steps: int) -> int:
     """Prints resident memory every 50 steps, and returns the exit code."""
     small = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "model.mlp=64")
-    tasks = tuple(f"tasks.{name}.max_operand=9999" for name in ("train", "test"))
+    tasks = tuple(f"tasks.{name}.max_operand=999" for name in ("train", "test"))
     first = ("stages.0.schedule.steps=1", "stages.0.schedule.groups_per_step=16")
     sizes = ("groups_per_step=8", f"steps={steps}")
     second = ("stages.1.evaluation.every=100", *(f"stages.1.schedule.{size}" for size in sizes))

@@ -4,7 +4,7 @@
 
 Each series changes one of: tasks, group size, tokens of a completion, tokens of a prompt (members share it), and tokens
 of the vocabulary. Each point is one GRPO update in a process of its own, in one micro-batch, after one that is not
-counted: processor seconds of one thread, the least of three; and how far the peak of the resident set rises above what
+counted: processor seconds of one thread, the lesser of two; and how far the peak of the resident set rises above what
 was resident before and the gradients of the weights, with freed memory returned to the system as it comes. Beside each
 point stands the floor: the arithmetic of the update at the rate of a large matrix product in the same process.
 
@@ -34,16 +34,17 @@ from trivium.algorithms.presets import GRPO
 from trivium.config.model_shape import read_shape
 from trivium.training.batching import prefixes_of
 from trivium.training.engine import TorchTrainEngine
-from trivium.training.flops import measured_peak, pass_flops
+from trivium.training.flops import pass_flops
 from trivium.types import Batch, Experience
 
-BASE = {"tasks": 8, "members": 8, "completion": 64, "prompt": 64, "vocabulary": 1024}
+SIDE = 768
+BASE = {"tasks": 4, "members": 8, "completion": 64, "prompt": 64, "vocabulary": 1024}
 SERIES = {
-    "tasks": (4, 8, 16, 32),
+    "tasks": (2, 4, 8, 16),
     "members": (4, 8, 16, 32),
     "completion": (32, 64, 128, 256, 512),
     "prompt": (32, 64, 128, 256, 512),
-    "vocabulary": (1024, 8192, 32_768, 131_072),
+    "vocabulary": (1024, 16_384, 65_536, 131_072),
 }
 LABELS = {"members": "members of a group", "completion": "tokens of a completion", "prompt": "tokens of a prompt"}
 
@@ -82,6 +83,16 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def product_s() -> float:
+    """Of two large square matrices: the least processor time of a few."""
+    a, seconds = torch.ones(SIDE, SIDE), list[float]()
+    for _ in range(10):
+        began = time.thread_time()
+        torch.mm(a, a)
+        seconds.append(time.thread_time() - began)
+    return min(seconds)
+
+
 def status_mib(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
@@ -103,14 +114,14 @@ def measure(model_dir: Path, sizes: dict[str, int]) -> dict[str, float]:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before, seconds = status_mib("VmRSS"), []
-    for _ in range(3):
+    for _ in range(2):
         began = processor_s()
         engine.update("policy", batch, objective)
         seconds.append(processor_s() - began)
     tree = prefixes_of(batch).tree(range(len(batch)))
     trained = sum(each.num_response_tokens for each in batch.experiences)
     flops = pass_flops(read_shape(model_dir), tree.num_tokens, tree.num_squares, trained, backward=True)
-    floor = flops / measured_peak(torch.device("cpu"), torch.float32, 1)
+    floor = flops * product_s() / (2.0 * SIDE**3)
     gradients = sum(each.numel() * each.element_size() for _, each in engine.export_weights()) / 2**20
     return {"seconds": min(seconds), "mib": status_mib("VmHWM") - before - gradients, "floor": floor}
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from tests.processes import Forked, trivium
+from trivium.runtime.recorded_run import RecordedRun
 
 TINY = Path(__file__).parent / "tiny.yaml"
 SHORT = ("stages.0.schedule.steps=1", "stages.1.schedule.group_size=16", "evaluation.every=0")
@@ -34,6 +35,7 @@ def test_a_run_from_before_prefixes_were_shared_goes_on_without(tmp_path: Path) 
     config = yaml.safe_load((resumed / "config.yaml").read_text())
     del config["train"]["share_prefix"]  # as it was saved when there was no such field
     (resumed / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    assert RecordedRun.open(resumed).config.train.share_prefix is False
     train(resumed, "stages.1.schedule.steps=2")
     assert saved_train(resumed)["share_prefix"] is False
     assert train(resumed, "stages.1.schedule.steps=3") == expected

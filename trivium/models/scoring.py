@@ -13,6 +13,7 @@ from trivium.errors import DataError
 from trivium.models.heads import ScoreModel
 from trivium.models.load import max_positions
 from trivium.models.packed import pack
+from trivium.models.prefixes import Prefixes
 from trivium.models.sight import Seen, Sight
 from trivium.models.vision import pixel_reader, refuse_images
 from trivium.types import IntArray, Media
@@ -30,7 +31,8 @@ class SequenceScorer:
     """Scores by a reward model.
 
     One sequence goes through the model at a time unless `max_tokens` says how many tokens may: a score depends on what
-    is scored beside it then, by rounding errors.
+    is scored beside it then, by rounding errors. What sequences of text in one pass begin with in common is computed
+    once.
     """
 
     def __init__(self, model: ScoreModel, *, model_dir: Path | None = None, max_tokens: int = 1) -> None:
@@ -71,8 +73,11 @@ class SequenceScorer:
             yield some
 
     def _pass(self, sequences: Sequence[Seen]) -> list[float]:
-        packed = pack([sequence.tokens for sequence in sequences], self.model.device)
+        tokens = [sequence.tokens for sequence in sequences]
+        alone = not self.model.backbone.packs or any(sequence.media for sequence in sequences)
+        tree = None if alone else Prefixes(tokens).tree(range(len(tokens)))
+        packed = pack(tokens, self.model.device, tree)
         if self._sight is not None:
             packed = self._sight.shown(packed, sequences)
-        last = np.cumsum([len(sequence.tokens) for sequence in sequences]) - 1
-        return self.model(packed, torch.from_numpy(last).to(self.model.device)).float().tolist()
+        last = np.cumsum(packed.lengths) - 1
+        return self.model(packed, packed.rows[torch.from_numpy(last).to(self.model.device)]).float().tolist()

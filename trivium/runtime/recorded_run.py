@@ -15,7 +15,8 @@ from typing import Any
 
 from trivium.buffers.step_log import StepRecord, read_steps
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.config import RunConfig, build, load_config
+from trivium.config import RunConfig, build, load_config, read_yaml
+from trivium.config.resume import as_begun
 from trivium.errors import RunDirError
 from trivium.metrics import depends_on_machine
 from trivium.runtime.run_dir import recorded_changes
@@ -42,9 +43,8 @@ class RecordedRun:
         if not file.is_file():
             found = "no config.yaml there" if path.is_dir() else "no such directory"
             raise RunDirError(f"the run in {path}", found, "name the directory of a run (run.dir)")
-        return cls(
-            path, load_config(file, []), read_steps(path), recorded_changes(path), CheckpointStore(path / "checkpoints")
-        )
+        config = as_begun(read_yaml(file), load_config(file, []))
+        return cls(path, config, read_steps(path), recorded_changes(path), CheckpointStore(path / "checkpoints"))
 
     def stage_at(self, step: int) -> tuple[int, int]:
         """(number, first version) of the stage that makes a train step. Raises RunDirError where none does."""
