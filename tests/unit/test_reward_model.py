@@ -149,13 +149,13 @@ def test_a_prompt_is_computed_once_for_all_completions_of_a_pass(tmp_path: Path)
     rows: list[int] = []
     model.backbone.module.layers[0].register_forward_hook(lambda layer, args, output: rows.append(args[0].shape[1]))
     rng = np.random.default_rng(0)
-    prompt, *completions = (rng.integers(3, 10, length).astype(np.int32) for length in (40, 5, 9, 1, 7, 3, 8))
+    prompt, *completions = (rng.integers(3, 10, length).astype(np.int32) for length in (12, *[5, 9, 1, 7, 3, 8] * 2))
     conversations = [Conversation(np.concatenate([prompt, each])) for each in completions]
     alone = SequenceScorer(model).scores(conversations)
     rows.clear()
     together = SequenceScorer(model, max_tokens=1000).scores(conversations)
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
-    assert rows == [128], "40 + 33 rows, filled; 273 if nothing was shared"
+    assert rows == [128], "12 + 66 rows, filled to 128; 210, filled to 256, if nothing was shared"
 
 
 def image(colour: str) -> Media:
