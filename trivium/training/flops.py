@@ -78,16 +78,16 @@ class WorkDone:
 
     def part_of(self, phases: Mapping[str, Phase], ranks: Ranks) -> dict[str, Phase]:
         """The phases with the part of their sequences that the ranks computed; all ranks call it."""
-        everywhere = ranks.all_gather(self._by_phase)
+        by_rank = ranks.all_gather(self._by_phase)
         parts = dict(phases)
         for name in phases.keys() & self._by_phase.keys():
-            computed, whole = np.sum([each[name] for each in everywhere if name in each], 0)
+            computed, whole = np.sum([each[name] for each in by_rank if name in each], 0)
             fractions = np.divide(computed, whole, out=np.ones(len(whole)), where=whole > 0)
-            found = parts[name]
-            sizes = (found.tokens, found.squares, found.image_tokens, found.image_squares)
+            entire = parts[name]
+            sizes = (entire.tokens, entire.squares, entire.image_tokens, entire.image_squares)
             tokens, squares, image_tokens, image_squares = (round(n) for n in fractions * sizes)
             how = {"image_tokens": image_tokens, "image_squares": image_squares}
-            parts[name] = replace(found, tokens=tokens, squares=squares, **how)
+            parts[name] = replace(entire, tokens=tokens, squares=squares, **how)
         return parts
 
 
