@@ -25,6 +25,7 @@ SIZE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
 }
+HEADS: dict[str, Any] = {"head_dim": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 CONFIGS: dict[str, tuple[Any, int, int, int]] = {
     # norms, MLPs and attentions that are replaced
@@ -32,8 +33,8 @@ CONFIGS: dict[str, tuple[Any, int, int, int]] = {
     "llama": (MODELS["llama"], 5, 2, 2),
     "mistral": (MODELS["mistral"], 5, 2, 2),
     "qwen2": (Qwen2Config(**SIZE), 5, 2, 2),
-    "gemma3": (Gemma3TextConfig(**(SIZE | {"head_dim": 4})), 13, 0, 2),
-    "qwen3_moe": (Qwen3MoeConfig(**(SIZE | EXPERTS | {"head_dim": 4})), 9, 0, 2),
+    "gemma3": (Gemma3TextConfig(**(SIZE | HEADS)), 13, 0, 2),
+    "qwen3_moe": (Qwen3MoeConfig(**(SIZE | HEADS | EXPERTS)), 9, 0, 2),
     "gpt2": (MODELS["gpt2"], 0, 0, 0),
 }
 
@@ -51,10 +52,12 @@ def model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return made
 
 
-def results(made: PreTrainedModel) -> list[torch.Tensor]:
+def results(made: PreTrainedModel, autocast: bool = False) -> list[torch.Tensor]:
     """Log-probabilities, and the gradient of each parameter."""
     tokens = torch.randint(0, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
-    log_probs = made(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = made(input_ids=tokens, use_cache=False).logits
+    log_probs = logits.float().log_softmax(-1) if autocast else logits.log_softmax(-1)
     loss = (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(2))).mean()
     return [log_probs.detach(), *torch.autograd.grad(loss, list(made.parameters()))]
 
@@ -67,7 +70,7 @@ def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def test_gradients_of_whole_models(name: str) -> None:
     config, *counts = CONFIGS[name]
     exact, fused, exactly_fused = (model(config, dtype) for dtype in (torch.float64, torch.float32, torch.float64))
-    plain = results(model(config, torch.float32))
+    plain, plain_halved = (results(model(config, torch.float32), autocast) for autocast in (False, True))
     fuse(fused)
     fuse(exactly_fused)
     replaced = [type(layer).__name__ for layer in fused.modules() if "forward" in vars(layer)]
@@ -75,6 +78,7 @@ def test_gradients_of_whole_models(name: str) -> None:
     truth = results(exact)
     assert worst(results(exactly_fused), truth) < 1e-12
     assert worst(results(fused), truth) < max(1e-5, 2 * worst(plain, truth))
+    assert worst(results(fused, autocast=True), truth) < 2 * worst(plain_halved, truth)
 
 
 def test_gradients_of_each() -> None:

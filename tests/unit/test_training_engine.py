@@ -12,6 +12,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
+from trivium.training.device import precision_note
 from trivium.types import Batch, Media
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
@@ -394,3 +395,13 @@ class TestWeights:
             pytest.skip("there is a GPU")
         with pytest.raises(ConfigError, match="no GPU"):
             make_engine(model_dir, device="cuda")
+
+
+def test_bfloat16_on_a_cpu_without_it_is_named(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    assert "float32 is faster" in precision_note(torch.device("cpu"), "bfloat16")
+    assert precision_note(torch.device("cpu"), "float32") == "float32"
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert precision_note(torch.device("cpu"), "bfloat16") == "bfloat16"

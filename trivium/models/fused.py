@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
 
 from trivium.models.linear import AutogradContext
 
@@ -36,7 +37,7 @@ Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 def fuse(module: nn.Module) -> None:
     """Replaces, in place, the arithmetic of the layers that it knows. In float64, norms are left as they are: there
-    transformers rounds them to float32. Not for use under autocast."""
+    transformers rounds them to float32. Under autocast, norms and rotations are computed in float32."""
     for layer in module.modules():
         weight = next(layer.parameters(), None)
         if weight is None or weight.device.type != "cpu" or "forward" in vars(layer):
@@ -104,7 +105,8 @@ def _fused_norm(layer: nn.Module) -> Arithmetic | None:
 
 
 def _norm_forward(layer: Any, epsilon: float, added: int, x: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, layer.weight + 1 if added else layer.weight, epsilon)
+    scale = layer.weight + 1 if added else layer.weight
+    return rms_norm(x.to(scale.dtype), scale, epsilon)
 
 
 # --------------------------------------------------------------------------- gated activations
@@ -119,7 +121,7 @@ class _SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate).mul_(up)
+        return silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
@@ -128,11 +130,9 @@ class _SiluProduct(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         grad = grad_outputs[0]
-        sigmoid = gate.sigmoid()
-        activation = gate * sigmoid
+        activation = silu(gate)
         grad_up = grad * activation
-        slope = activation.addcmul_(activation, sigmoid, value=-1).add_(sigmoid)  # of silu at the gate
-        return slope.mul_(up).mul_(grad), grad_up
+        return torch.ops.aten.silu_backward(torch.mul(grad, up, out=activation), gate), grad_up
 
 
 def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
@@ -185,9 +185,9 @@ def _rotate(
     original: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (..., D), k (..., D), and cos and sin (B, T, D) that get a dimension for the heads."""
-    known = {q.shape[-1], k.shape[-1]} == {cos.shape[-1]} and {q.dtype, k.dtype} == {cos.dtype}
-    if not known or cos.requires_grad:
+    if {q.shape[-1], k.shape[-1]} != {cos.shape[-1]} or cos.requires_grad:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    q, k = q.to(cos.dtype), k.to(cos.dtype)
     return cast(Any, _Rotary.apply(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)))
 
 

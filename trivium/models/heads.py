@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
         self.autocast = False
         if not autocast:
             use_onednn(decoder_of(self.module))
-            fuse(decoder_of(self.module))
+        fuse(decoder_of(self.module))
         differentiate_in_float64(self.module)
         expected = self._by_logits(probe_pack(self.module), temperature)
         self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
@@ -265,7 +265,7 @@ class ValueModel(nn.Module):
         self.device, self.dtype, self.autocast = device, dtype, autocast
         if not autocast:
             use_onednn(decoder_of(self.module))
-            fuse(decoder_of(self.module))
+        fuse(decoder_of(self.module))
         differentiate_in_float64(self.module)
         self.backbone = Backbone(self.module, sequence)
         with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Float32 matrix products on CPUs through oneDNN, in both directions.
+"""Float32 matrix products of linear layers on CPUs: through oneDNN forward and for the gradient of the input.
 
-torch sends them to MKL, which on AMD processors reaches about half of what oneDNN reaches; a whole update takes about
-two thirds of the time. `_applies` is the one place that decides.
+torch sends them to MKL, which on AMD processors reaches as little as half of what oneDNN reaches. The gradient of the
+weight stays with torch: its operands are transposed, and oneDNN would copy them. `_applies` is the one place that
+decides, by type and device alone: each process of a run computes the same bits.
 """
 
 from __future__ import annotations

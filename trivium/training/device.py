@@ -64,3 +64,10 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
     return device
+
+
+def precision_note(device: torch.device, dtype: str) -> str:
+    """The type, and that float32 would be faster where the CPU has no instructions for bfloat16."""
+    slow = dtype == "bfloat16" and device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    slow = slow and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return f"{dtype} (this CPU has no instructions for it; float32 is faster)" if slow else dtype

@@ -4,7 +4,7 @@ The process may be one of several ranks: parameters are sharded over them, each 
 all ranks must call every verb.
 
 Precision: weights, gradients, optimizer state and the head are float32 (float64 for tests); `bfloat16` runs the
-backbone's matrix products and attention under autocast, which casts from the float32 master weights.
+backbone's matrix products, on GPUs attention too, under autocast, which casts from the float32 master weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
-from trivium.training.device import device_of
+from trivium.training.device import device_of, precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
@@ -206,7 +206,8 @@ class TorchTrainEngine(TrainEngine):
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
         if self.config.share_prefix and not all(each.shares_prefixes for each in self._learners.values()):
             models.append("prefixes are not shared by a model that does not pack")
-        return f"trains on {self._device.type} ({name}{ranks}) in {self.config.dtype}: {'; '.join(models)}"
+        precision = precision_note(self._device, self.config.dtype)
+        return f"trains on {self._device.type} ({name}{ranks}) in {precision}: {'; '.join(models)}"
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
         """Per-token numbers without gradient: leading axis L, 0 outside the response mask.
