@@ -115,7 +115,7 @@ def found(directory, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case))
 def test_equals_one_process(case, size, directory, found):
     expected = says(directory, case, None)
-    close = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 0.02}[case[3]]
+    close = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}[case[3]]
     for rank in range(4):
         said = found[rank][size][CASES.index(case)]
         assert said.keys() == expected.keys()
