@@ -202,15 +202,16 @@ class TestTraining:
     def test_an_adapter_is_the_language_parts_alone(
         self, directories: dict[str, Path], batches: dict[str, Batch], tmp_path: Path
     ) -> None:
-        engine = make_engine(directories["llava"], lora={"rank": 2, "targets": ["q_proj", "v_proj"]})
+        lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+        engine = make_engine(directories["llava"], lora=lora, dtype="float64")
         before = engine.score(batches["llava"], "old")
         engine.update("policy", with_noise(batches["llava"]), Reinforce())
         adapted = {name for name, p in engine._policy.module.named_parameters() if p.requires_grad}
         assert adapted
         assert all(name.startswith("model.language_model.") for name in adapted)
         engine.save(tmp_path)
-        again = make_engine(tmp_path / "policy", temperature=0.8)
-        assert gap(again.score(batches["llava"], "old"), engine.score(batches["llava"], "old")) < 1e-5
+        again = make_engine(tmp_path / "policy", temperature=0.8, dtype="float64")
+        assert gap(again.score(batches["llava"], "old"), engine.score(batches["llava"], "old")) < 1e-6
         assert gap(engine.score(batches["llava"], "old"), before) > 1e-4
 
     @pytest.mark.parametrize(
