@@ -17,7 +17,7 @@ from tests.sessions import TASKS, Lengths, Session
 from trivium.board import MemoryBoard, Values
 from trivium.buffers.strategies import DefaultStrategy
 from trivium.config import config_from_mapping
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, VersionGone
 from trivium.evaluate import RemoteEvaluator
 from trivium.loops import train_loop
 from trivium.schedule import Cadence, Schedule
@@ -259,8 +259,13 @@ async def test_who_comes_while_the_trainer_waits_for_an_evaluation_gets_weights_
 
     async def comes(name: str) -> tuple[int, int]:
         await sync.join(name)
-        version = await sync.next_version(name, None, newest=True)
-        await asyncio.to_thread(lambda: list(life.end(name).collect(version)))
+        while True:
+            version = await sync.next_version(name, None, newest=True)
+            try:
+                await asyncio.to_thread(lambda version=version: list(life.end(name).collect(version)))
+                break
+            except VersionGone:  # the exchange had begun without it: explorers ask again
+                await asyncio.sleep(0.01)
         sync.adopted(name, version)
         return await sync.next_evaluation(name, 0)
 
