@@ -202,16 +202,20 @@ async def test_every_number_of_rows_gives_the_same_bits(models: dict[str, Path])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_without_modules_are_used_where_they_are_the_models(models: dict[str, Path], name: str) -> None:
+def test_layers_without_modules_are_used_where_they_are_the_models(
+    models: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     decoder = Decoder(models[name], dtype=torch.float32, device="cpu", exact=True)
     assert (decoder.layers is not None) == (name.split("-")[0] in {"llama", "mistral", "qwen2", "qwen3"})
     with torch.inference_mode():
         check_decoder(decoder, 256)
+    assert not caplog.text
     if decoder.layers is not None:
         decoder.layers._scale *= 1.1
         with torch.inference_mode():
             check_decoder(decoder, 256)
         assert decoder.layers is None
+        assert "slower layers" in caplog.text
 
 
 async def test_a_cpu_without_bfloat16_is_named_and_uses_the_model_itself(

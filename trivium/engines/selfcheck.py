@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from trivium.engines.decoder import Decoder
 from trivium.errors import ConfigError
 from trivium.randomness import stream, uniforms
 
+_log = logging.getLogger("trivium")
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Largest difference of a log-probability that rounding explains."""
 
@@ -19,10 +22,11 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
     """Raises ConfigError when prompt reading or decoding differs from transformers' own forward pass.
 
     With a batch-invariant decoder, also when other rows of a batch change a bit. A decoder whose `layers` differ goes
-    on without them.
+    on without them, with a warning.
     """
     error = _difference(decoder, max_context)
     if error is not None and decoder.layers is not None:
+        _log.warning("the engine decodes with the model's own, slower layers: with its own, %s", error.found)
         decoder.layers = None
         error = _difference(decoder, max_context)
     if error is not None:

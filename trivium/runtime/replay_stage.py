@@ -44,7 +44,7 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 
 
 def remote_rewards(config: RunConfig) -> list[str]:
-    """The rewards that ask a server: what it says today is no evidence of what it said then."""
+    """The rewards that ask a server, whose answers may have changed since the run."""
     rewards = (part.reward for part in parts_of(config.rewards))
     return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
 
