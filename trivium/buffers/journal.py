@@ -147,14 +147,15 @@ def read_recorded(path: Path) -> Iterator[tuple[int, Group]]:
         _log.warning("%s ends with half a record: %d bytes skipped", path, len(data) - end)
 
 
-def read_record(path: Path, offset: int) -> Group:
-    """The group at an offset from `read_recorded`. Raises DataError where it is no longer there."""
+def read_record(path: Path, offset: int, *, media: bool = True) -> Group:
+    """The group at an offset from `read_recorded`; without `media`, they have their hashes and no bytes. Raises
+    DataError where it is no longer there."""
     with open(path, "rb") as file:
         file.seek(offset)
         header = file.read(_HEADER.size)
         record = header + file.read(_header(header, 0)[0])
     for _, payload in whole_records(record):
-        return _decoded(path, offset, payload, store=MediaFiles.beside(path.parent))
+        return _decoded(path, offset, payload, store=MediaFiles.beside(path.parent) if media else None)
     raise _damaged(path, offset, "the file has changed since it was opened")
 
 

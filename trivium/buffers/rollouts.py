@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from trivium.buffers.journal import read_record, read_recorded
 from trivium.buffers.step_log import StepLog, Taken, read_steps
@@ -210,10 +211,26 @@ def _tokens_file(run_dir: Path, step: int) -> Path:
 
 def kept_columns(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
     """What a train step computed for a member of a group; empty where it left the member out, or nothing was kept."""
-    path = _tokens_file(run_dir, step)
-    if not path.is_file():
-        return ()
-    return _columns(path, path.stat().st_mtime_ns).get((group.slot, group.attempt, index), ())
+    kept = _kept(_tokens_file(run_dir, step))
+    places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
+    return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
+
+
+def kept_means(run_dir: Path, step: int, name: str) -> dict[tuple[int, int, int], float]:
+    """(slot, attempt, index) -> the mean of a column over the tokens that a train step trained on, for every rollout
+    that it did not leave out; empty where the column was not kept."""
+    kept = _kept(_tokens_file(run_dir, step))
+    if kept is None or name not in kept.names:
+        return {}
+    mask = kept.file.get_tensor(_MASK)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(mask, kept.file.get_tensor(name), 0.0), dtype=np.float64)])
+    counts = np.concatenate([[0], np.cumsum(mask)])
+    means: dict[tuple[int, int, int], float] = {}
+    for place, spans in kept.places.items():
+        count = sum(int(counts[stop] - counts[start]) for start, stop in spans)
+        total = sum(float(sums[stop] - sums[start]) for start, stop in spans)
+        means[place] = total / max(1, count)
+    return means
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +269,34 @@ def kept_steps(run_dir: Path) -> dict[int, tuple[int, tuple[Taken, ...]]]:
     return steps
 
 
-@lru_cache(maxsize=4)
-def _columns(path: Path, written_ns: int) -> Mapping[tuple[int, int, int], tuple[Columns, ...]]:
-    """(slot, attempt, index) -> the columns of its sequences. A resumed run may write the file again."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An open file of kept tokens."""
+
+    file: Any
+    names: frozenset[str]
+    places: Mapping[tuple[int, int, int], tuple[tuple[int, int], ...]]
+    """(slot, attempt, index) -> [start, stop) of each of its sequences."""
+
+    def columns(self, start: int, stop: int) -> Columns:
+        return {name: self.file.get_slice(name)[start:stop] for name in sorted(self.names)}
+
+
+def _kept(path: Path) -> _Kept | None:
+    """None where nothing was kept."""
+    return _opened(path, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, written_ns: int) -> _Kept:
+    """A resumed run may write the file again."""
     del written_ns
-    tensors, start = load_file(path), 0
-    columns = defaultdict[tuple[int, int, int], tuple[Columns, ...]](tuple)
+    places, start = defaultdict[tuple[int, int, int], tuple[tuple[int, int], ...]](tuple), 0
     for slot, attempt, index, length in json.loads(_metadata(path)["sequences"]):
-        columns[slot, attempt, index] += ({name: array[start : start + length] for name, array in tensors.items()},)
+        places[slot, attempt, index] += ((start, start + length),)
         start += length
-    return dict(columns)
+    file: Any = safe_open(path, framework="numpy")
+    return _Kept(file, frozenset(file.keys()), dict(places))
 
 
 def _metadata(path: Path) -> Mapping[str, str]:

@@ -20,8 +20,7 @@ from trivium.concurrency import usable_cores
 from trivium.config.memory_estimate import host_memory
 from trivium.errors import RunDirError
 from trivium.monitors.health import Finding, evidence_of, findings
-from trivium.phases import verdict
-from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.recorded_run import RecordedRun, bound
 from trivium.training.device import processor_name
 
 _GIB = 2**30
@@ -51,19 +50,8 @@ def diagnose(run_dir: Path) -> Report:
     tail = log.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if log.is_file() else ""
     evidence = evidence_of(rows, groups=groups, mismatched=_mismatched(rollouts), log=tail)
     steps = len({row["step"] for row in rows})
-    facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", _bound(rows)]
+    facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", bound(rows)]
     return Report(facts, findings(evidence))
-
-
-def _bound(rows: list[dict[str, float]]) -> str:
-    """What bounds the run, and what it costs."""
-    seconds: dict[str, float] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key.startswith("time/") and key not in ("time/step", "time/train"):
-                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
-    total = sum(row.get("time/step", 0.0) + row.get("time/evaluate", 0.0) for row in rows)
-    return verdict(seconds, total)
 
 
 def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trivium.config import RunConfig, build, load_config, read_yaml
 from trivium.config.resume import as_begun
 from trivium.errors import RunDirError
 from trivium.metrics import depends_on_machine
+from trivium.phases import verdict
 from trivium.runtime.run_dir import recorded_changes
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 
@@ -101,6 +102,17 @@ class RecordedRun:
         """What the train step logged, clock and machine left out; empty where it logged nothing."""
         row = next((row for row in self.rows() if row["step"] == step and "train/version" in row), {})
         return {key: value for key, value in row.items() if key != "step" and not depends_on_machine(key)}
+
+
+def bound(rows: Iterable[Mapping[str, float]]) -> str:
+    """What bounds a run with these rows of metrics, and what it costs."""
+    seconds, total = dict[str, float](), 0.0
+    for row in rows:
+        total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
+        for key, value in row.items():
+            if key.startswith("time/") and key not in ("time/step", "time/train"):
+                seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
+    return verdict(seconds, total)
 
 
 def _row(line: str) -> dict[str, Any] | None:

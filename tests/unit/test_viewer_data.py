@@ -1,0 +1,131 @@
+"""What the pages of a run show: its curves and marks, the groups of a step, and every token with its numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.test_rollouts import CONFIG, GROUPS, SIZE, STEPS
+from trivium.buffers.journal import write_groups
+from trivium.buffers.rollouts import Rollout, read_rollouts
+from trivium.config import config_from_mapping
+from trivium.errors import RunDirError
+from trivium.runtime.launch import run
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.rollout_view import decoder
+from trivium.types import Group, StopReason, Task, Trajectory, Turn
+from trivium.viewer.rollout_data import RecordedGroups, group_row, piecewise, rollout_values, token_values
+from trivium.viewer.run_data import CHARTS, Mark, curves, keys_of, marks, matching, run_verdict
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that kept its tokens, ended after its second step and resumed."""
+    path = tmp_path_factory.mktemp("viewer") / "run"
+    config = {**CONFIG, "run": {"dir": str(path), "keep": "tokens"}, "checkpoint": {"save_every": 1}}
+    run(config_from_mapping({**config, "schedule": {**CONFIG["schedule"], "steps": STEPS - 1}}))
+    run(config_from_mapping(config))
+    return path
+
+
+def test_the_groups_of_a_step_and_their_tokens_are_those_that_the_reader_reads(run_dir: Path) -> None:
+    recorded, pieces = RecordedGroups(run_dir), piecewise(decoder(run_dir))
+    assert recorded.steps() == [1, 2, 3]
+    expected = {identity(each): each for each in read_rollouts(run_dir, step=2)}
+    places, means = recorded.of_step(2), recorded.advantages(2)
+    assert len(places) == GROUPS
+    for place in places:
+        group = recorded.group(place)
+        row = group_row(place, group, means)
+        assert (row["size"], row["steps"], row["planned"]) == (SIZE, [2], 2)
+        for trajectory, member in zip(group.trajectories, row["members"], strict=True):
+            rollout = recorded.rollout(place, group, trajectory, 2)
+            (known,) = expected[identity(rollout)].sequences
+            (sequence,) = rollout_values(rollout, pieces)["sequences"]
+            assert "".join(sequence["text"]) == decoder(run_dir)(known.tokens)
+            assert sequence["tokens"] == known.tokens.tolist()
+            mask = known.response_mask
+            advantages = np.array(sequence["values"]["advantages"], np.float64)[mask].astype(np.float32)
+            assert (advantages == known.columns["advantages"][mask]).all()  # every bit of them
+            assert member["advantage"] == pytest.approx(advantages.mean(), rel=1e-6)
+            assert member["reward"] == rollout.trajectory.reward
+            assert [each is None for each in sequence["values"]["log_prob"]] == (~mask).tolist()
+    json.dumps([group_row(place, recorded.group(place), means) for place in places], allow_nan=False)
+    with pytest.raises(RunDirError, match="step 9"):
+        recorded.of_step(9)
+
+
+def identity(rollout: Rollout) -> tuple[int, int, int]:
+    return rollout.group.slot, rollout.group.attempt, rollout.trajectory.index
+
+
+def test_ratios_follow_from_recorded_log_probs_and_unknown_numbers_are_none(run_dir: Path) -> None:
+    sequence = next(iter(read_rollouts(run_dir, step=1))).sequences[0]
+    mask = sequence.response_mask
+    old = np.where(mask, sequence.log_prob + 0.5, 0.0).astype(np.float32)
+    current = np.where(mask, np.nan, 0.0).astype(np.float32)
+    values = token_values(replace(sequence, columns={"old_log_prob": old, "update_log_prob": current}))
+    assert [each for each, here in zip(values["mismatch"], mask, strict=True) if here] == pytest.approx(
+        [np.exp(0.5)] * mask.sum(), rel=1e-5
+    )
+    assert set(values["ratio"]) == {None}
+    assert "advantages" not in values
+
+
+def test_curves_and_where_stages_begin_and_sessions_resume(run_dir: Path) -> None:
+    recorded = RecordedRun.open(run_dir)
+    rows = recorded.rows()
+    curve = curves(rows, keys_of(rows))["reward/mean"]
+    assert curve.steps == [1, 2, 3]
+    assert curve.values == [row["reward/mean"] for row in rows]
+    assert "mean total reward" in curve.help
+    chart = next(chart for chart in CHARTS if chart.title == "Gradient norm")
+    assert matching(keys_of(rows), chart) == ["train/grad_norm/policy"]
+    assert marks(recorded) == [Mark(2, "resume", "resumed after step 2")]
+    assert run_verdict(run_dir, rows).startswith("bound by ")
+
+
+def test_what_is_not_a_number_is_no_point_of_a_curve() -> None:
+    rows = [{"step": 1.0, "a/b": float("nan")}, {"step": 2.0, "a/b": 1.0}, {"step": 2.0, "a/b": 3.0}]
+    assert curves(rows, ["a/b", "a/c"]).keys() == {"a/b"}
+    assert curves(rows, ["a/b"])["a/b"].values == [3.0]
+
+
+def test_a_list_of_groups_reads_no_record_and_skips_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts" / "stage-0" / "step-000001.msgpack"
+    write_groups(path, [made(slot) for slot in range(3)])
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 6])
+    recorded = RecordedGroups(tmp_path)
+    assert [place.slot for place in recorded.of_step(1)] == [0, 1, 2]
+    path.write_bytes(whole + whole)  # appended, as by a run in progress
+    assert len(recorded.of_step(1)) == 3  # an attempt that is recorded twice is one
+    assert recorded.advantages(1) == {}
+
+
+def made(slot: int) -> Group:
+    turn = Turn(
+        np.array([1, 2], np.int32),
+        np.array([3], np.int32),
+        np.zeros(1, np.float32),
+        np.zeros(1, np.int32),
+        StopReason.EOS,
+        "3",
+    )
+    return Group(slot, Task(f"task-{slot}", ()), (Trajectory(0, (turn,), {"exact": 1.0}),))
+
+
+def test_tokens_that_make_one_character_together_have_it_at_the_first() -> None:
+    parts: dict[int, bytes] = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b"\xff"}
+
+    def decode(tokens: Any) -> str:
+        return b"".join(parts[token] for token in tokens).decode(errors="replace")
+
+    pieces = piecewise(decode)
+    assert pieces([1, 2, 3, 1]) == ["a", "é", "", "a"]
+    assert pieces([4, 1]) == ["\ufffd", "a"]

@@ -1,0 +1,354 @@
+"""What pages and reports show of recorded rollouts: the groups of a train step, and a rollout token by token.
+
+    recorded = RecordedGroups(run_dir)
+    for place in recorded.of_step(12):
+        row = group_row(recorded.group(place), recorded.advantages(12))
+        members = [rollout_values(recorded.rollout(place, index, 12), pieces) for index in range(row["size"])]
+
+Values are those of JSON: NaN is None. Nothing is read before it is asked for: a page of groups reads their records
+alone, and not the files that hold them.
+
+Legend: L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trivium.buffers.journal import read_record
+from trivium.buffers.rollouts import Rollout, TokenSequence, kept_columns, kept_means, kept_steps
+from trivium.buffers.step_log import STEPS, read_steps
+from trivium.errors import RunDirError
+from trivium.types import EXPERT_VERSION, FloatArray, Group, Media, Trajectory
+
+_HEADER = struct.Struct("<II")
+_PEEK = 96
+"""Bytes of a record that hold its slot and its attempt."""
+_PROMPT = 400
+"""Characters of a prompt that a row shows."""
+Means = Mapping[tuple[int, int, int], float]
+"""(slot, attempt, index) -> a number of each rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Something known of every token of a sequence."""
+
+    name: str
+    title: str
+    help: str
+    lacking: str = ""
+    """Why a run may not have recorded it."""
+
+
+_TOKENS = "set run.keep: tokens"
+VALUES = (
+    Value("advantages", "advantage", "of the advantage estimator", _TOKENS),
+    Value("log_prob", "log-prob, engine", "under the distribution that the token was sampled from"),
+    Value("old_log_prob", "log-prob, trainer", "by the trainer before the step", f"{_TOKENS}; algorithm.old_log_prob"),
+    Value("ref_log_prob", "log-prob, reference", "by the frozen reference", f"{_TOKENS}, and a KL term"),
+    Value("mismatch", "trainer / engine", "ratio of their probabilities before the step", _TOKENS),
+    Value("update_log_prob", "log-prob at the update", "by the weights that the loss saw", _TOKENS),
+    Value("ratio", "ratio", "current / old probability, as the loss saw it", _TOKENS),
+    Value("clipped", "clipped", "1 where the loss clipped the ratio", f"{_TOKENS}, and a loss that clips"),
+    Value("entropy", "entropy", "of the trainer's distribution at the update, in nats", _TOKENS),
+    Value("returns", "return", "what values are regressed on", f"{_TOKENS}, and a critic"),
+    Value("values", "value", "by the critic before the step", f"{_TOKENS}, and a critic"),
+    Value("response_mask", "mask", "1 where the token is trained on"),
+    Value("policy_version", "policy version", "the weights that sampled the token"),
+)
+"""In the order in which pages offer them; a sequence's other columns follow by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a group is recorded."""
+
+    stage: int
+    planned_step: int | None
+    path: Path
+    offset: int
+    slot: int
+    attempt: int
+    checksum: int
+    takers: tuple[int, ...] = ()
+    """The train steps that took it."""
+
+
+class RecordedGroups:
+    """The recorded groups of a run directory, by train step. A run may be in progress."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def steps(self) -> list[int]:
+        """The train steps that have recorded groups, in order: those that took some, and those that some were planned
+        for."""
+        planned = {step for _, step, _ in self._journals() if step is not None}
+        return sorted(planned | set(_taken(*_stamp(self.run_dir))))
+
+    def of_step(self, step: int) -> list[Place]:
+        """The groups that a train step took, in the order of its batch, then those planned for it that no step took.
+
+        Raises RunDirError for a step without any.
+        """
+        taken = _taken(*_stamp(self.run_dir))
+        stage, wanted = taken.get(step, (None, ()))
+        by_group: dict[tuple[int, int, int], list[int]] = {}
+        for number, (its_stage, groups) in taken.items():
+            for slot, attempt, _ in groups:
+                by_group.setdefault((its_stage, slot, attempt), []).append(number)
+        planned = {each for _, _, each in wanted}
+        places: dict[tuple[int, int, int], Place] = {}
+        for its_stage, number, path in self._journals():
+            if number == step or (its_stage == stage and number in planned):
+                for offset, slot, attempt, checksum in _records(path, *_version(path)):
+                    takers = tuple(by_group.get((its_stage, slot, attempt), ()))
+                    if step in takers or (number == step and not takers):
+                        group = its_stage, slot, attempt
+                        places[group] = Place(its_stage, number, path, offset, slot, attempt, checksum, takers)
+        order = {(stage, slot, attempt): n for n, (slot, attempt, _) in enumerate(wanted)}
+        chosen = sorted(places.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+        if not chosen:
+            raise RunDirError(f"the rollouts of step {step} of {self.run_dir}", "none", "choose another step")
+        return [place for _, place in chosen]
+
+    def group(self, place: Place) -> Group:
+        """A recorded group; its media have their hashes alone."""
+        return read_record(place.path, place.offset, media=False)
+
+    def advantages(self, step: int) -> Means:
+        """The mean advantage of each rollout that a train step trained on; empty where they were not kept."""
+        return kept_means(self.run_dir, step, "advantages")
+
+    def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
+        """A rollout of a group with what a train step computed for it; None: the first one that took it."""
+        steps = place.takers if step is None or step not in place.takers else (step,)
+        kept = {} if trajectory is group.greedy else dict(self._columns(group, trajectory, steps))
+        return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
+
+    def find(self, task: str, step: int) -> Place | None:
+        """The first group of a task in a step; None where there is none."""
+        return next((place for place in self.of_step(step) if self.group(place).task.task_id == task), None)
+
+    def _columns(self, group: Group, trajectory: Trajectory, steps: Sequence[int]) -> Any:
+        return ((step, kept_columns(self.run_dir, step, group, trajectory.index)) for step in steps)
+
+    def _journals(self) -> list[tuple[int, int | None, Path]]:
+        """(stage, planned step, file), in order."""
+        files: list[tuple[int, int | None, Path]] = []
+        for path in sorted((self.run_dir / "rollouts").glob("stage-*/*.msgpack")):
+            number = path.stem.removeprefix("step-")
+            files.append(
+                (int(path.parent.name.removeprefix("stage-")), int(number) if number.isdecimal() else None, path)
+            )
+        return files
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """What changes with the content of a file."""
+    about = path.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+def _stamp(run_dir: Path) -> tuple[Path, tuple[int, int]]:
+    path = run_dir / STEPS
+    return run_dir, _version(path) if path.is_file() else (0, 0)
+
+
+@lru_cache(maxsize=16)
+def _taken(run_dir: Path, stamp: tuple[int, int]) -> dict[int, tuple[int, list[tuple[int, int, int]]]]:
+    """Train step -> (stage, (slot, attempt, planned step) of each group that it took). `stamp` is what changes with
+    steps.jsonl."""
+    records = read_steps(run_dir) if stamp[0] else {}
+    taken = {step: (each.stage, each.taken) for step, each in records.items() if each.taken}
+    taken = taken or kept_steps(run_dir)
+    return {
+        step: (stage, [(each.slot, each.attempt, each.planned_step) for each in groups])
+        for step, (stage, groups) in taken.items()
+    }
+
+
+@lru_cache(maxsize=64)
+def _records(path: Path, size: int, written_ns: int) -> list[tuple[int, int, int, int]]:
+    """(offset, slot, attempt, checksum) of every whole record of a journal file: headers are read, and no group."""
+    del written_ns
+    if not size:
+        return []
+    records, offset = list[tuple[int, int, int, int]](), 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+        while offset + _HEADER.size <= size:
+            length, checksum = _HEADER.unpack_from(data, offset)
+            start = offset + _HEADER.size
+            if start + length > size:
+                break
+            slot, attempt = _identity(data[start : start + min(length, _PEEK)])
+            records.append((offset, slot, attempt, checksum))
+            offset = start + length
+    return records
+
+
+def _identity(beginning: bytes) -> tuple[int, int]:
+    """(slot, attempt) of a packed group: they are among its first entries."""
+    unpacker = msgpack.Unpacker(strict_map_key=False)
+    unpacker.feed(beginning)
+    unpacker.read_map_header()
+    entries: dict[str, int] = {}
+    while not {"slot", "attempt"} <= entries.keys():
+        name: str = unpacker.unpack()
+        entries[name] = unpacker.unpack()
+    return entries["slot"], entries["attempt"]
+
+
+# --------------------------------------------------------------------------- a group
+
+
+def group_row(place: Place, group: Group, advantages: Means) -> dict[str, Any]:
+    """What a list shows of a group."""
+    task = group.task
+    return {
+        "stage": place.stage,
+        "slot": group.slot,
+        "attempt": group.attempt,
+        "planned": place.planned_step,
+        "steps": list(place.takers),
+        "task": task.task_id,
+        "taskset": task.taskset,
+        "epoch": group.epoch,
+        "dropped": group.dropped,
+        "prompt": (task.prompt[-1].content if task.prompt else "")[:_PROMPT],
+        "size": len(group.rollouts),
+        "members": [member_row(group, each, advantages) for each in group.rollouts],
+    }
+
+
+def member_row(group: Group, trajectory: Trajectory, advantages: Means) -> dict[str, Any]:
+    """What a list shows of a rollout."""
+    failure, greedy = trajectory.failure, trajectory is group.greedy
+    versions = [turn.policy_version for turn in trajectory.turns if len(turn.policy_version)]
+    advantage = None if greedy else advantages.get((group.slot, group.attempt, trajectory.index))
+    return {
+        "index": trajectory.index,
+        "greedy": greedy,
+        "reward": number(trajectory.reward) if failure is None else None,
+        "rewards": {name: number(value) for name, value in trajectory.rewards.items()},
+        "metrics": {name: number(value) for name, value in trajectory.metrics.items()},
+        "advantage": None if advantage is None else number(advantage),
+        "tokens": trajectory.num_tokens,
+        "turns": len(trajectory.turns),
+        "stop": trajectory.stop_reason.value,
+        "versions": [int(min(each.min() for each in versions)), int(max(each.max() for each in versions))]
+        if versions
+        else [],
+        "failure": None if failure is None else f"{failure.side}: {failure.kind}: {failure.message}",
+    }
+
+
+def number(value: float) -> float | None:
+    """None for NaN and infinities, which JSON lacks."""
+    return float(value) if np.isfinite(value) else None
+
+
+# --------------------------------------------------------------------------- a rollout
+
+
+def rollout_values(rollout: Rollout, pieces: Callable[[Sequence[int]], list[str]]) -> dict[str, Any]:
+    """A rollout token by token. `pieces` gives the text of each of a sequence's tokens.
+
+    Each sequence has `tokens` and `text` (L), `values` by name (L numbers or None each), and `turns`: where each one's
+    own tokens are, [start, stop), what stopped it, what it earned.
+    """
+    group = rollout.group
+    return {
+        "messages": [
+            {"role": message.role, "content": message.content, "media": _media(message.media)}
+            for message in group.task.prompt
+        ],
+        "columns": dict(group.task.columns),
+        "sequences": [_sequence(rollout, each, pieces) for each in rollout.sequences],
+        "kept": any(rollout.kept.values()),
+    }
+
+
+def _sequence(
+    rollout: Rollout, sequence: TokenSequence, pieces: Callable[[Sequence[int]], list[str]]
+) -> dict[str, Any]:
+    turns = rollout.trajectory.turns
+    spans = [
+        {
+            "number": span.number,
+            "start": span.start,
+            "stop": span.stop,
+            "stop_reason": turns[span.number].stop_reason.value,
+            "reward": number(span.reward),
+            "text": turns[span.number].text,
+            "media": _media(turns[span.number].media),
+        }
+        for span in sequence.turns
+    ]
+    ids = sequence.tokens.tolist()
+    return {"tokens": ids, "text": pieces(ids), "turns": spans, "values": token_values(sequence)}
+
+
+def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
+    """Every value of the sequence's tokens by name: None where it says nothing about a token."""
+    sampled, trained = sequence.policy_version != EXPERT_VERSION, sequence.response_mask
+    columns = {name: array for name, array in sequence.columns.items() if array.ndim == 1}
+    old = columns.get("old_log_prob")
+    if old is not None:
+        columns["mismatch"] = np.exp(old - sequence.log_prob)
+    current, before = columns.get("update_log_prob"), sequence.log_prob if old is None else old
+    if current is not None:
+        columns["ratio"] = np.exp(current - before)
+    written = {"log_prob": _numbers(sequence.log_prob, sampled), "response_mask": [int(each) for each in trained]}
+    written["policy_version"] = _numbers(sequence.policy_version, sampled)
+    written |= {name: _numbers(array, trained) for name, array in columns.items()}
+    order = [value.name for value in VALUES]
+    return dict(sorted(written.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+
+
+def _numbers(array: FloatArray, where: Any) -> list[float | None]:
+    """As JSON values, with as few digits as tell 32-bit numbers apart; None outside `where`, and for NaN."""
+    if array.dtype.kind in "iub":
+        return [value if here else None for value, here in zip(array.tolist(), where, strict=True)]
+    there = where & np.isfinite(array)
+    return [float(text) if here else None for text, here in zip(array.astype(str), there, strict=True)]
+
+
+def _media(items: Sequence[Media]) -> list[dict[str, Any]]:
+    """Media by their hashes: the page gets each from the run's media folder."""
+    return [{"mime": item.mime, "sha256": item.sha256, "span": item.span and list(item.span)} for item in items]
+
+
+def piecewise(decode: Callable[[Sequence[int]], str]) -> Callable[[Sequence[int]], list[str]]:
+    """What gives the text of each token in its place. Tokens that make one character only together have it at the
+    first of them."""
+
+    @lru_cache(maxsize=65536)
+    def after(before: int | None, token: int) -> str:
+        if before is None:
+            return decode([token])
+        known, both = decode([before]), decode([before, token])
+        return both[len(known) :] if both.startswith(known) else decode([token])
+
+    def pieces(tokens: Sequence[int]) -> list[str]:
+        texts, position = list[str](), 0
+        while position < len(tokens):
+            alone = after(tokens[position - 1] if position else None, tokens[position])
+            ends = range(position + 2, min(position + 8, len(tokens)) + 1) if "\ufffd" in alone else ()
+            joined = ((stop, text) for stop in ends if "\ufffd" not in (text := decode(tokens[position:stop])))
+            stop, text = next(joined, (position + 1, alone))
+            texts += [text, *[""] * (stop - position - 1)]
+            position = stop
+        return texts
+
+    return pieces

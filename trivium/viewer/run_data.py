@@ -1,0 +1,152 @@
+"""What pages and reports show of a run as a whole: its curves, where stages begin and sessions resume, what bounds it.
+
+Functions of a run directory's files, values out. Rollouts and their tokens are in `trivium.viewer.rollout_data`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trivium.buffers.step_log import STEPS
+from trivium.errors import DataError
+from trivium.metrics import declared
+from trivium.runtime.recorded_run import RecordedRun, bound
+
+Row = Mapping[str, float]
+
+
+class Chart(NamedTuple):
+    """One chart of the overview."""
+
+    title: str
+    patterns: tuple[str, ...]
+    """Metric keys; `*` stands for any text."""
+    lacking: str = ""
+    """Why a run may not log them."""
+
+
+CHARTS = (
+    Chart("Reward", ("reward/mean",), "rewards are of runs that roll out tasks"),
+    Chart("Accuracy", ("eval/*/accuracy",), "set evaluation.taskset"),
+    Chart("Loss", ("train/loss/*",)),
+    Chart("Completion length", ("rollout/response_tokens",)),
+    Chart("Entropy", ("train/entropy",)),
+    Chart("KL to the reference", ("train/ref_kl",), "set algorithm.kl.coef"),
+    Chart("KL of the update", ("train/kl",), "the loss reads no old log-probabilities"),
+    Chart("Engine-trainer mismatch (KL)", ("mismatch/kl",), "the step has no sampled tokens"),
+    Chart("Clipped tokens", ("train/clip_fraction",), "the loss does not clip"),
+    Chart("Gradient norm", ("train/grad_norm/*",)),
+    Chart("Learning rate", ("train/lr/*",)),
+    Chart("Staleness", ("rollout/staleness",)),
+    Chart("Failed rollouts", ("rollout/failed", "eval/*/failed")),
+    Chart("Truncated rollouts", ("rollout/truncated",)),
+    Chart("Groups of equal rewards", ("reward/equal_groups",)),
+    Chart("Seconds of a step", ("time/step", "time/wait")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric against the train step, in order; NaN and infinities are left out."""
+
+    key: str
+    help: str
+    unit: str
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened between two steps."""
+
+    step: int
+    """The last step before it."""
+    kind: str
+    """`stage`, `resume` or `change`."""
+    text: str
+
+
+def keys_of(rows: Iterable[Row]) -> list[str]:
+    """Every metric key of the rows, sorted."""
+    return sorted({key for row in rows for key in row} - {"step"})
+
+
+def matching(keys: Sequence[str], chart: Chart) -> list[str]:
+    """The keys that a chart shows."""
+    return [key for key in keys if any(fnmatchcase(key, pattern) for pattern in chart.patterns)]
+
+
+def curves(rows: Iterable[Row], keys: Iterable[str]) -> dict[str, Curve]:
+    """The curves of these keys; one that no row has is left out. Several rows of one step: the last one counts."""
+    points: dict[str, dict[int, float]] = {key: {} for key in keys}
+    for row in rows:
+        for key in points.keys() & row.keys():
+            if math.isfinite(row[key]):
+                points[key][int(row["step"])] = row[key]
+    described = {key: described_metric(key) for key, each in points.items() if each}
+    return {
+        key: Curve(key, *about, sorted(points[key]), [points[key][step] for step in sorted(points[key])])
+        for key, about in described.items()
+    }
+
+
+def described_metric(key: str) -> tuple[str, str]:
+    """(help, unit) of a metric; empty for one that user code declared in the run's process."""
+    try:
+        metric = declared(key)
+    except DataError:
+        return "", ""
+    return metric.help, metric.unit
+
+
+def marks(run: RecordedRun) -> list[Mark]:
+    """Where stages begin, sessions resume and `--change` changed the config, in order of steps."""
+    result, first = list[Mark](), 0
+    stages = run.config.stage_configs()
+    for number, stage in enumerate(stages):
+        if len(stages) > 1:
+            result.append(Mark(first, "stage", f"stage {number}: {stage.algorithm.kind}"))
+        first += stage.schedule.steps
+    result += [Mark(step, "resume", f"resumed after step {step}") for step in resumes(run.path)]
+    for row in run.changes:
+        changed = ", ".join(f"{where}: {before} → {after}" for where, (before, after) in row["changes"].items())
+        result.append(Mark(row["step"], "change", f"changed {changed}"))
+    return sorted(result, key=lambda mark: mark.step)
+
+
+def resumes(run_dir: Path) -> list[int]:
+    """The steps after which a session continued an earlier one of the same stage, as steps.jsonl notes them."""
+    path = run_dir / STEPS
+    steps, last, began = list[int](), None, False
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        row = _object(line)
+        began = began or "machine" in row
+        if "step" not in row:
+            continue
+        if began and last is not None and last["stage"] == row["stage"]:
+            steps.append(row["step"] - ("taken" in row))
+        last, began = row, False
+    return steps
+
+
+def run_verdict(run_dir: Path, rows: Iterable[Row]) -> str:
+    """What bounds the run, in one line: as its summary says, or so far."""
+    path = run_dir / "summary.json"
+    summary = _object(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return str(summary.get("verdict") or bound(rows))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty for what a process left half-written."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
