@@ -19,7 +19,6 @@ machine makes every number worse, and not equally.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
 import time
