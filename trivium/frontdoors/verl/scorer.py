@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from trivium.concurrency import Threads, gather_or_cancel, run_here
+from trivium.concurrency import Threads, Turns, gather_or_cancel, run_here
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError, RewardError, TriviumError
 from trivium.policy import finite_number
@@ -122,7 +122,7 @@ class Scorer:
         grace_s = _START_S if workers else 0.0
         self._call = RewardCall(function, Threads(1, "a scorer"), deadline_s, grace_s, label=label)
         self._at_once = workers or forks or (_WAITING if self._call.is_async else 1)
-        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        self._places = WeakKeyDictionary[asyncio.AbstractEventLoop, Turns]()
 
     def each(self, samples: Sequence[Scorable]) -> list[Result]:
         """One call per sample. Raises RewardError, naming the first sample without a score, unless told otherwise."""
@@ -149,20 +149,14 @@ class Scorer:
     async def one(self, sample: Scorable) -> Result:
         """The result of one sample, for callers that wait side by side in an event loop; raises as `each`. Its deadline
         begins when its turn comes."""
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
+        places = self._places.setdefault(asyncio.get_running_loop(), Turns(self._at_once))
         async with places:
             return self._result(sample, await self._call(**sample.arguments))
 
     async def _all(self, samples: Sequence[Scorable]) -> list[Result]:
-        places = asyncio.Semaphore(self._at_once)
-
-        async def one(sample: Scorable) -> Result:
-            async with places:
-                return self._result(sample, await self._call(**sample.arguments))
-
         if self._at_once == 1:
-            return [await one(sample) for sample in samples]
-        return await gather_or_cancel(map(one, samples))
+            return [await self.one(sample) for sample in samples]
+        return await gather_or_cancel(map(self.one, samples))
 
     def _result(self, sample: Scorable, outcome: object) -> Result:
         """The result of an outcome: what the scorer returned, or the exception it ended with."""
