@@ -659,6 +659,8 @@ class Capabilities:
     """`load` can change the weights in the middle of completions."""
     adopts_adapters: bool = False
     """`load` takes a LoRA adapter in place of all weights."""
+    adopts_weights: bool = True
+    """`load` takes weights at all. False: it samples from one policy for ever, and `load` is an error."""
     # train engines
     multiple_ranks: bool = False
     """Several processes can train one model; its Config has `sequence_parallel` and `shard`."""

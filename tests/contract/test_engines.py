@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch import TorchEngine
 from trivium.protocols import RolloutEngine
-from trivium.testing import check_engine
-from trivium.types import Completion, Request, StopReason
+from trivium.testing import ReferencePolicy, check_engine, reference_policy
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TinyModel, tiny_tokenizer
+from trivium.types import Capabilities, Completion, Request, StopReason
 
-EOS = frozenset({1, 2})
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
 REPLIES = ((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2))
+RENDERER = ChatRenderer(tiny_tokenizer("bytes"))
+EOS = frozenset({1, 2, *range(40, 60), *RENDERER.eos_token_ids})
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -33,42 +37,63 @@ def scripted(**config: Any) -> ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two policies that know what they want: their distributions depend on the temperature, and differ."""
+    paths: list[Path] = []
+    for seed in range(2):
+        path = tmp_path_factory.mktemp("model") / "built"
+        config = TinyModel.Config(alphabet="bytes", tied=False, hidden=32, mlp=48, kv_heads=2, max_position=256)
+        TinyModel(config, seed=seed).materialize(path)
+        model = Qwen3ForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            model.lm_head.weight *= 12
+        sharp = path.with_name("sharp")
+        model.save_pretrained(sharp)
+        paths.append(sharp)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def policies(model_dirs: list[Path]) -> list[ReferencePolicy]:
+    return [*map(reference_policy, model_dirs)]
+
+
+def torch_engine(model_dir: Path, **config: Any) -> TorchEngine:
+    return TorchEngine(TorchEngine.Config(**config), model_dir=model_dir, eos_token_ids=EOS, decode=decode, threads=1)
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise"])
+async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: list[ReferencePolicy]) -> None:
+    config: dict[str, Any] = {
+        "torch": {},
+        "torch-one-row": {"max_rows": 1},
+        "torch-no-promise": {"batch_invariant": False},
+    }[name]
+    await check_engine(
+        lambda: torch_engine(model_dirs[0], **config),
+        PROMPTS,
+        eos_token_ids=EOS,
+        policies=policies,
+        tolerance=config.get("dtype", "float32"),
+        decode=decode,
+        renderer=RENDERER,
+        crowd=12 if name == "torch-one-row" else 500,
+        patience_s=300,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "scripted", "scripted-slow"])
-async def test_shipped_engines(name: str, model_dir: Path) -> None:
-    def torch_engine(**config: Any) -> TorchEngine:
-        return TorchEngine(
-            TorchEngine.Config(**config), model_dir=model_dir, eos_token_ids=EOS, decode=decode, threads=1
-        )
-
-    makers: dict[str, Callable[[], RolloutEngine]] = {
-        "torch": torch_engine,
-        "torch-one-row": lambda: torch_engine(max_rows=1),
-        "torch-no-promise": lambda: torch_engine(batch_invariant=False),
-        "scripted": scripted,
-        "scripted-slow": lambda: scripted(delay_s=0.01),
-    }
-
-    def weights() -> list[tuple[str, torch.Tensor]]:
-        return [*Qwen3ForCausalLM.from_pretrained(model_dir).state_dict().items()]
-
-    await check_engine(makers[name], PROMPTS, eos_token_ids=EOS, weights=weights)
+@pytest.mark.parametrize("name", ["scripted", "scripted-slow"])
+async def test_the_scripted_engine(name: str) -> None:
+    delay_s = 0.01 if name == "scripted-slow" else 0.0
+    weights = [("w", torch.ones(2))]
+    await check_engine(
+        lambda: scripted(delay_s=delay_s),
+        PROMPTS,
+        eos_token_ids=EOS,
+        weights=lambda: weights,
+        decode=decode,
+        patience_s=300,
+    )
 
 
 class Wrong(ScriptedEngine):
@@ -118,3 +143,120 @@ async def test_a_broken_engine_is_told_which_promise_it_breaks(fault: str, promi
 
     with pytest.raises(AssertionError, match=promise):
         await check_engine(make, PROMPTS, eos_token_ids=EOS, weights=lambda: [("w", np.zeros(1))])
+
+
+class Faulty:
+    """A torch engine behind one fault. It promises less than the engine, so that what remains is what finds the
+    fault."""
+
+    def __init__(self, engine: TorchEngine, fault: str) -> None:
+        self._engine, self._fault = engine, fault
+        exact, adopts = fault == "seed", fault != "ignores load"
+        self.capabilities = Capabilities(exact_sampling=exact, adopts_weights=adopts)
+        self.version, self.max_context = engine.version, engine.max_context
+        self._calls, self._loads, self._running = 0, 0, 0
+        self._cached: dict[bytes, Completion] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        self._calls += 1
+        self._running += 1
+        try:
+            done = await self._generate(self._altered(request))
+        finally:
+            self._running -= 1
+        return replace(done, policy_version=np.full(len(done.tokens), self.version))
+
+    def _altered(self, request: Request) -> Request:
+        sampling, prompt = request.sampling, request.prompt_tokens
+        match self._fault:
+            case "seed":
+                return replace(request, key=request.key.child(self._calls))
+            case "temperature" if sampling.temperature == 0.5:
+                return replace(request, sampling=replace(sampling, temperature=0.55))
+            case "greedy" if sampling.temperature == 0:
+                return replace(request, sampling=replace(sampling, temperature=1.0))
+            case "top_k":
+                return replace(request, sampling=replace(sampling, top_k=0))
+            case "prompt" if len(prompt) > 1:
+                return replace(request, prompt_tokens=prompt[:-1])
+            case "turns" if len(prompt) > 40:  # reads a long prompt without its beginning
+                return replace(request, prompt_tokens=prompt[8:])
+            case "min":
+                return replace(request, sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens + 1))
+        return request
+
+    async def _generate(self, request: Request) -> Completion:
+        match self._fault:
+            case "deaf":
+                try:
+                    return await self._engine.generate(request)
+                except asyncio.CancelledError:
+                    return await self._engine.generate(request)
+            case "crowd" if self._running > 100:
+                done = await self._engine.generate(request)
+                return replace(done, stop_reason=StopReason.ABORT)
+            case "cache":  # what was sampled for a prompt before is given again
+                kept = self._cached.get(key := request.prompt_tokens.tobytes() + repr(request.sampling).encode())
+                if kept is None or request.key.path != ("sentinel",):
+                    kept = self._cached[key] = await self._engine.generate(request)
+                return kept
+        done = await self._engine.generate(request)
+        ends, stops = done.stop_reason is StopReason.EOS, done.stop_reason is StopReason.STOP
+        if (ends and self._fault == "eos") or (stops and self._fault == "stop"):
+            cut = {name: getattr(done, name)[:-1] for name in ("tokens", "log_prob", "policy_version")}
+            return replace(done, **cut)
+        if stops and self._fault == "stop reason":
+            return replace(done, stop_reason=StopReason.LENGTH)
+        if self._fault == "log_prob":
+            return replace(done, log_prob=done.log_prob * 1.002)
+        if self._fault == "greedy" and request.key.path == ("greedy",):
+            return replace(done, log_prob=np.zeros(len(done.tokens)))
+        return done
+
+    async def load(self, version: int, weights: Any, *, in_flight: str = "finish") -> None:
+        self._loads += 1
+        if self._fault == "ignores load":
+            return
+        if self._fault != "stale" or self._loads == 1:
+            await self._engine.load(version, weights, in_flight=in_flight)
+        self.version = version
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "promise"),
+    [
+        ("seed", "exact_sampling"),
+        ("min", "1 to max_new_tokens"),
+        ("eos", "not eos|without end of sequence|1 to max_new_tokens"),
+        ("crowd", "stop_reason is"),
+        ("stop", "the tokens of a stop string are kept"),
+        ("stop reason", "stop_reason is stop, not length"),
+        ("log_prob", "log_prob is the training engine's"),
+        ("temperature", "at temperature 0.5 log_prob"),
+        ("prompt", "log_prob is the training engine's"),
+        ("greedy", "log_prob is 0 at temperature 0"),
+        ("top_k", "top_k 1 take the most probable token"),
+        ("turns", "log_prob of every turn"),
+        ("deaf", "generate ends when it is cancelled"),
+        ("ignores load", "raises an error that says so"),
+        ("stale", "after load, log_prob is that of the new weights"),
+        ("cache", "after load, log_prob is that of the new weights"),
+    ],
+)
+async def test_every_fault_of_a_real_engine_is_found(
+    fault: str, promise: str, model_dirs: list[Path], policies: list[ReferencePolicy]
+) -> None:
+    with pytest.raises(AssertionError, match=promise):
+        await check_engine(
+            lambda: Faulty(torch_engine(model_dirs[0], batch_invariant=False), fault),
+            PROMPTS,
+            eos_token_ids=EOS,
+            policies=policies,
+            decode=decode,
+            renderer=RENDERER,
+            crowd=150,
+            patience_s=300,
+        )

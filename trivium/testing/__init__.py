@@ -1,0 +1,23 @@
+"""Contract tests for plugin authors. What ships passes the same ones.
+
+Call one from a test of your own; a broken promise is an AssertionError that names it.
+"""
+
+from trivium.testing.buffer_contract import check_buffer, check_read_buffer
+from trivium.testing.channel_contract import check_channel
+from trivium.testing.engine_contract import check_engine
+from trivium.testing.engine_numbers import TOLERANCES, Tolerance
+from trivium.testing.reference import ReferencePolicy, reference_policy
+from trivium.testing.workflow_contract import check_workflow
+
+__all__ = [
+    "TOLERANCES",
+    "ReferencePolicy",
+    "Tolerance",
+    "check_buffer",
+    "check_channel",
+    "check_engine",
+    "check_read_buffer",
+    "check_workflow",
+    "reference_policy",
+]

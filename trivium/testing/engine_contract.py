@@ -1,0 +1,274 @@
+"""What a rollout engine promises.
+
+Legend: L tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trivium.errors import TriviumError
+from trivium.protocols import ReadableEngine
+from trivium.randomness import SampleKey
+from trivium.testing.engine_numbers import (
+    TOLERANCES,
+    Tolerance,
+    check_conversation,
+    check_log_probs,
+    check_sentinels,
+    check_truncation,
+)
+from trivium.testing.promises import require, same_bits
+from trivium.types import Request, Sampling, StopReason, capabilities_of
+
+if TYPE_CHECKING:
+    from trivium.protocols import Renderer, RolloutEngine, Weights
+    from trivium.testing.reference import ReferencePolicy
+    from trivium.types import Completion, IntArray
+
+Decode = Callable[[Sequence[int]], str]
+
+
+async def check_engine(
+    make: Callable[[], RolloutEngine],
+    prompts: Sequence[IntArray],
+    *,
+    eos_token_ids: frozenset[int],
+    weights: Callable[[], Weights] | None = None,
+    policies: Sequence[ReferencePolicy] = (),
+    tolerance: str | Tolerance = "float32",
+    decode: Decode | None = None,
+    renderer: Renderer | None = None,
+    max_new_tokens: int = 12,
+    crowd: int = 500,
+    patience_s: float = 30.0,
+) -> None:
+    """An engine samples what it says it samples, repeats itself, switches weights between completions, and never hangs.
+
+    `make` builds a fresh engine, the same one each time. `prompts` are at least two prompts it can read; `weights`
+    yields weights that `load` accepts (unset: those of the first policy). What an engine does not promise
+    (`exact_sampling`, `batch_invariant`, `updates_in_flight`, `adopts_weights`) is not asked of it.
+
+    With `policies`, its log-probabilities are those of the training engine, at several temperatures: a fresh engine
+    holds the first of them, and an engine that adopts weights is given the second and the first again, so that one that
+    goes on with old weights, or with what it has cached under them, is found. `tolerance` is that of its type (a name
+    of `TOLERANCES`), or another. With `decode` (tokens to text), stop strings end completions at the exact token. With
+    `renderer`, a conversation of three turns with a tool keeps its tokens. `crowd` requests are made at once.
+    """
+    require(len(prompts) >= 2, "check_engine is given at least two prompts")
+    allowed = tolerance if isinstance(tolerance, Tolerance) else TOLERANCES[tolerance]
+    given = weights or (policies[0].weights if policies else None)
+    engine = make()
+    loads = capabilities_of(engine).adopts_weights
+
+    async def run(check: Awaitable[None]) -> None:
+        async with asyncio.timeout(patience_s):
+            await check
+
+    try:
+        await run(_check_completions(engine, prompts, eos_token_ids, max_new_tokens))
+        await run(_check_crowd(engine, prompts, eos_token_ids, max_new_tokens, crowd))
+        if decode is not None:
+            await run(_check_stop_strings(engine, prompts, eos_token_ids, max_new_tokens, decode))
+        if policies:
+            await run(check_log_probs(engine, prompts, policies[0], allowed, max_new_tokens))
+            await run(check_truncation(engine, prompts, policies[0], allowed, max_new_tokens))
+        if renderer is not None:
+            await run(check_conversation(engine, renderer, policies[0] if policies else None, allowed, max_new_tokens))
+        await run(_check_cancelling(engine, prompts, max_new_tokens))
+        if not loads:
+            await run(_check_refusal(engine))
+        else:
+            require(given is not None, "check_engine is given weights, or policies, for an engine that adopts weights")
+            assert given is not None
+            await run(_check_loading(engine, prompts, given, max_new_tokens))
+            if len(policies) > 1:
+                await run(check_sentinels(engine, prompts, policies, allowed, max_new_tokens))
+            if capabilities_of(engine).updates_in_flight:
+                await run(_check_updating(engine, prompts, given, max_new_tokens))
+    finally:
+        await run(engine.close())
+    await run(_check_closing(engine, make, prompts, max_new_tokens))
+
+
+async def _check_closing(
+    engine: RolloutEngine, make: Callable[[], RolloutEngine], prompts: Sequence[IntArray], max_new_tokens: int
+) -> None:
+    await engine.close()
+    closed = await asyncio.gather(engine.generate(_request(prompts[0], 0, max_new_tokens)), return_exceptions=True)
+    require(isinstance(closed[0], Exception), "generate raises once the engine is closed")
+    engine = make()
+    long = [asyncio.ensure_future(engine.generate(_request(prompt, 0, max_new_tokens))) for prompt in prompts]
+    await asyncio.sleep(0)
+    await engine.close()
+    await asyncio.wait(long)
+    _ = [call.exception() for call in long if not call.cancelled()]  # an engine may refuse what it was asked
+
+
+async def _check_completions(
+    engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int
+) -> None:
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
+    requests += [_request(prompt, 0, 1) for prompt in prompts]
+    requests += [_request(prompt, 0, max_new_tokens, temperature=0.0) for prompt in prompts]
+    together = await asyncio.gather(*map(engine.generate, requests))
+    for request, done in zip(requests, together, strict=True):
+        _check_completion(request, done, engine.version, eos)
+    if not capabilities_of(engine).exact_sampling:
+        return
+    for request, done in [*zip(requests, together, strict=True)][:: max(1, len(requests) // 8)]:
+        alone = await engine.generate(request)
+        same = np.array_equal(alone.tokens, done.tokens) and alone.stop_reason is done.stop_reason
+        require(same, "exact_sampling: the same key gives the same tokens, in whatever company")
+        if capabilities_of(engine).batch_invariant:
+            bits = alone.log_prob.tobytes() == done.log_prob.tobytes()
+            require(bits, "batch_invariant: log-probabilities do not depend on the company, bit for bit")
+
+
+def _check_completion(request: Request, done: Completion, version: int, eos: frozenset[int]) -> None:
+    tokens, limit = done.tokens, request.sampling.max_new_tokens
+    require(1 <= len(tokens) <= limit, f"a completion has 1 to max_new_tokens = {limit} tokens, not {len(tokens)}")
+    require(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
+    require(bool(np.isfinite(done.log_prob).all() and (done.log_prob <= 0).all()), "log_prob is finite and at most 0")
+    require(bool((done.policy_version == version).all()), f"policy_version is the loaded version {version}")
+    require(request.sampling.temperature > 0 or not done.log_prob.any(), "log_prob is 0 at temperature 0")
+    ends = [int(token) in eos for token in tokens]
+    require(not any(ends[:-1]), "a completion ends with its first end-of-sequence token")
+    expected = StopReason.EOS if ends[-1] else StopReason.LENGTH
+    require(done.stop_reason is expected, f"stop_reason is {expected}, not {done.stop_reason}")
+    require(ends[-1] or len(tokens) == limit, "a completion without end of sequence has max_new_tokens tokens")
+
+
+async def _check_crowd(
+    engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int, crowd: int
+) -> None:
+    """Many requests at once, of every length, a third of which are cancelled."""
+    requests = [
+        _request(prompts[index % len(prompts)], index, 1 + index % max_new_tokens, (1.0, 0.7, 0.0)[index % 3])
+        for index in range(crowd)
+    ]
+    calls = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.005)
+    for call in calls[1::3]:
+        call.cancel()
+    await asyncio.wait(calls)
+    for number, (request, call) in enumerate(zip(requests, calls, strict=True)):
+        if number % 3 == 1 and call.cancelled():
+            continue
+        require(not call.cancelled(), f"{crowd} requests at once: none ends as cancelled that its caller wants")
+        _check_completion(request, call.result(), engine.version, eos)
+    kept = range(0, crowd, 3)[: max(2, crowd // 60)]
+    if capabilities_of(engine).exact_sampling:
+        again = await asyncio.gather(*(engine.generate(requests[number]) for number in kept))
+        same = all(np.array_equal(done.tokens, calls[n].result().tokens) for n, done in zip(kept, again, strict=True))
+        require(same, "exact_sampling: the same key gives the same tokens among many requests")
+
+
+async def _check_stop_strings(
+    engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int, decode: Decode
+) -> None:
+    """Stop strings taken from what the engine samples, of one token and of two."""
+    plain = [_request(prompt, 0, max_new_tokens, temperature) for prompt in prompts for temperature in (0.0, 1.0)]
+    before = await asyncio.gather(*map(engine.generate, plain))
+    stopped: list[Request] = []
+    for request, done in zip(plain, before, strict=True):
+        texts = [decode(done.tokens[:count].tolist()) for count in range(len(done.tokens) + 1)]
+        spans = [(at, at + width) for at in (1, 2) for width in (1, 2) if at + width < len(texts)]
+        pieces = {texts[stop][len(texts[start]) :] for start, stop in spans}
+        usable = sorted(piece for piece in pieces if piece and "\ufffd" not in piece)
+        stopped += [replace(request, sampling=replace(request.sampling, stop=(piece,))) for piece in usable]
+    require(len(stopped) > 0, "check_engine is given prompts after which the policy writes text, for stop strings")
+    stopped += [replace(r, sampling=replace(r.sampling, stop=("\x00never", *r.sampling.stop))) for r in stopped[:2]]
+    reasons: set[StopReason] = set()
+    for request, done in zip(stopped, await asyncio.gather(*map(engine.generate, stopped)), strict=True):
+        reasons.add(done.stop_reason)
+        tokens, stop = done.tokens.tolist(), request.sampling.stop
+        counts = range(1, len(tokens) + 1)
+        first = next((n for n in counts if any(text in decode(tokens[:n]) for text in stop)), None)
+        if tokens and tokens[-1] in eos:
+            require(done.stop_reason is StopReason.EOS, f"stop_reason is eos, not {done.stop_reason}")
+            first = None if first == len(tokens) else first
+            require(first is None, f"a completion ends with the token that completes a stop string of {stop!r}")
+        elif first is None:
+            found = f"stop_reason {done.stop_reason} without a stop string of {stop!r} in its {len(tokens)} tokens"
+            whole = done.stop_reason is StopReason.LENGTH and len(tokens) == request.sampling.max_new_tokens
+            require(whole, f"the tokens of a stop string are kept: {found}")
+        else:
+            require(first == len(tokens), f"a completion ends with the token that completes a stop string of {stop!r}")
+            require(done.stop_reason is StopReason.STOP, f"stop_reason is stop, not {done.stop_reason}")
+        require(len(tokens) == len(done.log_prob) == len(done.policy_version), "one log_prob and version per token")
+    require(StopReason.STOP in reasons, "a stop string that the policy samples ends a completion")
+
+
+async def _check_refusal(engine: RolloutEngine) -> None:
+    """An engine that adopts no weights says so, and goes on with its own."""
+    version = engine.version
+    (refusal,) = await asyncio.gather(engine.load(version + 1, []), return_exceptions=True)
+    require(isinstance(refusal, TriviumError), "load of an engine that adopts no weights raises an error that says so")
+    require(engine.version == version, "version does not change where load is refused")
+
+
+async def _check_cancelling(engine: RolloutEngine, prompts: Sequence[IntArray], max_new_tokens: int) -> None:
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(8)]
+    calls = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    for call in calls[1:]:
+        call.cancel()
+    await asyncio.wait(calls)
+    require(
+        all(call.cancelled() for call in calls[1:]), "generate ends when it is cancelled: let CancelledError through"
+    )
+    require(calls[0].exception() is None, "cancelling one call leaves the others alone")
+    await asyncio.gather(*map(engine.generate, requests))
+
+
+async def _check_loading(
+    engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
+) -> None:
+    old, new = engine.version, engine.version + 3
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
+    before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    loading = asyncio.ensure_future(engine.load(new, weights()))
+    await asyncio.sleep(0)
+    after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await loading
+    require(engine.version == new, "version is the one that was loaded, once load returns")
+    early, late = await asyncio.gather(*before), await asyncio.gather(*after)
+    kept = all((done.policy_version == old).all() for done in early)
+    require(kept, "load waits for the completions in flight: they belong to the old version, whole")
+    require(all((done.policy_version == new).all() for done in late), "requests after load wait for the new version")
+    if isinstance(engine, ReadableEngine):
+        held, given = dict(await engine.weights()), dict(weights())
+        same = all(name in held and same_bits(held[name], value.to(held[name].dtype)) for name, value in given.items())
+        require(same, "weights: what is held after load is what was given, in the engine's own type, to the bit")
+
+
+async def _check_updating(
+    engine: RolloutEngine, prompts: Sequence[IntArray], weights: Callable[[], Weights], max_new_tokens: int
+) -> None:
+    old, new, given = engine.version, engine.version + 1, list(weights())
+    requests = [_request(prompt, index, max_new_tokens) for prompt in prompts for index in range(4)]
+    before = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.load(new, given, in_flight="update")
+    require(engine.version == new, "version is the one that was loaded, once load returns")
+    after = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    early, late = await asyncio.gather(*before), await asyncio.gather(*after)
+    spans = [done.policy_version for done in early]
+    in_order = all((np.diff(span) >= 0).all() and {*span.tolist()} <= {old, new} for span in spans)
+    require(in_order, "updates_in_flight: tokens before it are the old version's, others the new one's")
+    require(
+        any((span == new).any() for span in spans), "updates_in_flight: completions in flight go on with new weights"
+    )
+    require(all((done.policy_version == new).all() for done in late), "later requests are the new version's, whole")
+
+
+def _request(prompt: IntArray, index: int, max_new_tokens: int, temperature: float = 1.0) -> Request:
+    key = SampleKey(0, "check", "check", str(prompt.tolist()), index=index)
+    return Request(prompt, Sampling(max_new_tokens, temperature), key)

@@ -1,0 +1,19 @@
+"""How a broken promise is reported, and what several contracts compare."""
+
+from __future__ import annotations
+
+import torch
+
+
+def require(kept: bool, promise: str) -> None:
+    """Raises AssertionError with the promise that was not kept."""
+    if not kept:
+        raise AssertionError(promise)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one type, one shape and the same bits."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b) if tensor.numel()]
+    return not raw or torch.equal(*raw)

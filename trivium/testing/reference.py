@@ -1,0 +1,45 @@
+"""What the training engine says of tokens: the reference that a rollout engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trivium.models.heads import LanguageModel
+from trivium.models.lora import base_state
+from trivium.models.packed import pack
+
+if TYPE_CHECKING:
+    from trivium.protocols import Weights
+    from trivium.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class ReferencePolicy:
+    """Weights, and the log-probabilities that the training engine computes with them."""
+
+    weights: Callable[[], Weights]
+    """What `load` is given."""
+    log_probs: Callable[[Sequence[IntArray], float], Sequence[FloatArray]]
+    """(sequences, temperature) -> of each the log-probability of every token, (L,), 0 for the first."""
+
+
+def reference_policy(model_dir: Path, dtype: torch.dtype = torch.float32) -> ReferencePolicy:
+    """The policy in a Hugging Face directory as the training engine computes it, on the CPU."""
+    model = LanguageModel(model_dir, dtype=dtype, device=torch.device("cpu"), temperature=1.0)
+
+    @torch.no_grad()
+    def log_probs(sequences: Sequence[IntArray], temperature: float) -> list[FloatArray]:
+        model.set_temperature(temperature)
+        batch = pack(sequences, model.device)
+        numbers, _ = model(batch, batch.positions.nonzero().squeeze(1))
+        parts = numbers.float().split([length - 1 for length in batch.lengths])
+        return [np.concatenate([np.zeros(1, np.float32), part.numpy()]) for part in parts]
+
+    state = base_state(model.module)
+    return ReferencePolicy(lambda: [(name, state[name].clone()) for name in model.names], log_probs)
