@@ -296,6 +296,11 @@ class TrainEngine(ABC):
     def load(self, directory: Path) -> None:
         """The inverse of `save`: training continues bit for bit."""
 
+    def resume(self, directory: Path) -> None:
+        """`prepare`, and `load` of a checkpoint; an engine that need not read the initial weights first overrides it."""
+        self.prepare()
+        self.load(directory)
+
     @abstractmethod
     def save_weights(self, directory: Path) -> None:
         """Writes the policy alone as a plain Hugging Face directory."""

@@ -100,9 +100,10 @@ class Trainer:
     def prepare(self) -> None:
         """Loads models, and the checkpoint where there is one."""
         with activity("loading the trainer's models"):
-            self.engine.prepare()
-            if self.resume is not None:
-                self.engine.load(self.resume.path)
+            if self.resume is None:
+                self.engine.prepare()
+            else:
+                self.engine.resume(self.resume.path)
                 self.channel.restore(self.resume.path / "versions")
         if self.resume is not None:
             self.engine.algorithm.restore(self.resume.state["algorithm"])

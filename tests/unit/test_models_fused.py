@@ -71,10 +71,16 @@ def test_gradients_of_whole_models(name: str) -> None:
     config, *counts = CONFIGS[name]
     exact, fused, exactly_fused = (model(config, dtype) for dtype in (torch.float64, torch.float32, torch.float64))
     plain, plain_halved = (results(model(config, torch.float32), autocast) for autocast in (False, True))
-    fuse(fused)
-    fuse(exactly_fused)
+    fuse(fused, CPU)
+    fuse(exactly_fused, CPU)
     replaced = [type(layer).__name__ for layer in fused.modules() if "forward" in vars(layer)]
     assert [sum(name.endswith(kind) for name in replaced) for kind in ("RMSNorm", "MLP", "Attention")] == counts
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    fuse(empty, CPU)
+    assert [name for name, layer in empty.named_modules() if "forward" in vars(layer)] == [
+        name for name, layer in fused.named_modules() if "forward" in vars(layer)
+    ]
     truth = results(exact)
     assert worst(results(exactly_fused), truth) < 1e-12
     assert worst(results(fused), truth) < max(1e-5, 2 * worst(plain, truth))
@@ -129,13 +135,13 @@ class Interleaved(Attention):
     "layer", [CentredRMSNorm(8), GatedRMSNorm(8), MLP(), Interleaved()], ids=lambda x: type(x).__name__
 )
 def test_what_computes_something_else_is_left_alone(layer: nn.Module) -> None:
-    fuse(layer)
+    fuse(layer, CPU)
     assert "forward" not in vars(layer)
 
 
 def test_a_rotation_of_a_part_of_the_heads_stays_the_original() -> None:
     layer = Attention()
-    fuse(layer)
+    fuse(layer, CPU)
     assert "forward" in vars(layer)
     q, k, table = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8), torch.randn(1, 3, 1)  # one number for all of a head
     assert torch.equal(layer(q, k, table, table), Attention()(q, k, table, table))
@@ -144,7 +150,7 @@ def test_a_rotation_of_a_part_of_the_heads_stays_the_original() -> None:
 def test_hooks_of_the_linear_layers_are_called() -> None:
     layer = MLP()
     layer.act_fn = nn.SiLU()
-    fuse(layer)
+    fuse(layer, CPU)
     seen: list[nn.Module] = []
     for child in (layer.gate_proj, layer.up_proj, layer.down_proj):
         child.register_forward_hook(lambda module, inputs, output: seen.append(module))

@@ -21,7 +21,7 @@ def test_values_and_gradients(shape, bias, leading):
         return y, *torch.autograd.grad(y, [x, *layer.parameters()], g)
 
     expected = results()
-    use_onednn(layer)
+    use_onednn(layer, torch.device("cpu"))
     found = results()
     assert type(found[0].grad_fn) is not type(expected[0].grad_fn)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -30,7 +30,7 @@ def test_values_and_gradients(shape, bias, leading):
 def test_other_precisions_are_left_alone():
     layer = nn.Linear(3, 4, dtype=torch.float64)
     before = layer.forward
-    use_onednn(layer)
+    use_onednn(layer, torch.device("cpu"))
     assert layer.forward == before
     a, b = torch.randn(5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     assert torch.equal(matmul_transposed(a, b), a @ b.T)

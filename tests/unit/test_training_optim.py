@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import nn
 
 from trivium.errors import RunDirError
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
+from trivium.training.snapshot import read_tensors
 
 
 def rates(total=10, **config):
@@ -77,7 +79,8 @@ def test_clipping_scales_the_whole_gradient():
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_state_of_another_model_is_refused():
+def test_state_of_another_model_is_refused(tmp_path):
     optimizer = Optimizer(network(), OptimizerConfig())
+    save_file({"other.weight/exp_avg": torch.zeros(1)}, tmp_path / "state.safetensors")
     with pytest.raises(RunDirError, match=r"other\.weight"):
-        optimizer.restore({"other.weight/exp_avg": torch.zeros(1)})
+        optimizer.restore(read_tensors(tmp_path, "state"))

@@ -3,13 +3,16 @@
 Each is a few passes over memory, forward and backward, where autograd makes several times as many, and keeps its inputs
 alone. Linear layers stay modules that are called: adapters, sharding and hooks reach them.
 
-What is replaced is recognised by its structure, and only where it computes the same from random inputs.
+What is replaced is recognised by its structure, and only where a layer of its kind with random weights computes the
+same from random inputs. The weights of the model itself are not looked at: they may be of a rank's part, or not read
+yet, and every process is to decide alike.
 
 Legend: T tokens, N width of a norm, H heads, D head size.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
@@ -35,12 +38,15 @@ Arithmetic = Callable[..., torch.Tensor]
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def fuse(module: nn.Module) -> None:
-    """Replaces, in place, the arithmetic of the layers that it knows. In float64, norms are left as they are: there
-    transformers rounds them to float32. Under autocast, norms and rotations are computed in float32."""
+def fuse(module: nn.Module, device: torch.device) -> None:
+    """Replaces, in place, the arithmetic of the layers that it knows, where they run on the CPU. In float64, norms are
+    left as they are: there transformers rounds them to float32. Under autocast, norms and rotations are computed in
+    float32."""
+    if device.type != "cpu":
+        return
     for layer in module.modules():
         weight = next(layer.parameters(), None)
-        if weight is None or weight.device.type != "cpu" or "forward" in vars(layer):
+        if weight is None or "forward" in vars(layer):
             continue
         if (fused := _fused(layer, weight.dtype)) is not None:
             layer.forward = fused
@@ -96,11 +102,11 @@ def _fused_norm(layer: nn.Module) -> Arithmetic | None:
     if len(inspect.signature(layer.forward).parameters) != 1:
         return None
     width = len(cast(torch.Tensor, layer.weight))
+    trial = _like(layer, {"weight": nn.Parameter(_random(width, seed=1))}, {})
     inputs = torch.cat([_random(2, width), 1e-3 * _random(2, width)])  # in the small ones, epsilon shows
     for added in (0, 1):
-        fused = partial(_norm_forward, layer, float(epsilon), added)
-        if _agree(fused, layer.forward, inputs):
-            return fused
+        if _agree(partial(_norm_forward, trial, float(epsilon), added), trial.forward, inputs):
+            return partial(_norm_forward, layer, float(epsilon), added)
     return None
 
 
@@ -139,9 +145,12 @@ def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
     width = getattr(layer.gate_proj, "in_features", None)
     if width is None or len(inspect.signature(layer.forward).parameters) != 1:
         return None
-    fused = partial(_mlp_forward, layer)
-    inputs = _random(4, width).to(next(layer.parameters()).dtype)
-    return fused if _agree(fused, layer.forward, inputs) else None
+    dtype = next(layer.parameters()).dtype
+    shapes = {"gate_proj": (8, width), "up_proj": (8, width), "down_proj": (width, 8)}
+    linear = {name: _random_linear(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items(), 1)}
+    trial = _like(layer, {}, {**layer._modules, **linear})
+    agrees = _agree(partial(_mlp_forward, trial), trial.forward, _random(4, width).to(dtype))
+    return partial(_mlp_forward, layer) if agrees else None
 
 
 def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -215,6 +224,19 @@ def _fused_rotary(kind: type[nn.Module]) -> FunctionType | None:
 
 def _part(rotation: Rotation, index: int, *inputs: torch.Tensor) -> torch.Tensor:
     return rotation(*inputs)[index]
+
+
+def _like(layer: nn.Module, parameters: dict[str, nn.Parameter], modules: dict[str, nn.Module | None]) -> nn.Module:
+    """A layer that differs from another one in its parameters and in the modules within it alone."""
+    trial = copy.copy(layer)
+    trial._parameters, trial._modules = dict[str, nn.Parameter | None](parameters), modules
+    return trial
+
+
+def _random_linear(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> nn.Linear:
+    layer = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(_random(*shape, seed=seed).to(dtype))
+    return layer
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,8 @@ else. A reward model computes its score from the hidden state of token t itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 
 from trivium.errors import TriviumError
+from trivium.models.filling import fill
 from trivium.models.float64 import differentiate_in_float64
 from trivium.models.fused import fuse
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
-from trivium.models.lora import LoraConfig, attach, base_state
+from trivium.models.lora import LoraConfig, base_state, inject
 from trivium.models.loss import ScoreHead
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
@@ -32,6 +34,9 @@ from trivium.randomness import stream
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_EXACT, _ROUNDED = 1e-3, 0.05
+"""How far apart two ways to compute the same may be: in float32, and where layers are in bfloat16, which rounds each of
+their numbers by up to 0.4 % (then as a part of the largest number)."""
 VALUE_HEAD = "value_head"
 """The head of a value model in its state dict; also the name of the file beside the backbone's that it is saved in."""
 
@@ -41,7 +46,58 @@ def _before(batch: Pack, rows: torch.Tensor) -> torch.Tensor:
     return batch.before[rows]
 
 
-class LanguageModel(nn.Module):
+@dataclass(slots=True)
+class _Loading:
+    """What remains to be done for a model that was built without its weights."""
+
+    directory: Path
+    start_adapter: Callable[[torch.device], object] | None = None
+
+
+class FilledModel(nn.Module):
+    """A model that can be built empty: it is then sharded, filled, and verified before its first pass."""
+
+    module: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    autocast: bool
+    _loading: _Loading | None = None
+
+    def fill(self, weights_on: torch.device | None = None) -> None:
+        """Reads the weights of an empty model, this rank's part of each where it is sharded. All its ranks call it
+        together. `weights_on` is where parameters stay, if not on the model's device.
+
+        Raises DataError where the files are not those of the model.
+        """
+        if self._loading is not None:
+            fill(self.module, self._loading.directory, self.device, weights_on)
+            if self._loading.start_adapter is not None:
+                self._loading.start_adapter(weights_on or self.device)
+
+    def verify(self) -> None:
+        """Compares a model that was built empty with its own forward pass, as the constructor does with others; once.
+        All its ranks call it together. It gathers layers, which `fill` has no memory for."""
+        if self._loading is not None:
+            self._loading, probe = None, probe_pack(self.module)
+            with torch.no_grad():
+                self(probe, probe.positions.nonzero().squeeze(1), "verify")
+
+    def _choose_arithmetic(self, autocast: bool) -> None:
+        """Replaces layers by the same in less time. Decided without a look at weights, so that ranks that share a model
+        compute as a process that is alone."""
+        decoder = decoder_of(self.module)
+        if not autocast:
+            use_onednn(decoder, self.device)
+        fuse(decoder, self.device)
+        differentiate_in_float64(self.module)
+
+    @property
+    def _tolerance(self) -> float:
+        """How far two ways to compute the same may be apart."""
+        return _ROUNDED if self.autocast or self.dtype == torch.bfloat16 else _EXACT
+
+
+class LanguageModel(FilledModel):
     """A causal language model, always in eval mode: log-probabilities without logits.
 
     All that is computed with its weights is computed in `forward`: parameters that are sharded over ranks are whole
@@ -57,28 +113,29 @@ class LanguageModel(nn.Module):
         temperature: float,
         autocast: bool = False,
         sequence: SequenceGroup | None = None,
+        empty: bool = False,
     ) -> None:
         """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
+        `empty`: the weights of the directory are not read yet.
         """
         super().__init__()
         given = isinstance(source, nn.Module)
-        self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None)
+        self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None, empty=empty)
+        if empty and not isinstance(source, nn.Module):
+            self._loading = _Loading(Path(source))
         output = self.module.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise _refusal(self.module, f"its output layer is {type(output).__name__}")
         self.device, self.dtype, self.vocabulary = device, dtype, output.out_features
         self.set_temperature(temperature)
-        self.autocast = False
-        if not autocast:
-            use_onednn(decoder_of(self.module))
-        fuse(decoder_of(self.module))
-        differentiate_in_float64(self.module)
-        expected = self._by_logits(probe_pack(self.module), temperature)
+        self._choose_arithmetic(autocast)
         self.backbone = Backbone(cast("PreTrainedModel", self.module.base_model), sequence)
-        self._check_head(expected)
-        self.autocast = autocast
         self.names = tensor_names(self.module)
+        self.autocast = False
+        if self._loading is None:
+            self._verify(self._tolerance)
+        self.autocast = autocast
         self.eval()
 
     def set_temperature(self, temperature: float) -> None:
@@ -88,9 +145,13 @@ class LanguageModel(nn.Module):
     def adapt(self, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> None:
         """Gives it a LoRA adapter, which is all that is trained of it from then on; see `lora.attach`. `names` are
         still those of the model without."""
-        attach(self.module, section, seed=seed, adapter=adapter)
+        start = inject(self.module, section, seed=seed, adapter=adapter)
         if not self.autocast:
-            use_onednn(decoder_of(self.module))
+            use_onednn(decoder_of(self.module), self.device)
+        if self._loading is not None:
+            self._loading.start_adapter = start
+        else:
+            start(self.device)
 
     def forward(
         self,
@@ -109,6 +170,9 @@ class LanguageModel(nn.Module):
         over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
         token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place.
         """
+        if what == "verify":
+            self._verify(self._tolerance)
+            return ()
         options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k}
         return self._numbers(self._states(batch, rows), batch, rows, what, **options)
 
@@ -156,12 +220,18 @@ class LanguageModel(nn.Module):
         return torch.cat(log_probs)
 
     @torch.no_grad()
-    def _check_head(self, expected: torch.Tensor) -> None:
-        """Raises TriviumError where the logits are more than one linear layer of the hidden states."""
+    def _verify(self, tolerance: float) -> None:
+        """Lets the backbone pack where that gives the same. Raises TriviumError where the logits are more than one
+        linear layer of the hidden states."""
         batch = probe_pack(self.module)
-        log_prob, _ = self(batch, batch.positions.nonzero().squeeze(1))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            expected = self._by_logits(batch, self.temperature * _logit_scale(self.module))
+            self.backbone.settle(tolerance)
+        rows = batch.positions.nonzero().squeeze(1)
+        plain: dict[str, Any] = {"entropy_grad": False, "candidates": None, "top_k": 0}
+        log_prob, _ = self._numbers(self._states(batch, rows), batch, rows, "log_prob", **plain)
         difference = float((log_prob - expected).abs().max())
-        if difference > 1e-3:
+        if difference > tolerance * max(1.0, float(expected.abs().max()) * (tolerance > _EXACT)):
             raise _refusal(self.module, f"its own log-probabilities differ by {difference:.3g} from the chunked head's")
 
 
@@ -172,7 +242,7 @@ def tensor_names(module: nn.Module) -> tuple[str, ...]:
     names: list[str] = []
     for name, tensor in base_state(module).items():
         # An empty buffer has no memory, and a view of another one may begin where that one begins: neither is tied.
-        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
         if not tensor.numel() or place not in seen:
             seen.add(place)
             names.append(name)
@@ -235,7 +305,7 @@ class ActorCritic(LanguageModel):
         return *self._numbers(states, batch, rows, "log_prob", **options), values
 
 
-class ValueModel(nn.Module):
+class ValueModel(FilledModel):
     """A backbone with one number per token: the value of the state before it.
 
     Started from a policy's directory, its head is drawn from N(0, (0.01 / sqrt(width))^2), so that the first values
@@ -255,21 +325,26 @@ class ValueModel(nn.Module):
         autocast: bool = False,
         sequence: SequenceGroup | None = None,
         head: Mapping[str, torch.Tensor] | None = None,
+        empty: bool = False,
     ) -> None:
         """`source` is a Hugging Face directory, or a backbone of this type on this device, whose attention is replaced
         in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
-        the directory, or else is drawn. Raises TriviumError for a head of several outputs."""
+        the directory, or else is drawn. `empty`: the weights of the directory are not read yet. Raises TriviumError for
+        a head of several outputs."""
         super().__init__()
         given = isinstance(source, nn.Module)
-        self.module = source if given else load_backbone(source, dtype=dtype, device=device)
-        self.device, self.dtype, self.autocast = device, dtype, autocast
-        if not autocast:
-            use_onednn(decoder_of(self.module))
-        fuse(decoder_of(self.module))
-        differentiate_in_float64(self.module)
+        self.module = source if given else load_backbone(source, dtype=dtype, device=device, empty=empty)
+        self.device, self.dtype, self.autocast = device, dtype, False
+        self._choose_arithmetic(autocast)
         self.backbone = Backbone(self.module, sequence)
-        with torch.no_grad():
-            width = self.backbone(probe_pack(self.module)).shape[1]
+        width: int = self.module.config.get_text_config().hidden_size
+        if empty and not isinstance(source, nn.Module):
+            self._loading = _Loading(Path(source))
+        else:
+            self.backbone.settle(self._tolerance)
+            with torch.no_grad():
+                width = self.backbone(probe_pack(self.module)).shape[1]
+        self.autocast = autocast
         saved = dict(head) if head else {} if isinstance(source, nn.Module) else saved_head(source)
         self.value_head = self._head(saved, width, seed).to(device)
         self.names = tensor_names(self)
@@ -279,9 +354,11 @@ class ValueModel(nn.Module):
         """A head with this state, or a new one where it is empty."""
         return value_head(folded_head(saved), width, seed, self.dtype, biased=self.biased)
 
-    def forward(self, batch: Pack, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Pack, rows: torch.Tensor, what: str = "values") -> torch.Tensor:
         """(N,) values of the states before the tokens at `rows` of the pack; (N, K) where the head has K outputs."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            if what == "verify":
+                self.backbone.settle(self._tolerance)
             states = self.backbone.states(batch, self._sources(batch, rows))
         values: torch.Tensor = self.value_head(states.values.to(self.dtype))
         values = values.squeeze(1) if values.shape[1] == 1 else values

@@ -20,22 +20,23 @@ ROWS = 128
 shapes that never repeat would cost time and, over a long run, gigabytes."""
 
 
-def use_onednn(module: nn.Module) -> None:
-    """Routes every float32 `nn.Linear` of a CPU module through oneDNN. Not for use under autocast."""
+def use_onednn(module: nn.Module, device: torch.device) -> None:
+    """Routes every float32 `nn.Linear` of a module that runs on the CPU through oneDNN; its weights may not be there
+    yet. Not for use under autocast."""
     for layer in module.modules():
-        if type(layer) is nn.Linear and _applies(layer.weight):
+        if type(layer) is nn.Linear and _applies(layer.weight.dtype, device):
             layer.forward = partial(_forward, layer)
 
 
 def matmul_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (N, K) @ b (M, K).T, without gradient."""
-    if not _applies(b):
+    if not _applies(b.dtype, b.device):
         return a @ b.T
     return _onednn(pad(a, (0, 0, 0, -len(a) % ROWS)), b)[: len(a)]
 
 
-def _applies(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+def _applies(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def _forward(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:

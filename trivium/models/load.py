@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from trivium.errors import ConfigError
 from trivium.models.allocator import keep_freed_memory
+from trivium.models.filling import built_empty, fill
+from trivium.models.saved_tensors import open_tensors, weight_files
 from trivium.models.vision import decoder_of, family_in
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_lm(
@@ -21,25 +24,24 @@ def load_lm(
     dtype: torch.dtype | Literal["auto"],
     device: torch.device | str = "cpu",
     attention: str | None = "sdpa",
+    empty: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in eval mode, with its vision tower where it is of a family that sees. The type `auto` is
-    the one it was saved in. Raises ConfigError for a model that knows no attention but its own.
+    the one it was saved in. `empty`: without its weights, which `filling.fill` reads.
 
     `attention` is a name registered with transformers' AttentionInterface; None leaves the choice to the model. A
-    vision tower keeps its own.
+    vision tower keeps its own. Raises ConfigError for a model that knows no attention but its own, DataError where the
+    files are not those of the model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    keep_freed_memory()
     if family_in(path) is not None:
-        seeing = AutoModelForImageTextToText.from_pretrained(str(path), dtype=dtype, local_files_only=True)
+        seeing = _loaded(AutoModelForImageTextToText, path, dtype, device, empty=empty)
         if attention is not None:
             decoder_of(seeing).set_attn_implementation(attention)
-        return _aligned(seeing.to(device).eval())  # pyright: ignore[reportArgumentType]
+        return seeing
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
+        return _loaded(AutoModelForCausalLM, path, dtype, device, empty=empty, attn_implementation=attention)
     except KeyError as error:
         if error.args != (attention,):
             raise
@@ -48,25 +50,41 @@ def load_lm(
             "its attention cannot be replaced (it keeps a list of its own)",
             "use another model, or another engine",
         ) from error
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
-def load_backbone(path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_backbone(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", empty: bool = False
+) -> PreTrainedModel:
     """The same model without its output layer, in eval mode."""
     from transformers import AutoModel
 
+    return _loaded(AutoModel, path, dtype, device, empty=empty)
+
+
+def _loaded(
+    kind: type[Any], path: str | Path, dtype: torch.dtype | Literal["auto"], device: Any, *, empty: bool, **how: Any
+) -> PreTrainedModel:
+    """What an auto class of transformers makes of a directory."""
+    from transformers import AutoConfig, GenerationConfig
+
     keep_freed_memory()
-    model: PreTrainedModel = AutoModel.from_pretrained(str(path), dtype=dtype, local_files_only=True)
-    model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
-    return model if family_in(path) is None else _aligned(model)
-
-
-def _aligned(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its parameters in memory of their own. As they lie in a file, their addresses depend on the length
-    of its header, and with them the bits of a tower's matrix products: a resumed run would differ from its original."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    config.name_or_path = str(path)
+    dtype = saved_dtype(config, Path(path)) if dtype == "auto" else dtype
+    model = built_empty(partial(kind.from_config, config, dtype=dtype, **how))
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    if not empty:
+        fill(model, Path(path), torch.device(device))
     return model
+
+
+def saved_dtype(config: PretrainedConfig, path: Path) -> torch.dtype:
+    """The type that the weights in a directory were saved in."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    types = (entry.dtype for entry in open_tensors(weight_files(path)).entries.values())
+    return next((each for each in types if isinstance(each, torch.dtype) and each.is_floating_point), torch.float32)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

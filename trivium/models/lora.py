@@ -11,21 +11,24 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trivium.config import Config
 from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
+from trivium.models.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
 from trivium.models.hub import ModelPath, absence
+from trivium.models.saved_tensors import SafetensorsFiles
 from trivium.models.vision import vision_of
 from trivium.randomness import stream
 
@@ -100,6 +103,15 @@ def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: 
 
     Raises MissingPackage without peft, TriviumError for layers or adapters that are more than this module knows.
     """
+    inject(module, section, seed=seed, adapter=adapter)(module.device)
+    return module
+
+
+def inject(
+    module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: Path | None = None
+) -> Callable[[torch.device], None]:
+    """The same, but for the values of A and B: what is returned sets them, once the model that was empty is not, and
+    allocates them on a device where they have no memory. A and B are float32 at least, whatever the base is."""
     try:
         import peft
     except ImportError as error:
@@ -126,14 +138,12 @@ def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: 
         ) from error
     _check(module, output)
     for layer in _layers(module).values():
-        layer.trivium_base = fingerprint(layer.base_layer.weight)  # as long as it is whole
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(torch.promote_types(part[_NAME].weight.dtype, torch.float32))
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(".lora_A." in name or ".lora_B." in name)
-    if start is None:
-        _draw(module, seed)
-    else:
-        _fill(module, load_file(start / _WEIGHTS), start)
-    return module.eval()
+        parameter.requires_grad_(_of_adapter(name))
+    module.eval()
+    return partial(_draw, module, seed) if start is None else partial(_fill, module, start)
 
 
 @contextmanager
@@ -158,7 +168,7 @@ def has_adapter(module: nn.Module) -> bool:
 def base_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """The base's tensors, or this rank's parts of them, by the names they had before there was an adapter."""
     state = module.state_dict()
-    return {name.replace(".base_layer.", "."): state[name] for name in state if not _of_adapter(name)}
+    return {base: state[name] for name in state if (base := base_name(name)) is not None}
 
 
 def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -245,6 +255,8 @@ def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from adapter_state(module)
     for name, layer in _layers(module).items():
         yield f"{_PREFIX}{name}{_SCALE}", torch.tensor(layer.scaling[_NAME], dtype=torch.float64)
+        if not hasattr(layer, "trivium_base"):
+            layer.trivium_base = fingerprint(_whole(layer.base_layer.weight))
         yield f"{_PREFIX}{name}{_BASE}", torch.tensor(layer.trivium_base)
 
 
@@ -315,7 +327,7 @@ def _low_rank(layer: Any) -> LowRank:
 
 
 def _of_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
+    return base_name(name) is None
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,29 +346,39 @@ def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
         )
 
 
-@torch.no_grad()
-def _draw(module: nn.Module, seed: int) -> None:
+def _draw(module: nn.Module, seed: int, device: torch.device) -> None:
     """A uniform within sqrt(1 / in), drawn on the CPU whatever the device, and B zero."""
     generator = torch.Generator().manual_seed(stream(seed, "lora"))
     for layer in _layers(module).values():
-        down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-        bound = math.sqrt(1 / down.shape[1])
-        down.copy_(torch.empty(down.shape).uniform_(-bound, bound, generator=generator))
-        up.zero_()
+        bound = math.sqrt(1 / layer.lora_A[_NAME].weight.shape[1])
+        drawn = torch.empty(layer.lora_A[_NAME].weight.shape).uniform_(-bound, bound, generator=generator)
+        _set(layer.lora_A, device, rows_of(drawn))
+        _set(layer.lora_B, device, lambda _, into: into.zero_())
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    own = dict(adapter_state(module))
-    wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+def _set(part: nn.ModuleDict, device: torch.device, copy_rows: CopyRows) -> None:
+    """Sets A or B of a layer, this rank's part of it where it is sharded."""
+    linear: Any = part[_NAME]
+    if linear.weight.is_meta:
+        linear._parameters["weight"] = allocated(linear.weight, device, copy_rows)
+    else:
+        copy_rows(first_row(linear.weight), local_part(linear.weight))
+
+
+def _fill(module: nn.Module, directory: Path, device: torch.device) -> None:
+    source, own = SafetensorsFiles([directory / _WEIGHTS]), adapter_parameters(module)
+    saved = {name: entry.shape for name, entry in source.entries.items()}
+    wrong = sorted(own.keys() ^ saved.keys()) or [name for name in own if tuple(own[name].shape) != saved[name]]
     if wrong:
         raise TriviumError(
             f"start from the adapter {directory}",
             f"{wrong[0]} is missing, too much, or of another shape ({len(wrong)} tensors)",
             "use an adapter of this model",
         )
-    for name, tensor in own.items():
-        tensor.copy_(tensors[name])
+    for name, layer in _layers(module).items():
+        for what, part in ((_DOWN, layer.lora_A), (_UP, layer.lora_B)):
+            _set(part, device, partial(source.copy_rows, f"{_PREFIX}{name}{what}"))
 
 
 def _unusable(directory: Path) -> tuple[str, str, str] | None:

@@ -307,11 +307,19 @@ class Backbone:
     """A decoder as a function from packs to hidden states: packed where the model allows it, else padded."""
 
     def __init__(self, module: PreTrainedModel, sequence: SequenceGroup | None = None) -> None:
-        """Raises ConfigError where `module` cannot be run by the ranks of `sequence` together."""
+        """To be settled before its first pass. Raises ConfigError where `module` cannot be run by the ranks of
+        `sequence` together."""
         self.vision = vision_of(module)
         self.module = module if self.vision is None else self.vision.decoder
-        self.packs = _declares_packing(self.module) and self._probe()
+        self.packs = _declares_packing(self.module)
         self.sequence = sequence if sequence is not None and sequence.size > 1 else None
+        if self.sequence is not None:
+            self._check_sequence(self.sequence.size)
+
+    def settle(self, tolerance: float) -> None:
+        """Packs from now on where the model, packed, gives what it gives padded, up to this part of the largest number.
+        Raises ConfigError where the ranks of `sequence` cannot run it together."""
+        self.packs = self.packs and self._probe(tolerance)
         if self.sequence is not None:
             self._check_sequence(self.sequence.size)
 
@@ -398,7 +406,7 @@ class Backbone:
         check_heads(name, self.module.config.get_text_config().num_attention_heads, size)
 
     @torch.no_grad()
-    def _probe(self) -> bool:
+    def _probe(self, tolerance: float) -> bool:
         """Whether this model, packed, gives what it gives padded: its code may ignore positions or the interface."""
         from transformers import AttentionInterface
 
@@ -408,7 +416,7 @@ class Backbone:
         AttentionInterface.register(PACKED, packed_attention)
         self.module.set_attn_implementation(PACKED)
         try:
-            agrees = (self._packed(batch) - expected).abs().max() <= 1e-3 * expected.abs().max()
+            agrees = (self._packed(batch) - expected).abs().max() <= tolerance * expected.abs().max()
         except CannotPack:
             agrees = False
         if not agrees:

@@ -90,6 +90,10 @@ class RankVerbs:
         self.engine.load(directory)
         return self.engine.version
 
+    def resume(self, directory: Path) -> int:
+        self.engine.resume(directory)
+        return self.engine.version
+
     def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
 
@@ -170,6 +174,10 @@ class DistributedTrainEngine(TrainEngine):
     def load(self, directory: Path) -> None:
         for group in self._groups:
             self.version = group.run_on_all_ranks("load", directory)
+
+    def resume(self, directory: Path) -> None:
+        for group in self._groups:
+            self.version = group.run_on_all_ranks("resume", directory)
 
     def save_weights(self, directory: Path) -> None:
         self._group_of("policy").run_on_all_ranks("save_weights", directory)

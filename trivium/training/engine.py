@@ -332,9 +332,16 @@ class TorchTrainEngine(TrainEngine):
         self._open(directory / "policy", directory / "critic", directory / "reward", directory / _ADAPTER)
         for role, learner in self._learners.items():
             if learner.optimizer is not None:
-                for state in read_tensors(directory, f"{role}-optimizer"):
-                    learner.optimizer.restore(state)
+                learner.optimizer.restore(read_tensors(directory, f"{role}-optimizer"))
         self.version = json.loads(counters.read_text(encoding="utf-8"))["version"]
+
+    def resume(self, directory: Path) -> None:
+        """What the checkpoint holds is read from there alone, unless a user's class prepares more than models."""
+        if type(self).prepare is not TorchTrainEngine.prepare:
+            super().resume(directory)
+            return
+        self.load(directory)
+        announce(self._description())
 
     def save_weights(self, directory: Path) -> None:
         """A directory that transformers loads by itself: weights, config, and the other files of the initial model."""
@@ -394,6 +401,7 @@ class TorchTrainEngine(TrainEngine):
             "device": self._device,
             "autocast": self.config.dtype == "bfloat16",
             "sequence": self.ranks.sequence,
+            "empty": self.ranks.mesh is not None,  # then it is sharded before its weights are read
         }
         trained = {objective.role for objective in self.algorithm.objectives}
         roles = trained | {"policy"} | {SCORED_BY[what][0] for what in self.algorithm.needs}
@@ -486,6 +494,7 @@ class TorchTrainEngine(TrainEngine):
             bfloat16=self.config.dtype == "bfloat16",
             cpu_offload=self.config.cpu_offload,
         )
+        model.fill(torch.device("cpu") if self.config.cpu_offload else None)
         if trained:
             network = model if isinstance(model, ValueModel | ActorCritic) else model.module
             optimizer = Optimizer(network, self._optimizer_config(role))

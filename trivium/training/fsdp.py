@@ -6,16 +6,16 @@ What it needs of torch and transformers takes a second to import, which reading 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from trivium.models.filling import is_sharded
 from trivium.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, ranks: Ranks, *, trained: bool, bfloat16: bool, cpu_offload: bool) -> None:
@@ -57,25 +57,14 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def _is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor, on every rank. All ranks must call it."""
     return full_scalar(tensor.detach())
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor
-
-
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a full tensor that is equal on all ranks, sharded as `like` is."""
-    if not _is_sharded(like):
+    if not is_sharded(like):
         return value.to(like.device)
     from torch.distributed.tensor import distribute_tensor
 
@@ -88,4 +77,4 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def full_scalar(value: torch.Tensor) -> torch.Tensor:
     """A scalar of sharded tensors, reduced over all ranks."""
-    return value.full_tensor() if _is_sharded(value) else value
+    return value.full_tensor() if is_sharded(value) else value

@@ -101,7 +101,7 @@ class Learner:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether tokens that sequences begin with in common are computed once."""
+        """Whether tokens that sequences begin with in common are computed once; not known before the first pass."""
         return self._share_prefix and self.model.backbone.packs
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
@@ -219,7 +219,8 @@ class Learner:
 
     def _check(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
-        a pass that another skips."""
+        a pass that another skips. A model that was built empty is verified first."""
+        self.model.verify()
         self.work = np.zeros((2, 4), np.int64)
         self._check_images(batch)
         limit = max_positions(self.model.module)

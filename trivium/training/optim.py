@@ -15,7 +15,9 @@ from torch import nn
 
 from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
-from trivium.training.fsdp import full_scalar, shard_like
+from trivium.models.filling import read_like
+from trivium.models.saved_tensors import SavedTensors
+from trivium.training.fsdp import full_scalar
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -151,13 +153,12 @@ class Optimizer:
             if isinstance(value, torch.Tensor)
         }
 
-    def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """The inverse of `state`, from whole tensors."""
-        for key, value in state.items():
+    def restore(self, state: SavedTensors) -> None:
+        """The inverse of `state`, from whole tensors, of which this process reads its part."""
+        for key, entry in state.entries.items():
             name, _, moment = key.rpartition("/")
             if name not in self.parameters:
                 raise RunDirError("restore the optimizer", f"no parameter {name!r}", "resume with the same model")
             parameter = self.parameters[name]
-            like = moment != "step" and value.shape == parameter.shape
-            whole = shard_like(value, parameter) if like else value.to(parameter.device)
-            self._optimizer.state[parameter][moment] = whole
+            like = moment != "step" and entry.shape == tuple(parameter.shape)
+            self._optimizer.state[parameter][moment] = read_like(state, key, parameter, whole=not like)

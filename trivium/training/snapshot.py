@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.errors import RoleFailed, RunDirError
+from trivium.models.filling import local_part
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
 from trivium.models.lora import base_state, has_adapter, merged_state, merged_tensor
-from trivium.training.fsdp import full_tensor, local_part
+from trivium.models.saved_tensors import SafetensorsFiles
+from trivium.training.fsdp import full_tensor
 from trivium.training.ranks import Ranks
 from trivium.types import SaveStrategy
 
@@ -218,15 +220,14 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
 
-def read_tensors(directory: Path, stem: str) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors that were saved under a stem, file by file. Raises RunDirError where there are none."""
+def read_tensors(directory: Path, stem: str) -> SafetensorsFiles:
+    """The tensors that were saved under a stem. Raises RunDirError where there are none."""
     paths = [directory / f"{stem}.safetensors"]
     if not paths[0].is_file():
         paths = sorted(directory.glob(f"{stem}-*-of-*.safetensors"))
     if not paths:
         raise RunDirError(f"read {stem} from {directory}", "no such files", "resume with what was trained before")
-    for path in paths:
-        yield load_file(path)
+    return SafetensorsFiles(paths)
 
 
 def copy_companions(model_dir: Path, directory: Path) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from trivium.checkpoint.atomic import MANIFEST, commit, discard, manifest_files, staging_directory, verify_files
 from trivium.errors import DataError, RunDirError
+from trivium.models.filling import first_row, local_part
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.lora import adapter_parameters, has_adapter
-from trivium.training.fsdp import shard_like
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import Ranks
 from trivium.training.snapshot import TensorFile, read_tensors, take_snapshot, weight_files
@@ -114,8 +114,7 @@ def load(role: Role, directory: Path, tag: str | None, ranks: Ranks) -> tuple[Pa
     if optimizer is not None:
         if state["groups"] is None:
             raise RunDirError(f"the optimizer of {path}", "it was saved without one", "load the model alone")
-        for tensors in read_tensors(path, "optimizer"):
-            optimizer.restore(tensors)
+        optimizer.restore(read_tensors(path, "optimizer"))
         assert role.optimizer is not None
         own = role.optimizer.param_groups
         if len(own) != len(state["groups"]):
@@ -225,12 +224,11 @@ def _plain(value: object) -> bool:
 @torch.no_grad()
 def _copy(path: Path, stem: str, own: Mapping[str, Tensor]) -> None:
     """The saved tensors into the model's own."""
-    left = {*own}
-    for tensors in read_tensors(path, stem):
-        for name, value in tensors.items():
-            if name not in own or own[name].shape != value.shape:
-                raise RunDirError(f"{stem} of {path}", f"{name} does not fit the model", "resume with the same model")
-            own[name].copy_(shard_like(value, own[name]))
-            left.discard(name)
-    if left:
-        raise RunDirError(f"{stem} of {path}", f"no {sorted(left)[0]} there", "resume with the same model")
+    source = read_tensors(path, stem)
+    for name, entry in source.entries.items():
+        if name not in own or tuple(own[name].shape) != entry.shape:
+            raise RunDirError(f"{stem} of {path}", f"{name} does not fit the model", "resume with the same model")
+        source.copy_rows(name, first_row(own[name]), local_part(own[name]))
+    missing = sorted(own.keys() - source.entries.keys())
+    if missing:
+        raise RunDirError(f"{stem} of {path}", f"no {missing[0]} there", "resume with the same model")

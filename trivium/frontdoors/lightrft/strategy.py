@@ -34,7 +34,7 @@ from trivium.frontdoors.lightrft.sharded_sampler import ShardedSampler
 from trivium.models.heads import LanguageModel, ValueModel
 from trivium.models.loss import LossDenominators
 from trivium.training.batching import count
-from trivium.training.fsdp import full_tensor, shard
+from trivium.training.fsdp import full_tensor, shard, shard_like
 from trivium.training.learner import Learner
 from trivium.training.optim import Optimizer, OptimizerConfig, Scheduler, adamw
 from trivium.training.ranks import COLLECTIVE_S, Ranks, join_ranks, launched_ranks
@@ -325,7 +325,7 @@ class Strategy(ScriptCalls):
             if not isinstance(own, DTensor):
                 value = full_tensor(value)
             elif not isinstance(value, DTensor):
-                value = checkpoints.shard_like(value, own)
+                value = shard_like(value, own)
             own.lerp_(value.to(own.dtype), 1 - beta)
 
     # ------------------------------------------------------------------ data

@@ -340,6 +340,11 @@ class RoleTrainEngine(DistributedTrainEngine):
         self._is_initial = False
         super().load(directory)
 
+    def resume(self, directory: Path) -> None:
+        """The workers were built with the models as they were before training."""
+        self.prepare()
+        self.load(directory)
+
     def sync_weight(self) -> bool:
         """Each worker gives its rollout engine the weights: none of them passes through here."""
         return self.channel.offer(self.version, ())

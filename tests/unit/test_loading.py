@@ -1,0 +1,172 @@
+"""Models are read from files as transformers reads them, by each rank its own part, in memory for that alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_parts_of_loading import engine_of, opened, peak, refused
+from rank_processes import run_ranks
+from safetensors.torch import load_file, save_file
+from training_parts import MODELS, VOCABULARY, make_batch, write_model
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig
+from vision_parts import FAMILIES, tiny
+
+from trivium.errors import DataError
+from trivium.models.load import load_backbone, load_lm
+from trivium.models.lora import LoraConfig
+from trivium.training.ranks import ALONE
+
+MIXTURE = Qwen3MoeConfig(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=64,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)
+
+
+def write_mixture(directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MIXTURE).save_pretrained(directory)
+    return directory
+
+
+WRITERS: Mapping[str, Any] = {
+    **{name: partial(write_model, name=name) for name in MODELS},
+    "mixture": write_mixture,
+    **{family: partial(tiny, family=family) for family in FAMILIES},
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_model_is_what_transformers_loads(name: str, tmp_path: Path) -> None:
+    path = WRITERS[name](tmp_path)
+    kind = AutoModelForImageTextToText if name in FAMILIES else AutoModelForCausalLM
+    for dtype in (torch.float32, torch.bfloat16):
+        pairs = [
+            (load_lm(path, dtype=dtype, attention=None), kind.from_pretrained(path, dtype=dtype)),
+            (load_backbone(path, dtype=dtype), AutoModel.from_pretrained(path, dtype=dtype)),
+        ]
+        for ours, theirs in pairs:
+            assert tensors(ours).keys() == tensors(theirs).keys()
+            for key, tensor in tensors(theirs).items():
+                torch.testing.assert_close(tensors(ours)[key], tensor, rtol=0, atol=0)
+            assert [*dict(ours.named_parameters())] == [*dict(theirs.named_parameters())]  # tied ones are one
+            assert ours.config.to_dict() == theirs.config.to_dict()
+            assert repr(getattr(ours, "_weight_conversions", [])) == repr(theirs._weight_conversions)
+    assert load_lm(path, dtype="auto", attention=None).dtype == torch.float32
+
+
+def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers."""
+    return {**module.state_dict(), **dict(module.named_buffers())}
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+def test_ranks_read_their_parts(tmp_path: Path) -> None:
+    paths = {name: WRITERS[name](tmp_path / name) for name in ("qwen3", "gpt2", "bloom", "mixture")}
+    paths["pickled"] = pickled(write_model(tmp_path / "pickled", "llama"))
+    paths["adapter"] = write_model(tmp_path / "adapter")
+    adapter = LoraConfig(rank=3, path=None)
+    on_ranks = run_ranks([3], opened, tmp_path / "ranks", paths, adapter)[3]
+    for name, path in paths.items():
+        engine = engine_of(path, ALONE, lora=adapter if name == "adapter" else None)
+        for rank, results in enumerate(on_ranks):
+            exported, scores = results[name]
+            expected = dict(engine.export_weights())
+            assert exported.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[key]) for key, tensor in exported.items()), name
+            alone = engine.score(make_batch().select([rank]), "log_prob")
+            torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(alone[0]), rtol=1e-5, atol=1e-5)
+
+
+def pickled(directory: Path) -> Path:
+    """The same weights in a file that is no safetensors file."""
+    file = directory / "model.safetensors"
+    torch.save(load_file(file), directory / "pytorch_model.bin")
+    file.unlink()
+    return directory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
+def test_a_rank_needs_memory_for_its_part_alone(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 128, "vocab_size": 8000}
+    large = write_model(tmp_path / "large", "llama", **sizes)
+    assert 100e6 < (large / "model.safetensors").stat().st_size < 130e6
+    for of_rank in run_ranks([2], peak, tmp_path / "ranks", write_model(tmp_path / "small"), large)[2]:
+        assert of_rank["kept"] < 65e6
+        assert of_rank["peak"] <= 1.2 * of_rank["kept"] + of_rank["largest"], of_rank
+
+
+# --------------------------------------------------------------------------- files that do not fit
+
+
+def damaged(directory: Path) -> dict[str, tuple[Path, str]]:
+    """Directories whose files are not those of their model, with a part of the error."""
+
+    def copy(name: str) -> tuple[Path, dict[str, torch.Tensor]]:
+        path = write_model(directory / name, "llama")
+        return path, load_file(path / "model.safetensors")
+
+    found = dict[str, tuple[Path, str]]()
+    norm = "model.layers.1.input_layernorm.weight"
+    path, weights = copy("lacking")
+    del weights[norm]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    found["lacking"] = path, f"no {norm}"
+    path, weights = copy("shape")
+    save_file({**weights, norm: torch.ones(7)}, path / "model.safetensors", {"format": "pt"})
+    found["shape"] = path, r"has the shape [7]"
+    path, weights = copy("type")
+    save_file({**weights, norm: torch.ones(16, dtype=torch.int8)}, path / "model.safetensors", {"format": "pt"})
+    found["type"] = path, "saved as torch.int8"
+    path, _ = copy("short")
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[:-100])
+    found["short"] = path, "lies beyond its end"
+    path, weights = copy("untied")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    found["untied"] = path, "different values"
+    path, _ = copy("nothing")
+    (path / "model.safetensors").unlink()
+    found["nothing"] = path, "no model.safetensors"
+    path, _ = copy("index")
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {norm: "model-1.safetensors"}}))
+    found["index"] = path, "names model-1.safetensors, which is not there"
+    return found
+
+
+def test_files_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+    expected = damaged(tmp_path)
+    for path, text in expected.values():
+        with pytest.raises(DataError) as error:
+            load_lm(path, dtype=torch.float32)
+        assert text in str(error.value)
+        assert error.value.do
+    for errors in run_ranks([2], refused, tmp_path / "ranks", {name: path for name, (path, _) in expected.items()})[2]:
+        assert {name for name, (_, text) in expected.items() if text not in errors.get(name, "")} == set()
+
+
+def test_a_config_of_another_size_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers, config.layer_types = 3, None
+    config.save_pretrained(path)
+    with pytest.raises(DataError, match=r"no model\.layers\.2\.input_layernorm\.weight \(\d+ tensors are missing\)"):
+        load_lm(path, dtype=torch.float32)

@@ -1,0 +1,265 @@
+"""Models that are built without memory for their weights, and filled from files.
+
+A model that ranks share is built, wrapped and sharded while it is empty (on torch's `meta` device). Each rank then
+allocates its part of one parameter after the other, and reads it there. A process that is alone does the same with
+whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import torch
+from torch import nn
+
+from trivium.errors import DataError
+from trivium.models.saved_tensors import Entry, SavedTensors, open_tensors, weight_files
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
+
+def built_empty(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The model that `build` makes, in eval mode, without memory for parameters and buffers."""
+    try:
+        from transformers.initialization import meta_device_safe_creation_ops as safe_operations
+    except ImportError:  # of an older transformers
+        safe_operations = nullcontext
+    with torch.device("meta"), safe_operations():
+        return build().eval()
+
+
+def base_name(name: str) -> str | None:
+    """The name of a tensor in the model without an adapter; None for one of the adapter."""
+    return None if ".lora_A." in name or ".lora_B." in name else name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def fill(
+    module: PreTrainedModel, directory: Path, device: torch.device, weights_on: torch.device | None = None
+) -> None:
+    """Gives the parameters and buffers of an empty model memory, and the values of the weights in `directory`: of a
+    sharded parameter this rank's part. Parameters go to `weights_on`, which is `device` where it is None. All ranks
+    that share the model call it together. An adapter stays empty.
+
+    Raises DataError where the files lack a tensor, or have one of another shape or type.
+    """
+    shared = any(is_sharded(parameter) for parameter in module.parameters())
+    source = open_tensors(weight_files(directory), device if shared else None)
+    slots = _slots(module)
+    for sources, converter in _plan(module, source.entries, slots):
+        if converter is None:
+            ((name, key),) = sources
+            _read(slots[name], source, key, directory, device if slots[name].is_buffer else weights_on or device)
+            continue
+        for name, tensor in _converted(module, source, sources, converter, slots).items():
+            if name in slots:
+                _check_shape(slots[name], tensor.shape, f"what {sources[0][1]} and others make", directory)
+                _place(slots[name], weights_on or device, rows_of(tensor))
+    missing = sorted({slot.names[0] for slot in slots.values() if slot.tensor.is_meta and not slot.is_buffer})
+    if missing:
+        raise DataError(
+            f"the weights of {type(module).__name__} in {directory}",
+            f"no {missing[0]}" + (f" ({len(missing)} tensors are missing)" if len(missing) > 1 else ""),
+            "save the model there in full (save_pretrained), or correct its config.json",
+        )
+    _compute_buffers(module, device)
+
+
+# --------------------------------------------------------------------------- what is to be filled
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A parameter or a buffer, and where a module keeps it; tied ones are one slot."""
+
+    tensor: torch.Tensor
+    is_buffer: bool
+    names: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    key: str = ""
+    """What it was read from."""
+
+
+def _slots(module: nn.Module) -> dict[str, _Slot]:
+    """The empty tensors that are in files, by name."""
+    slots, by_tensor = dict[str, _Slot](), dict[int, _Slot]()
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for attribute, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            name = base_name(f"{prefix}.{attribute}".removeprefix("."))
+            if tensor is None or name is None or not tensor.is_meta or attribute in owner._non_persistent_buffers_set:
+                continue
+            slot = by_tensor.setdefault(id(tensor), _Slot(tensor, attribute in owner._buffers))
+            slot.names.append(name)
+            slot.owners.append((owner, attribute))
+            slots[name] = slot
+    return slots
+
+
+CopyRows = Callable[[int, torch.Tensor], object]
+"""Fills a contiguous tensor with the rows of another one, from this row on."""
+_Sources = list[tuple[str, str]]
+"""(name in the model, name in the files) of each."""
+
+
+def _plan(
+    module: PreTrainedModel, entries: Mapping[str, Entry], slots: Mapping[str, _Slot]
+) -> Iterator[tuple[_Sources, WeightConverter | None]]:
+    """What is read from what, by transformers' table of how names and shapes in files differ from a model's.
+
+    The converters that were used are left with the model: it is saved as it was.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping: list[Any] = get_model_conversion_mapping(module)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, names = module.base_model_prefix, cast(dict[str, Any], slots)
+    plain, made = list[_Sources](), dict[str, tuple[_Sources, WeightConverter]]()
+    for key in sorted(entries, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in slots and key in slots:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        if name not in slots:
+            continue
+        if pattern is None:
+            plain.append([(name, key)])
+            continue
+        sources, converter = made.setdefault(name, ([], deepcopy(by_pattern[pattern])))
+        sources.append((name, key))
+        converter.add_tensor(name, key, pattern, cast(Any, key))
+    used: Any = [each for each in mapping if each.was_used()]
+    module._weight_conversions = used
+    yield from ((sources, None) for sources in plain)
+    yield from made.values()
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def _read(slot: _Slot, source: SavedTensors, key: str, directory: Path, device: torch.device) -> None:
+    """Fills a slot from one tensor of the files."""
+    _check_shape(slot, source.entries[key].shape, key, directory)
+    if not slot.key:
+        slot.key = key
+        _place(slot, device, lambda start, into: source.copy_rows(key, start, into))
+        return
+    own = local_part(slot.tensor)
+    again = torch.empty_like(own)
+    source.copy_rows(key, first_row(slot.tensor), again)
+    if not torch.equal(again, own):
+        raise DataError(
+            f"{slot.key} and {key} of {directory}, which the model's config ties to each other",
+            "they have different values",
+            "set tie_word_embeddings to false in its config.json",
+        )
+
+
+def _converted(
+    module: PreTrainedModel,
+    source: SavedTensors,
+    sources: _Sources,
+    converter: WeightConverter,
+    slots: Mapping[str, _Slot],
+) -> dict[str, torch.Tensor]:
+    """What transformers makes of several tensors of the files, whole."""
+    name = sources[0][0]
+    for keys in converter.collected_tensors.values():
+        for place, key in enumerate(cast(list[Any], keys)):
+            keys[place] = torch.empty(source.entries[key].shape, dtype=slots[name].tensor.dtype)
+            source.copy_rows(key, 0, cast(torch.Tensor, keys[place]))
+    made: Mapping[str, Any] = converter.convert(name, model=module, config=module.config)
+    return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
+    """Allocates a slot's tensor, or this rank's part of it, and has `copy_rows` fill it."""
+    slot.tensor = allocated(slot.tensor, device, copy_rows, is_buffer=slot.is_buffer)
+    for owner, attribute in slot.owners:
+        (owner._buffers if slot.is_buffer else owner._parameters)[attribute] = slot.tensor
+
+
+def allocated(empty: torch.Tensor, device: torch.device, copy_rows: CopyRows, *, is_buffer: bool = False) -> Any:
+    """A parameter (or buffer) like an empty one, sharded as it is, with memory that `copy_rows` has filled."""
+    room = torch.empty_like(local_part(empty), device=device)
+    copy_rows(first_row(empty), room)
+    value: Any = type(empty)(room, empty._spec, requires_grad=False) if is_sharded(empty) else room
+    if not is_buffer:
+        value = nn.Parameter(value, requires_grad=empty.requires_grad)
+    value._is_hf_initialized = True  # transformers computes what is not
+    return value
+
+
+def read_like(source: SavedTensors, key: str, like: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+    """A saved tensor in its own type, where another one lies; sharded as that is, unless it is read `whole`."""
+    entry = source.entries[key]
+    assert isinstance(entry.dtype, torch.dtype), f"{key} of {entry.file} is {entry.dtype}"
+    local = local_part(like.detach())
+    room = torch.empty(entry.shape if whole else local.shape, dtype=entry.dtype, device=local.device)
+    source.copy_rows(key, 0 if whole else first_row(like), room)
+    return type(like)(room, like._spec, requires_grad=False) if is_sharded(like) and not whole else room
+
+
+def _check_shape(slot: _Slot, shape: tuple[int, ...], key: str, directory: Path) -> None:
+    if tuple(shape) != tuple(slot.tensor.shape):
+        raise DataError(
+            f"{slot.names[0]} {list(slot.tensor.shape)} in {directory}",
+            f"{key} has the shape {list(shape)}",
+            "use the config.json that belongs to these weights",
+        )
+
+
+def _compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Gives every buffer that no file has (the frequencies of rotary positions, for example) the value that the model's
+    code computes."""
+    from transformers import PreTrainedModel
+
+    models = {name: part for name, part in module.named_modules() if isinstance(part, PreTrainedModel)}
+    for name, owner in module.named_modules():
+        empty = [attribute for attribute, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+        if not empty:
+            continue
+        for attribute in empty:
+            owner._buffers[attribute] = torch.full_like(cast(torch.Tensor, owner._buffers[attribute]), 0, device=device)
+        above = max((each for each in models if not each or f"{name}.".startswith(f"{each}.")), key=len)
+        models[above]._init_weights(owner)
+
+
+# --------------------------------------------------------------------------- sharded tensors
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks hold a part of it each."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def rows_of(whole: torch.Tensor) -> CopyRows:
+    """Fills from a tensor that is here."""
+    return lambda start, into: into.copy_(whole[start:][: len(into)])
+
+
+def first_row(tensor: torch.Tensor) -> int:
+    """The row of the whole tensor that this rank's part begins with."""
+    if not is_sharded(tensor):
+        return 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            rows = -(-tensor.shape[0] // tensor.device_mesh.size(axis))
+            return min(rows * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
+    return 0

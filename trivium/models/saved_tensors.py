@@ -1,0 +1,205 @@
+"""Tensors that lie in files, read a range of rows at a time into memory that is there already.
+
+A safetensors file is read with plain reads, not mapped: pages of a mapped file count as memory of the process, and a
+rank that reads a quarter of each tensor would hold it twice. Other files have to be unpickled as a whole: the first
+rank opens them and sends each tensor to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trivium.errors import DataError
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CHUNK = 16 * 2**20
+"""Bytes that are read at once where they cannot be read into their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    """A type that is not known here by its name in the file."""
+    file: Path
+    offset: int = 0
+    """Where its bytes begin in the file."""
+
+    @property
+    def row(self) -> int:
+        """Elements of one row: one step along the first axis."""
+        return math.prod(self.shape[1:])
+
+
+class SavedTensors(Protocol):
+    """Named tensors that can be read."""
+
+    entries: Mapping[str, Entry]
+
+    def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Fills the contiguous tensor `into` with the rows of a tensor from `start` on, in its own type and on its own
+        device. Ranks that read together must all call it for the same tensors in the same order.
+
+        Raises DataError where the file ends too early, or the types do not go together.
+        """
+        ...
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that the weights of a Hugging Face directory are in. Raises DataError where one is missing."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index, single = directory / f"{stem}.index.json", directory / stem
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            missing = [name for name in named if not (directory / name).is_file()]
+            if missing:
+                raise DataError(
+                    f"the weights of {directory}",
+                    f"{index.name} names {missing[0]}, which is not there ({len(missing)} of {len(named)} files)",
+                    "copy the directory again, in full",
+                )
+            return [directory / name for name in named]
+    raise DataError(
+        f"the weights of {directory}",
+        "no model.safetensors and no pytorch_model.bin, nor the index of either",
+        "save the model there with save_pretrained",
+    )
+
+
+def open_tensors(paths: Sequence[Path], device: torch.device | None = None) -> SavedTensors:
+    """The tensors of files of one kind. `device`: the ranks of the process group read together, and a tensor that one
+    sends the others travels through memory of this device."""
+    if all(path.suffix == ".safetensors" for path in paths):
+        return SafetensorsFiles(paths)
+    return PickledFiles(paths, device)
+
+
+class SafetensorsFiles:
+    """The tensors of safetensors files."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Reads the headers. Raises DataError for a file that is damaged."""
+        self.entries = {name: entry for path in paths for name, entry in _header(path).items()}
+
+    def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
+        entry = self.entries[name]
+        dtype = _checked_type(name, entry, into.dtype)
+        flat = into.detach().view(-1)
+        if not len(flat):
+            return
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start * entry.row * dtype.itemsize)
+            if into.device.type == "cpu" and into.dtype == dtype:
+                _read(file, entry, flat)
+                return
+            step = max(1, _CHUNK // dtype.itemsize)
+            buffer = torch.empty(min(step, len(flat)), dtype=dtype)
+            for first in range(0, len(flat), step):
+                part = buffer[: len(flat) - first]
+                _read(file, entry, part)
+                flat[first : first + len(part)].copy_(part)
+
+
+def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
+    """Fills a tensor with the bytes that come next."""
+    view = memoryview(into.view(torch.uint8).numpy())
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise _damaged(entry.file, f"it ends {len(view)} bytes too early")
+        view = view[count:]
+
+
+class PickledFiles:
+    """The tensors of files that torch.save wrote, of tensors alone."""
+
+    def __init__(self, paths: Sequence[Path], device: torch.device | None) -> None:
+        self._paths, self._device = paths, device
+        self._first = device is None or dist.get_rank() == 0
+        known: list[Any] = [None]
+        if self._first:
+            known = [{name: (tuple(t.shape), t.dtype, path) for name, (t, path) in self._tensors.items()}]
+        if device is not None:
+            dist.broadcast_object_list(known, src=0)
+        self.entries = {name: Entry(*entry) for name, entry in known[0].items()}
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[torch.Tensor, Path]]:
+        return {
+            name: (tensor, path)
+            for path in self._paths
+            for name, tensor in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
+        }
+
+    def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
+        entry = self.entries[name]
+        dtype = _checked_type(name, entry, into.dtype)
+        whole = self._tensors[name][0] if self._first else torch.empty(entry.shape, dtype=dtype, device=self._device)
+        if self._device is not None:
+            whole = whole.to(self._device).contiguous()
+            dist.broadcast(whole, src=0)
+        into.view(-1).copy_(whole.reshape(-1)[start * entry.row :][: into.numel()])
+
+
+def _checked_type(name: str, entry: Entry, wanted: torch.dtype) -> torch.dtype:
+    if isinstance(entry.dtype, torch.dtype) and entry.dtype.is_floating_point == wanted.is_floating_point:
+        return entry.dtype
+    raise DataError(
+        f"{name} of {entry.file} as {wanted}",
+        f"it is saved as {entry.dtype}",
+        "save the model in float32, bfloat16 or float16; quantized files are not read",
+    )
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, by what it begins with: the length of a JSON text, and that text."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= size - 8:
+            raise _damaged(path, f"its header is said to have {length} bytes of {size}")
+        text = file.read(length)
+    entries = dict[str, Entry]()
+    try:
+        for name, each in json.loads(text).items():
+            if name == "__metadata__":
+                continue
+            dtype, (first, last) = _TYPES.get(each["dtype"], each["dtype"]), each["data_offsets"]
+            entry = entries[name] = Entry(tuple(each["shape"]), dtype, path, 8 + length + first)
+            known = dtype if isinstance(dtype, torch.dtype) else None
+            if known is not None and math.prod(entry.shape) * known.itemsize != last - first:
+                raise ValueError(f"{name} has {last - first} bytes")
+            if 8 + length + last > size:
+                raise ValueError(f"{name} lies beyond its end")
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"its header does not fit it: {type(error).__name__}: {error}") from error
+    return entries
+
+
+def _damaged(path: Path, found: str) -> DataError:
+    return DataError(f"read {path}", found, "copy the file again")
