@@ -2,9 +2,9 @@
 
     python benchmarks/loading.py [--ranks 4] [--gigabytes 1.0]
 
-Writes a Qwen3 of this size in float32 and opens it as the policy of a train engine on gloo ranks of this machine, each a
-process of its own. What counts is how far the peak of a rank's resident set rises above what it was once it had opened
-a tiny model. The limit is 1.2 times what the rank keeps, and one tensor. Linux only.
+Writes a Qwen3 of this size in float32 and opens it as the policy of a train engine on gloo ranks of this machine, each
+a process of its own. What counts is how far the peak of a rank's resident set rises above what it was once it had
+opened a tiny model. The limit is 1.2 times what the rank keeps, and one tensor. Linux only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -28,7 +29,7 @@ from trivium.models.filling import local_part
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import join_ranks
 
-_SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+_SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 _LAYER_BYTES = 4 * (2 * 1024 * 128 * (8 + 2) + 3 * 1024 * 3072)
 _VOCABULARY = 32000
 
@@ -51,7 +52,7 @@ def open_policy(directory: Path) -> TorchTrainEngine:
     engine = TorchTrainEngine(
         TorchTrainEngine.Config(device="cpu"),
         model_dir=directory,
-        algorithm=build_algorithm(SFT.Config(kind="sft"), seed=0),
+        algorithm=build_algorithm(SFT.configure({"kind": "sft"})),
         temperature=1.0,
         max_response_length=32,
         total_steps=1,

@@ -297,7 +297,7 @@ class TrainEngine(ABC):
         """The inverse of `save`: training continues bit for bit."""
 
     def resume(self, directory: Path) -> None:
-        """`prepare`, and `load` of a checkpoint; an engine that need not read the initial weights first overrides it."""
+        """`prepare`, and `load` of a checkpoint. An engine that need not read the initial weights overrides it."""
         self.prepare()
         self.load(directory)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from training_parts import Parts, Reinforce, make_batch
 
+from trivium.errors import DataError
 from trivium.models.filling import local_part
 from trivium.models.lora import LoraConfig
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import Ranks, join_ranks
+from trivium.types import Batch
 
 
 def engine_of(directory: Path, ranks: Ranks, **config: Any) -> TorchTrainEngine:
@@ -30,31 +31,38 @@ def engine_of(directory: Path, ranks: Ranks, **config: Any) -> TorchTrainEngine:
     return engine
 
 
-def opened(rank: int, size: int, directories: dict[str, Path], adapter: LoraConfig | None) -> dict[str, Any]:
-    """The whole weights of each model, and its log-probabilities."""
-    batch, results = make_batch(), dict[str, Any]()
-    for name, directory in directories.items():
-        engine = engine_of(directory, join_ranks(), lora=None if name != "adapter" else adapter)
-        exported = {key: tensor.clone() for key, tensor in engine.export_weights()}
-        results[name] = exported, engine.score(batch.select([rank]), "log_prob")
-    return results
+def on_rank(
+    rank: int, size: int, large: Path, fitting: dict[str, Path], damaged: dict[str, Path], adapter: LoraConfig
+) -> dict[str, Any]:
+    """What the tests look at, of one rank."""
+    ranks, batch = join_ranks(), make_batch().select([rank])
+    models = {
+        name: _opened(path, batch, ranks, adapter if name == "adapter" else None) for name, path in fitting.items()
+    }
+    return {
+        "models": models,
+        "peak": _peak(large, ranks),
+        "refused": {name: _error(path, ranks) for name, path in damaged.items()},
+    }
 
 
-def refused(rank: int, size: int, directories: dict[str, Path]) -> dict[str, str]:
-    """The error of each."""
-    errors = dict[str, str]()
-    for name, directory in directories.items():
-        try:
-            engine_of(directory, join_ranks())
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}\n{error}"
-    return errors
+def _opened(directory: Path, batch: Batch, ranks: Ranks, adapter: LoraConfig | None) -> Any:
+    """A model's whole weights, and its log-probabilities."""
+    engine = engine_of(directory, ranks, lora=adapter)
+    exported = {key: tensor.clone() for key, tensor in engine.export_weights()}
+    return exported, engine.score(batch, "log_prob")
 
 
-def peak(rank: int, size: int, small: Path, large: Path) -> dict[str, int]:
+def _error(directory: Path, ranks: Ranks) -> str:
+    try:
+        engine_of(directory, ranks)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def _peak(large: Path, ranks: Ranks) -> dict[str, int]:
     """Bytes that opening a model adds at its peak, that it keeps, and that its largest tensor has."""
-    ranks = join_ranks()
-    engine_of(small, ranks)  # imports what it takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
     before = _status("VmRSS")
     module = engine_of(large, ranks)._learners["policy"].model.module
@@ -63,7 +71,6 @@ def peak(rank: int, size: int, small: Path, large: Path) -> dict[str, int]:
         "peak": _status("VmHWM") - before,
         "kept": sum(local_part(each).nbytes for each in parameters),
         "largest": max(each.numel() * each.itemsize for each in parameters),
-        "torch": torch.get_num_threads(),
     }
 
 

@@ -436,3 +436,29 @@ def test_ranks_train_push_and_save_what_one_process_does(tmp_path: Path) -> None
     engine = make_engine(tmp_path / "model", NEEDS_REFERENCE, **config)
     engine.load(tmp_path / "saved-2")
     assert all(torch.allclose(tensor, two[0]["merged"][name], atol=1e-12) for name, tensor in weights(engine).items())
+
+
+def test_the_base_may_be_bfloat16_under_an_adapter_in_float32(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", "llama")
+
+    def engine(**config: Any) -> TorchTrainEngine:
+        return make_engine(directory, Parts((Reinforce(),), frozenset({"ref"})), lora={"rank": 2}, **config)
+
+    wide, narrow = engine(), engine(frozen_dtype="bfloat16")
+    module = narrow._learners["policy"].model.module
+    types = {"lora" if ".lora_" in name else "base": p.dtype for name, p in module.named_parameters()}
+    assert types == {"base": torch.bfloat16, "lora": torch.float32}
+    batch = make_batch(advantages=0.5)
+    old = [torch.from_numpy(np.concatenate(each.score(batch, "old"))) for each in (wide, narrow)]
+    assert old[1].dtype == torch.float32
+    torch.testing.assert_close(*old, rtol=0.1, atol=0.3)
+    assert not torch.equal(*old)
+    np.testing.assert_array_equal(old[1], np.concatenate(narrow.score(batch, "ref")))
+    rows = [narrow.update("policy", batch, narrow.algorithm.objectives[0]) for _ in range(3)]
+    assert rows[-1]["train/loss/policy"] < rows[0]["train/loss/policy"]
+    exported = dict(narrow.export_weights())
+    assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32  # base and adapter, added
+    narrow.save(tmp_path / "saved")
+    again = engine(frozen_dtype="bfloat16")
+    again.resume(tmp_path / "saved")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in again.export_weights())

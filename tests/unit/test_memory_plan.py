@@ -23,7 +23,7 @@ from unit.training_parts import Parts, Reinforce, make_batch, make_engine
 
 from tests.processes import Forked
 from trivium.cli import app
-from trivium.config import RunConfig, config_from_mapping
+from trivium.config import RunConfig, config_from_mapping, load_config
 from trivium.config.memory_estimate import MIB, Machine, adapter_parameters, engine_memory, host_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
@@ -66,6 +66,16 @@ QWEN_1B5 = {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
+}
+ROOT = Path(__file__).parents[2]
+QWEN_7B = {
+    **QWEN_1B5,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
 }
 LLAMA_70B = {
     "model_type": "llama",
@@ -151,6 +161,18 @@ class TestEstimate:
         full, adapted = (memory_plan(shape, tokens=1024, adapter_rank=rank) for rank in (0, 16))
         assert adapted["policy optimizer"] == 8 * adapter_parameters(shape, 16) < full["policy optimizer"] / 50
         assert adapted["policy weights"] - full["policy weights"] == 4 * adapter_parameters(shape, 16)
+
+    def test_a_base_in_bfloat16_takes_half(self) -> None:
+        shape = shape_of(QWEN_1B5)
+        how: dict[str, Any] = {"tokens": 1024, "dtype": "bfloat16", "adapter_rank": 16}
+        wide, narrow = (memory_plan(shape, **how, frozen_dtype=name) for name in ("float32", "bfloat16"))
+        assert wide["policy weights"] - narrow["policy weights"] == 2 * shape.parameters
+        assert narrow["policy optimizer"] == wide["policy optimizer"]
+        assert narrow["float32 head"] == 4 * shape.embedding
+        assert "gathered" not in narrow  # autocast has nothing to cast
+        assert "gathered" in wide
+        full = memory_plan(shape, frozen={"reference": shape}, tokens=1024, frozen_dtype="bfloat16")
+        assert full["policy weights"] == 2 * full["reference weights"] == 4 * shape.parameters
 
     def test_activations_grow_with_tokens_and_shrink_with_checkpoints_and_bfloat16(self) -> None:
         shape = shape_of(QWEN_1B5)
@@ -270,6 +292,34 @@ class TestPlan:
         assert there["each rank, host"]["policy optimizer"] == here["each rank"]["policy optimizer"]
         assert there["each rank, host"]["checkpoint copy"] == here["each rank, host"]["checkpoint copy"]
         assert there["needed"]["host"] > here["needed"]["host"]
+
+    @pytest.mark.parametrize(("said", "gpu"), [(QWEN_1B5, 24), (QWEN_7B, 80)])
+    def test_the_preset_fits_its_gpu(self, said: dict[str, Any], gpu: int, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
+        (tmp_path / "model.safetensors").touch()
+        rows = [f"tasks.{name}.path={tmp_path / 'rows.jsonl'}" for name in ("train", "test")]
+        config = load_config(ROOT / "recipes/gpu_24gb.yaml", [f"model.path={tmp_path}", *rows])
+        machine = Machine(64 * 2**30, (gpu * 10**9,))
+        refuse_too_large(config, machine)
+        memory = plan_run(config, 1, machine).stages[0].memory
+        assert memory is not None
+        assert memory["each rank"]["device"] == memory["each engine"]["device"] == "cuda"  # auto, on this machine
+        parts = memory["each rank"]["total"], memory["each engine"]["total"]
+        assert memory["needed"]["gpu"] == pytest.approx(sum(parts) + 512, abs=1)
+        assert memory["needed"]["gpu"] * MIB > 0.6 * gpu * 10**9
+        with pytest.raises(ConfigError, match="GPU"):
+            refuse_too_large(config, Machine(64 * 2**30, (gpu * 10**9 // 2,)))
+
+    def test_what_is_left_to_the_machine_follows_it(self, tmp_path: Path) -> None:
+        on_cpu, on_gpu = (
+            plan_run(config_of(tmp_path, engine={}), 1, machine).stages[0].memory or {}
+            for machine in (Machine(2**50), HUGE)
+        )
+        assert on_cpu["each rank"]["device"] == on_cpu["each engine"]["device"] == "cpu"
+        assert on_gpu["each rank"]["device"] == on_gpu["each engine"]["device"] == "cuda"
+        assert on_gpu["each engine"]["engine"] == pytest.approx(on_cpu["each engine"]["engine"] / 2, abs=0.1)
+        assert on_gpu["each rank, host"]["loading"] > 0
 
     def test_what_cannot_fit_is_refused_with_its_biggest_item(self, tmp_path: Path) -> None:
         config = config_of(tmp_path)

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from trivium.models.fused import fuse, rms_norm, silu_product
 
+CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,

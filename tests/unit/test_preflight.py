@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 
 from trivium.config import config_from_mapping, merged
 from trivium.config.memory_estimate import Machine
+from trivium.config.resume import resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime import launch
 from trivium.runtime.preflight import Findings, preflight
@@ -238,10 +241,42 @@ def test_devices_of_the_other_half_of_a_run_are_not_looked_for_here(tmp_path: Pa
         assert problem.where == where
 
 
+def test_an_engine_on_the_cpu_beside_a_trainer_on_a_gpu_is_told(tmp_path: Path) -> None:
+    cuda = SHARED | {"engine": {"device": "cpu"}, "train": {"device": "cuda"}, "run": {"mode": "explore"}}
+    (warning,) = look(tmp_path, ROWS, cuda).warnings
+    assert warning.where == "engine.device"
+    assert "GPU" in warning.asked
+    assert look(tmp_path, ROWS, cuda | {"train": {"device": "cpu"}}).warnings == []
+
+
+def test_engines_and_ranks_on_ray_have_a_gpu_each(tmp_path: Path) -> None:
+    ray = {"cluster": {"kind": "ray", "ranks": 2, "engines": 2}, "train": {"device": "cuda"}}
+    (problem,) = look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=3).problems
+    assert (problem.where, problem.found) == ("cluster.engines", "there are 3")
+    assert look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=4).problems == []
+    assert look(tmp_path, ROWS, ray | {"engine": {"device": "auto"}}, gpus=3).problems == []
+
+
+def test_a_run_that_named_what_is_left_to_the_machine_now_continues(tmp_path: Path) -> None:
+    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
+    mapping = {"run": {"dir": str(tmp_path / "run")}, "model": TINY, "tasks": tasks, "rewards": ["exact"]}
+    config = config_from_mapping(mapping)
+    saved = yaml.safe_load(to_yaml(config))
+    assert (saved["engine"]["device"], saved["train"]["dtype"]) == ("auto", "auto")
+    for section in ("engine", "train"):
+        saved[section] |= {"device": "cpu", "dtype": "float32"}  # as they were saved when these were the defaults
+    del saved["train"]["frozen_dtype"]
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert bool(resume_differences(saved, config)) == (here == "cuda")
+    saved["engine"]["dtype"] = "bfloat16"
+    (problem,) = resume_differences(saved, config_from_mapping({**mapping, "engine": {"device": "cpu"}}))
+    assert problem.where == "engine.dtype"
+
+
 def test_ranks_on_other_machines_need_no_gpu_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
     mapping = {"run": {"dir": str(tmp_path / "run")}, "model": TINY, "tasks": tasks, "rewards": ["exact"]}
-    config = config_from_mapping({**mapping, "train": {"device": "cuda"}, "engine": {"device": "cpu"}})
+    config = config_from_mapping({**mapping, "train": {"device": "cuda"}})
     monkeypatch.setattr(launch, "machine", lambda: Machine(1 << 34, (1 << 34,) * 2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -78,6 +78,13 @@ def trains_on_gpus(config: RunConfig) -> bool:
     return device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
+def samples_on_gpus(config: RunConfig) -> bool:
+    """Whether each engine has a GPU of the cluster: what is left to the machine, where they are enough for all."""
+    cluster, device = config.cluster, getattr(config.engine, "device", "cpu")
+    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpus(config)
+    return device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= wanted)
+
+
 def explore(name: str, spec: StageSpec, shared: SharedActors) -> None:
     """Explores and evaluates until the trainer is done with the stage."""
     stage = spec.stage()
@@ -95,7 +102,7 @@ async def start_engines(name: str, stage: Stage, spec: StageSpec, namespace: str
         namespace,
         max_restarts=cluster.max_restarts,
         deadline_s=stage.config.sync.deadline_s,
-        num_gpus=float(getattr(stage.config.engine, "device", "cpu") == "cuda"),
+        num_gpus=float(samples_on_gpus(stage.config)),
     )
     return await ReplicatedEngine.start(
         engine_spec, [f"engine-{number}-{replica}" for replica in range(cluster.engines)]

@@ -30,15 +30,17 @@ _ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 _HEAD_BYTES = 64 * MIB
 """Logits of one chunk of the head, and their gradient, at most."""
-_FEWER_WEIGHTS = "train.lora, more ranks, train.cpu_offload on GPUs, or a smaller model"
+_FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
 _KNOBS = {
     "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
     "optimizer": f"use {_FEWER_WEIGHTS}",
     "gradients": f"use {_FEWER_WEIGHTS}",
     "weights": f"use {_FEWER_WEIGHTS}",
+    "head": "set train.frozen_dtype: float32, or use a model with a smaller vocabulary",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
     "engine": "set engine.dtype: bfloat16, or use a smaller model",
+    "loading": "use fewer ranks on this machine",
     "versions": "set sync.method: checkpoint, or lower schedule.max_staleness",
     "copy": "set checkpoint.asynchronous: false",
     "runtime": "use fewer processes on this machine",
@@ -151,30 +153,38 @@ def memory_plan(
     shards: int = 1,
     vision_tower: str | None = None,
     image_tokens: int = 0,
+    frozen_dtype: str = "float32",
 ) -> dict[str, int]:
     """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
 
     `tokens` go through one pass; `shards` ranks hold a part each. Weights, gradients and the two moments of the
     optimizer are float32 (float64 for that dtype); `bfloat16` halves what layers keep for the backward pass, norms
-    aside. With `adapter_rank` the policy trains low-rank adapters only. `image_tokens` of the tokens are images', and
+    aside. With `adapter_rank` the policy trains low-rank adapters only. What is not trained is kept in `frozen_dtype`,
+    and its head made wider where it computes. `image_tokens` of the tokens are images', and
     `vision_tower` says what of the image side is trained.
     """
     wide = 8 if dtype == "float64" else 4
+    kept = min(wide, _BYTES[frozen_dtype]) if dtype != "float64" else wide
     items: dict[str, int] = {}
     for role in trained:
         adapted = role == "policy" and adapter_rank > 0
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
         frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
         moving = adapter_parameters(shape, adapter_rank) if adapted else own - frozen_vision
-        items[f"{role} weights"] = (own + moving * adapted) * wide // shards
+        items[f"{role} weights"] = (own * (kept if adapted else wide) + moving * adapted * wide) // shards
         items[f"{role} gradients"] = moving * wide // shards
         items[f"{role} optimizer"] = 2 * moving * wide // shards
     for role, its in (frozen or {}).items():
-        items[f"{role} weights"] = its.parameters * wide // shards
+        items[f"{role} weights"] = its.parameters * kept // shards
+    adapts = adapter_rank > 0 and "policy" in trained
+    narrowed = [*(frozen or {}).values(), *[shape] * adapts]
+    if kept < wide and narrowed:
+        items["float32 head"] = max(each.embedding for each in narrowed) * wide
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
         narrow = _BYTES[dtype]
         items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
-    elif dtype == "bfloat16":  # autocast keeps the matrices it cast until the pass is over
+    elif dtype == "bfloat16" and not (adapts and kept == _BYTES[dtype]):
+        # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
     items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing)
     if shape.vision is not None:
@@ -309,7 +319,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
     train: Any = config.train
     if shape is None or batch.tokens_per_micro_batch is None or not hasattr(train, "gradient_checkpointing"):
         return None
-    device = "cpu" if train.device == "cpu" or (train.device == "auto" and not machine.gpus) else "cuda"
+    device, dtype = planned(train.device, train.dtype, machine)
     longest = min(batch.tokens_per_sequence, batch.tokens_per_sequence * batch.data_ranks // batch.ranks + 1)
     tokens = min(batch.sequences_per_data_rank * longest, max(longest, batch.tokens_per_micro_batch))
     seen = tokens * (batch.ranks // batch.data_ranks)  # ranks that share a sequence run the tower over all its images
@@ -322,21 +332,26 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         trained=trained,
         frozen=frozen,
         tokens=tokens,
-        dtype=train.dtype,
+        dtype=dtype,
         gradient_checkpointing=train.gradient_checkpointing,
         adapter_rank=0 if lora is None else lora.rank,
         shards=train.shard or batch.ranks,
         vision_tower=getattr(train, "vision_tower", None),
+        frozen_dtype=getattr(train, "frozen_dtype", "float32"),
         image_tokens=seen * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}
     if getattr(train, "cpu_offload", False) and batch.ranks > 1 and device != "cpu":
         host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}
     kept = rank if device == "cpu" else host
+    if device != "cpu":
+        host["loading"] = shape.embedding * 4  # weights go through host memory one tensor at a time
     held = {**rank, **host}
     if config.checkpoint.asynchronous:
         state = ("weights", "optimizer")
         kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
+        if lora is not None and "policy" in trained:  # it is saved merged, in float32
+            kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
     if config.sync.method is SyncMethod.MEMORY and config.max_staleness:
         number = config.max_staleness // config.sync.interval + 2
         kept["published versions"] = number * shape.parameters * 4 // batch.ranks
@@ -347,20 +362,28 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         device=device,
         rank=rank if trains else {},
         rank_host=host if trains else {},
-        engine=_engine_items(config, shape, batch) if samples else {},
-        engine_device=str(getattr(engine, "device", "cpu")),
+        engine=_engine_items(config, shape, batch, machine) if samples else {},
+        engine_device=planned(str(getattr(engine, "device", "cpu")), "auto", machine)[0],
         processes=batch.ranks if trains else 0,
         engines=1 if local else config.cluster.explorers * config.cluster.engines,
         together=local,
     )
 
 
-def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[str, int]:
+def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:
+    """(`cpu` or `cuda`, type) that a config's device and dtype come to on this machine, GPUs being such as compute in
+    bfloat16."""
+    on_gpu = device != "cpu" and (device != "auto" or bool(machine.gpus))
+    return "cuda" if on_gpu else "cpu", dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
+
+
+def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
     """As many completions at once as training asks for; an evaluation may fill more of `engine.max_rows`."""
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
-    return engine_memory(shape, dtype=engine.dtype, rows=rows, tokens=batch.tokens_per_sequence)
+    _, dtype = planned(getattr(engine, "device", "cpu"), engine.dtype, machine)
+    return engine_memory(shape, dtype=dtype, rows=rows, tokens=batch.tokens_per_sequence)
 
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, Self, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
@@ -110,6 +110,10 @@ class Config(BaseModel):
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
         """What is allowed, and probably not meant."""
         yield from ()
+
+    def on_this_machine(self) -> Self:
+        """The section with what it leaves to the machine (`auto`) settled as this one settles it."""
+        return self
 
 
 class Plugin(Config):

@@ -14,7 +14,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from trivium.engines.decoder import Decoder, Prefix, padded_length
 from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
+from trivium.models.placement import device_of, dtype_of
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request, StopReason
@@ -75,11 +76,12 @@ class TorchEngine:
 
     class Config(EngineConfig):
         kind: str = "torch"
-        device: Literal["cpu", "cuda"] = "cpu"
-        """Where the policy samples."""
-        dtype: Literal["float32", "bfloat16"] = "float32"
-        """Type of weights and keys and values; logits and log-probabilities are float32 always. On a CPU, bfloat16 is
-        faster only where the CPU multiplies in it (AVX-512 or AMX)."""
+        device: Literal["auto", "cpu", "cuda"] = "auto"
+        """Where the policy samples; `auto` takes a GPU if there is one."""
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        """Type of weights and keys and values; logits and log-probabilities are float32 always. `auto` is bfloat16 on a
+        GPU that computes in it, else float32. On a CPU, bfloat16 is faster only where the CPU multiplies in it (AVX-512
+        or AMX)."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
         max_context: int | None = Field(default=None, ge=2)
@@ -89,11 +91,27 @@ class TorchEngine:
         prefill_tokens: int = free(16384, ge=16)
         """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
 
+        def on_this_machine(self) -> Self:
+            device = device_of(self.device).type if self.device == "auto" else self.device
+            return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
+
+        def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            trains = str(getattr(run.train, "device", "cpu"))
+            if self.device == "cpu" and (trains.startswith("cuda") or (trains == "auto" and torch.cuda.is_available())):
+                asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {trains}"
+                yield Problem(f"{where}.device", asked, found, "set it to auto, or to cuda")
+            cluster, gpus = run.cluster, torch.cuda.device_count()
+            wanted = cluster.explorers * cluster.engines + cluster.ranks * (trains != "cpu")
+            if self.device == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
+                found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
+                do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
+                yield Problem(f"{where}.device", "a GPU for each engine", found, do)
+
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             shape = shape_in(run)
             try:
-                if self.device == "cpu" or torch.cuda.is_available():
-                    _resolve_invariance(self)
+                if self.device != "cuda" or torch.cuda.is_available():
+                    _resolve_invariance(self.on_this_machine())
                 if shape is not None:
                     _resolve_context(self.max_context, shape.max_positions)
             except ConfigError as error:
@@ -114,7 +132,7 @@ class TorchEngine:
 
         Raises ConfigError for a model or device that this engine cannot run.
         """
-        self.config = config
+        self.config = config = config.on_this_machine()
         self.capabilities = replace(self.capabilities, batch_invariant=_resolve_invariance(config))
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._version = 0

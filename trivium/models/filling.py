@@ -173,10 +173,10 @@ def _converted(
 ) -> dict[str, torch.Tensor]:
     """What transformers makes of several tensors of the files, whole."""
     name = sources[0][0]
-    for keys in converter.collected_tensors.values():
-        for place, key in enumerate(cast(list[Any], keys)):
-            keys[place] = torch.empty(source.entries[key].shape, dtype=slots[name].tensor.dtype)
-            source.copy_rows(key, 0, cast(torch.Tensor, keys[place]))
+    for keys in cast(dict[str, list[Any]], converter.collected_tensors).values():
+        for place, key in enumerate(keys):
+            keys[place] = whole = torch.empty(source.entries[key].shape, dtype=slots[name].tensor.dtype)
+            source.copy_rows(key, 0, whole)
     made: Mapping[str, Any] = converter.convert(name, model=module, config=module.config)
     return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
@@ -185,14 +185,15 @@ def _place(slot: _Slot, device: torch.device, copy_rows: CopyRows) -> None:
     """Allocates a slot's tensor, or this rank's part of it, and has `copy_rows` fill it."""
     slot.tensor = allocated(slot.tensor, device, copy_rows, is_buffer=slot.is_buffer)
     for owner, attribute in slot.owners:
-        (owner._buffers if slot.is_buffer else owner._parameters)[attribute] = slot.tensor
+        tensors: dict[str, Any] = owner._buffers if slot.is_buffer else owner._parameters  # pyright: ignore[reportAssignmentType]
+        tensors[attribute] = slot.tensor
 
 
 def allocated(empty: torch.Tensor, device: torch.device, copy_rows: CopyRows, *, is_buffer: bool = False) -> Any:
     """A parameter (or buffer) like an empty one, sharded as it is, with memory that `copy_rows` has filled."""
-    room = torch.empty_like(local_part(empty), device=device)
-    copy_rows(first_row(empty), room)
-    value: Any = type(empty)(room, empty._spec, requires_grad=False) if is_sharded(empty) else room
+    part = torch.empty_like(local_part(empty), device=device)
+    copy_rows(first_row(empty), part)
+    value: Any = type(empty)(part, empty._spec, requires_grad=False) if is_sharded(empty) else part
     if not is_buffer:
         value = nn.Parameter(value, requires_grad=empty.requires_grad)
     value._is_hf_initialized = True  # transformers computes what is not
@@ -204,9 +205,9 @@ def read_like(source: SavedTensors, key: str, like: torch.Tensor, *, whole: bool
     entry = source.entries[key]
     assert isinstance(entry.dtype, torch.dtype), f"{key} of {entry.file} is {entry.dtype}"
     local = local_part(like.detach())
-    room = torch.empty(entry.shape if whole else local.shape, dtype=entry.dtype, device=local.device)
-    source.copy_rows(key, 0 if whole else first_row(like), room)
-    return type(like)(room, like._spec, requires_grad=False) if is_sharded(like) and not whole else room
+    part = torch.empty(entry.shape if whole else local.shape, dtype=entry.dtype, device=local.device)
+    source.copy_rows(key, 0 if whole else first_row(like), part)
+    return type(like)(part, like._spec, requires_grad=False) if is_sharded(like) and not whole else part
 
 
 def _check_shape(slot: _Slot, shape: tuple[int, ...], key: str, directory: Path) -> None:

@@ -94,7 +94,7 @@ class FilledModel(nn.Module):
     @property
     def _tolerance(self) -> float:
         """How far two ways to compute the same may be apart."""
-        return _ROUNDED if self.autocast or self.dtype == torch.bfloat16 else _EXACT
+        return _ROUNDED if self.autocast or self.module.dtype == torch.bfloat16 else _EXACT
 
 
 class LanguageModel(FilledModel):
@@ -114,14 +114,16 @@ class LanguageModel(FilledModel):
         autocast: bool = False,
         sequence: SequenceGroup | None = None,
         empty: bool = False,
+        weights: torch.dtype | None = None,
     ) -> None:
         """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
-        `empty`: the weights of the directory are not read yet.
+        `empty`: the weights of the directory are not read yet. `weights` is the type of weights that are not trained;
+        log-probabilities are computed in `dtype`.
         """
         super().__init__()
-        given = isinstance(source, nn.Module)
-        self.module = source if given else load_lm(source, dtype=dtype, device=device, attention=None, empty=empty)
+        how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "attention": None, "empty": empty}
+        self.module = source if isinstance(source, nn.Module) else load_lm(source, **how)
         if empty and not isinstance(source, nn.Module):
             self._loading = _Loading(Path(source))
         output = self.module.get_output_embeddings()
@@ -188,7 +190,8 @@ class LanguageModel(FilledModel):
         top_k: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = cast(nn.Linear, self.module.get_output_embeddings())
-        head: dict[str, Any] = {"weight": output.weight, "bias": output.bias, "temperature": self.temperature}
+        weight, bias = (None if each is None else each.to(self.dtype) for each in (output.weight, output.bias))
+        head: dict[str, Any] = {"weight": weight, "bias": bias, "temperature": self.temperature}
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
@@ -332,8 +335,8 @@ class ValueModel(FilledModel):
         the directory, or else is drawn. `empty`: the weights of the directory are not read yet. Raises TriviumError for
         a head of several outputs."""
         super().__init__()
-        given = isinstance(source, nn.Module)
-        self.module = source if given else load_backbone(source, dtype=dtype, device=device, empty=empty)
+        how: dict[str, Any] = {"dtype": dtype, "device": device, "empty": empty}
+        self.module = source if isinstance(source, nn.Module) else load_backbone(source, **how)
         self.device, self.dtype, self.autocast = device, dtype, False
         self._choose_arithmetic(autocast)
         self.backbone = Backbone(self.module, sequence)

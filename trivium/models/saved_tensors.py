@@ -57,7 +57,10 @@ class Entry:
 class SavedTensors(Protocol):
     """Named tensors that can be read."""
 
-    entries: Mapping[str, Entry]
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """The tensors by name."""
+        ...
 
     def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fills the contiguous tensor `into` with the rows of a tensor from `start` on, in its own type and on its own
@@ -104,7 +107,7 @@ class SafetensorsFiles:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Reads the headers. Raises DataError for a file that is damaged."""
-        self.entries = {name: entry for path in paths for name, entry in _header(path).items()}
+        self.entries: Mapping[str, Entry] = {name: entry for path in paths for name, entry in _header(path).items()}
 
     def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
         entry = self.entries[name]
@@ -127,7 +130,7 @@ class SafetensorsFiles:
 
 def _read(file: FileIO, entry: Entry, into: torch.Tensor) -> None:
     """Fills a tensor with the bytes that come next."""
-    view = memoryview(into.view(torch.uint8).numpy())
+    view = into.view(torch.uint8).numpy().data
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -146,15 +149,13 @@ class PickledFiles:
             known = [{name: (tuple(t.shape), t.dtype, path) for name, (t, path) in self._tensors.items()}]
         if device is not None:
             dist.broadcast_object_list(known, src=0)
-        self.entries = {name: Entry(*entry) for name, entry in known[0].items()}
+        self.entries: Mapping[str, Entry] = {name: Entry(*entry) for name, entry in known[0].items()}
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[torch.Tensor, Path]]:
-        return {
-            name: (tensor, path)
-            for path in self._paths
-            for name, tensor in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
-        }
+        from transformers.modeling_utils import load_state_dict
+
+        return {name: (tensor, path) for path in self._paths for name, tensor in load_state_dict(path).items()}
 
     def copy_rows(self, name: str, start: int, into: torch.Tensor) -> None:
         entry = self.entries[name]
@@ -189,7 +190,8 @@ def _header(path: Path) -> dict[str, Entry]:
         for name, each in json.loads(text).items():
             if name == "__metadata__":
                 continue
-            dtype, (first, last) = _TYPES.get(each["dtype"], each["dtype"]), each["data_offsets"]
+            named, (first, last) = str(each["dtype"]), each["data_offsets"]
+            dtype: torch.dtype | str = _TYPES.get(named, named)
             entry = entries[name] = Entry(tuple(each["shape"]), dtype, path, 8 + length + first)
             known = dtype if isinstance(dtype, torch.dtype) else None
             if known is not None and math.prod(entry.shape) * known.itemsize != last - first:

@@ -503,7 +503,7 @@ def collective_deadline(config: RunConfig) -> float:
 
 def train_device(config: RunConfig) -> str:
     """`cpu` or `cuda`: where this config trains on this machine."""
-    from trivium.training.device import device_of
+    from trivium.models.placement import device_of
 
     return device_of(getattr(config.train, "device", "cpu")).type
 

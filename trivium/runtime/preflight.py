@@ -322,9 +322,15 @@ def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[P
     if config.cluster.address is not None:
         return
     gpus, cluster = len(here.gpus), config.cluster
+    engines = cluster.explorers * cluster.engines
     engine = getattr(config.engine, "device", "cpu") if _explores_here(config) else "cpu"
     train = getattr(config.train, "device", "cpu") if _trains_here(config) else "cpu"
-    for where, device, wanted in (("engine", engine, cluster.explorers * cluster.engines), ("train", train, ranks)):
+    if engine == "cuda" and train != "cpu" and cluster.kind == "ray" and max(engines, ranks) <= gpus < engines + ranks:
+        found, do = f"there are {gpus}", "lower cluster.engines or cluster.ranks, or set engine.device to auto"
+        yield Problem("cluster.engines", f"{engines + ranks} engines and ranks with a GPU each", found, do)
+    for where, device, wanted in (("engine", engine, engines), ("train", train, ranks)):
+        if where == "engine" and device == "auto":
+            continue  # on the CPU where there are too few
         if device.startswith("cuda") and not gpus:
             yield Problem(f"{where}.device", device, "torch sees no GPU here", f"set {where}.device to cpu")
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):

@@ -11,7 +11,7 @@ import torch
 
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import Machine, host_memory
-from trivium.errors import ConfigError
+from trivium.models.placement import device_of
 from trivium.training.ranks import launched_ranks
 
 _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
@@ -54,16 +54,6 @@ def processor_name() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
-
-
-def device_of(name: str) -> torch.device:
-    """The device that `train.device` means here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"train.device {name!r}", "no GPU that torch can use", "say cpu or auto")
-    return device
 
 
 def precision_note(device: torch.device, dtype: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import Field
@@ -33,11 +33,12 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators, ScoreHead
+from trivium.models.placement import device_of, dtype_of
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.registry import resolve
-from trivium.training.device import device_of, precision_note
+from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
@@ -89,8 +90,12 @@ class TorchTrainEngine(TrainEngine):
         """How the models are trained."""
 
         kind: str = "torch"
-        dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-        """Arithmetic of the backbone; weights, optimizer and head are float32 at least."""
+        dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+        """Arithmetic of the backbone; trained weights, optimizer and head are float32 at least. `auto` is bfloat16 on a
+        GPU that computes in it, else float32."""
+        frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+        """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
+        bfloat16 they take half the memory, and as many bits as they were most often saved with."""
         device: str = "auto"
         """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
         max_tokens_per_micro_batch: int = free(16384, ge=1)
@@ -120,6 +125,10 @@ class TorchTrainEngine(TrainEngine):
         language part's width alone, or nothing; unset: all of it, and with `lora` nothing."""
         lora: LoraConfig | None = None
         """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
+
+        def on_this_machine(self) -> Self:
+            device = device_of(self.device).type if self.device == "auto" else self.device
+            return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if self.critic_optimizer is not None and not run.algorithm.has_critic:
@@ -171,7 +180,7 @@ class TorchTrainEngine(TrainEngine):
         `ranks` are the processes that train together; `roles` are the models that this one holds: all that the
         algorithm has a use for, unless other processes hold some.
         """
-        self.config, self.algorithm = config, algorithm
+        self.config, self.algorithm = config.on_this_machine(), algorithm
         self._model_dir, self._temperature = model_dir, temperature
         self._max_response_length = max_response_length
         self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
@@ -181,6 +190,7 @@ class TorchTrainEngine(TrainEngine):
         self.ranks, self._roles = ranks, roles
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self._frozen = torch.float64 if config.dtype == "float64" else getattr(torch, config.frozen_dtype)
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()
@@ -420,7 +430,8 @@ class TorchTrainEngine(TrainEngine):
             own: dict[str, Any] = {"seed": self._seed, "head": saved_head(critic)} if self._shares_trunk else {}
             kind = ActorCritic if self._shares_trunk else LanguageModel
             source = policy if lora is None else self._model_dir
-            model = kind(source, temperature=self._temperature, **how, **own)
+            weights = self._frozen if lora is not None or "policy" not in trained else None
+            model = kind(source, temperature=self._temperature, weights=weights, **how, **own)
             if lora is not None:
                 model.adapt(lora, seed=self._seed, adapter=adapter)
             self._add("policy", model, trained="policy" in trained)
@@ -450,7 +461,7 @@ class TorchTrainEngine(TrainEngine):
             off = partial(adapter_off, self._policy.module)
             self._learners["reference"] = self._learner_of("reference", self._policy, score_context=off)
             return
-        reference = LanguageModel(self._model_dir, temperature=self._temperature, **how)
+        reference = LanguageModel(self._model_dir, temperature=self._temperature, weights=self._frozen, **how)
         if lora is not None:
             reference.adapt(lora, seed=self._seed)
         self._add("reference", reference, trained=False)
@@ -464,7 +475,7 @@ class TorchTrainEngine(TrainEngine):
                 "it needs one and names none",
                 "set algorithm.teacher.path",
             )
-        model = LanguageModel(teacher.path, temperature=self._temperature, **how)
+        model = LanguageModel(teacher.path, temperature=self._temperature, weights=self._frozen, **how)
         if model.vocabulary != self._policy.vocabulary:
             raise TriviumError(
                 f"distill {teacher.path} into {self._model_dir}",

@@ -19,12 +19,12 @@ from trivium.errors import ConfigError, DataError, RewardError, described, text_
 from trivium.models.classifier import load_score_model
 from trivium.models.heads import ScoreModel
 from trivium.models.images import decoded
+from trivium.models.placement import device_of
 from trivium.models.scoring import Conversation, SequenceScorer
 from trivium.registry import resolve
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore
 from trivium.text import hf_tokenizer
-from trivium.training.engine import device_of
 from trivium.types import AnyArray, IntArray, Media
 
 

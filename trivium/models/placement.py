@@ -1,0 +1,26 @@
+"""Where models compute on this machine, and in which type of numbers, where a config leaves it open (`auto`)."""
+
+from __future__ import annotations
+
+import torch
+
+from trivium.errors import ConfigError
+
+
+def device_of(name: str, key: str = "train.device") -> torch.device:
+    """The device that a config's `key` means here. Raises ConfigError for a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{key} {name!r}", "no GPU that torch can use", "say cpu or auto")
+    return device
+
+
+def dtype_of(name: str, device: str) -> str:
+    """The type that a config's `dtype` means on a device here: `auto` is bfloat16 on a GPU that computes in it, else
+    float32."""
+    if name != "auto":
+        return name
+    halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return "bfloat16" if halved else "float32"
