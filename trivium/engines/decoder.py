@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from trivium.engines.attention import registered
 from trivium.engines.invariance import make_invariant
-from trivium.engines.kv_cache import PromptCache, RowCache, pages
+from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.layers import Layers, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
+from trivium.models.lanes import Lanes, size_of
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 _CHUNK = 512
 """Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
+_LANE_ROWS = 16
+"""Fewer rows are not worth a thread of their own."""
+_LANE_BYTES = 64 * 2**20
+"""Most bytes of weights that each thread reads for its rows: they lie in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,10 @@ class Decoder:
         self._head.register_forward_pre_hook(self._only_last)
         self.layers = Layers(model, fast=not exact) if supports(model) else None
         """What computes the model's layers; None: the model itself."""
+        threads = torch.get_num_threads()
+        side_by_side = self.layers is not None and size_of(model) <= _LANE_BYTES and not _changing_rotation(model)
+        self.lanes = Lanes(threads, threads) if side_by_side and threads > 1 else None
+        """What computes rows of a step side by side; None: nothing."""
 
     @property
     def vocab_size(self) -> int:
@@ -146,11 +155,24 @@ class Decoder:
         beyond it the token is embedded (`Prefix.ahead`); None: nowhere."""
         width = pages(int(positions.max()) + 1)
         where = torch.from_numpy(positions).to(self.device)
-        self.rows.begin(where, width)
-        mask = self._mask(where[:, None], width)[:, None, None]
+        rows = self.rows.begin(where, width)
         embedded = where if ahead is None else where + torch.from_numpy(ahead).to(self.device)
-        inputs = {"input_ids": torch.from_numpy(tokens).to(self.device)[:, None], "position_ids": embedded[:, None]}
-        return self._forward(inputs, mask, self.rows)
+        ids = torch.from_numpy(tokens).to(self.device)
+        if self.lanes is None or self.layers is None:
+            return self._step(ids, embedded, rows, width)
+        lanes = max(1, min(self.lanes.number, len(ids) // _LANE_ROWS))
+        size = -(-len(ids) // lanes)
+        parts = [slice(first, min(first + size, len(ids))) for first in range(0, len(ids), size)]
+
+        @torch.inference_mode()
+        def step(part: slice) -> Tensor:
+            return self._step(ids[part], embedded[part], rows.part(part), width)
+
+        return torch.cat([*self.lanes.map(step, parts)])
+
+    def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:
+        mask = self._mask(rows.positions[:, None], width)[:, None, None]
+        return self._forward({"input_ids": ids[:, None], "position_ids": positions[:, None]}, mask, rows)
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
@@ -213,7 +235,7 @@ class Decoder:
         with torch.inference_mode(False):  # ordinary tensors, for any use
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
-    def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+    def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | StepRows) -> Tensor:
         if self.layers is not None:
             embedded = self._embedding(inputs["input_ids"])
             states = self.layers(embedded, inputs["position_ids"], mask, cache)
@@ -275,11 +297,16 @@ def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
             f"layers of type {', '.join(sorted(odd))}",
             "use a model of full or sliding attention, or another engine",
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if exact and kinds & {"dynamic", "longrope"}:
+    if exact and _changing_rotation(model):
         raise ConfigError(
             f"batch-invariant generation with {name}",
             "its rotary embedding depends on the longest sequence in the batch (rope_type dynamic or longrope)",
             "set engine.batch_invariant to false",
         )
+
+
+def _changing_rotation(model: PreTrainedModel) -> bool:
+    """Whether the rotary embedding is another one where a batch has long sequences."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    return bool(kinds & {"dynamic", "longrope"})

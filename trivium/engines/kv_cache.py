@@ -55,10 +55,6 @@ class RowCache:
         """Per layer, keys and values [R, K, S, D]; unused positions are zero or stale, never NaN."""
         self.rows = self.length = 0
         self._slots: list[tuple[Tensor, Tensor]] = []
-        self._width = 0
-        self._active = 0
-        self._index: dict[int, Tensor] = {}
-        self._row, self._position = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
     def reserve(self, rows: int, length: int, like: PromptCache | None = None) -> None:
         """Room for so many rows of so many positions; `like` tells the shapes the first time."""
@@ -85,25 +81,12 @@ class RowCache:
             for tensor in kept:
                 tensor[row, :, :length] = tensor[source, :, :length]
 
-    def begin(self, positions: Tensor, width: int) -> None:
-        """Announces a decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
+    def begin(self, positions: Tensor, width: int) -> StepRows:
+        """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
         if width != self.length or len(positions) > self.rows:
             self.reserve(len(positions), width)
             self._resize(self.rows, width)
-        self._active, self._width = len(positions), width
-        self._row, self._position = torch.arange(len(positions), device=positions.device), positions
-        self._index.clear()
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, width, D]."""
-        kept = self.layers[layer]
-        for slots, new in zip(self._slots[layer], (keys, values), strict=True):
-            slots[self._slot(new.shape[1])] = new.reshape(-1, new.shape[-1])
-        keys, values = kept
-        return keys[: self._active, :, : self._width], values[: self._active, :, : self._width]
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self._width
+        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions)
 
     def _resize(self, rows: int, length: int) -> None:
         for layer, (keys, values) in enumerate(self.layers):  # one after the other: old and new lie beside each other
@@ -111,12 +94,41 @@ class RowCache:
         self.rows, self.length = rows, length
         self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
 
+
+class StepRows:
+    """Some of the rows in one decode step."""
+
+    def __init__(
+        self, layers: list[tuple[Tensor, Tensor]], slots: list[tuple[Tensor, Tensor]], rows: slice, positions: Tensor
+    ) -> None:
+        """Of `layers`, keys and values [all rows, K, S, D], and of the same as `slots` [all rows * K * S, D], those at
+        `rows`, which write at `positions`."""
+        self._layers, self._slots, self._rows, self.positions = layers, slots, rows, positions
+        self._index: dict[int, Tensor] = {}
+
+    def part(self, rows: slice) -> StepRows:
+        """Of these rows some, as if they were alone."""
+        first = self._rows.start
+        whole = slice(first + rows.start, first + rows.stop)
+        return StepRows(self._layers, self._slots, whole, self.positions[rows])
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, S, D]."""
+        for slots, new in zip(self._slots[layer], (keys, values), strict=True):
+            slots[self._slot(new.shape[1])] = new.reshape(-1, new.shape[-1])
+        kept_keys, kept_values = self._layers[layer]
+        return kept_keys[self._rows], kept_values[self._rows]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self._layers[layer][0].shape[2]
+
     def _slot(self, heads: int) -> Tensor:
         """Where each (row, head) writes, in the flattened cache; computed once per step."""
         if heads not in self._index:
-            head = torch.arange(heads, device=self._row.device)
-            slots = (self._row[:, None] * heads + head) * self.length + self._position[:, None]
-            self._index[heads] = slots.flatten()
+            device = self.positions.device
+            row = torch.arange(self._rows.start, self._rows.stop, device=device)
+            slots = (row[:, None] * heads + torch.arange(heads, device=device)) * self.get_seq_length()
+            self._index[heads] = (slots + self.positions[:, None]).flatten()
         return self._index[heads]
 
 

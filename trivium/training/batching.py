@@ -19,7 +19,11 @@ from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
 from trivium.models.prefixes import Prefixes, Tree, separate
 from trivium.models.sight import Sight
+from trivium.training.balance import partition
 from trivium.types import AnyArray, Batch, Experience
+
+_MIN_TOKENS = 512
+"""Fewer tokens are not worth a micro-batch of their own: the number of its operations does not shrink with them."""
 
 
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
@@ -77,13 +81,17 @@ def cut(
     *,
     padded: bool = False,
     max_sequences: int | None = None,
+    lanes: int = 1,
 ) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` tokens, and `max_sequences` sequences, made of whole units; a unit beyond
     either goes alone.
 
     Units of similar length share a micro-batch, which keeps padding small where there is any. With `padded`, padding
-    counts as tokens.
+    counts as tokens. With several `lanes`, that compute a micro-batch each at a time, the micro-batches are of nearly
+    equal size, and `max_tokens` is about the largest.
     """
+    if lanes > 1:
+        return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, lanes)
 
     def fits(rows: Sequence[int]) -> bool:
         taken = [lengths[row] for row in rows]
@@ -100,6 +108,7 @@ def cut_sharing(
     max_tokens: int,
     *,
     max_sequences: int | None = None,
+    lanes: int = 1,
 ) -> list[list[int]]:
     """The same, where a token that sequences share counts once.
 
@@ -121,6 +130,8 @@ def cut_sharing(
         whole = [row for rows in family for row in rows]
         parcels += [whole] if fits(whole) else _filled(family, fits)
     costs = {rows[0]: cost(rows) for rows in parcels}
+    if lanes > 1:
+        return _even(parcels, [*costs.values()], max_tokens, lanes)
 
     def fit(rows: Sequence[int]) -> bool:
         few = max_sequences is None or len(rows) <= max_sequences
@@ -138,6 +149,15 @@ def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], 
         else:
             micro_batches.append(list(unit))
     return micro_batches
+
+
+def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: int, lanes: int) -> list[list[int]]:
+    """The units in micro-batches of nearly equal cost, the largest first; as many for each lane, where they are not too
+    small."""
+    number = lanes * -(-sum(costs) // (lanes * max_tokens))
+    number = max(1, min(number, sum(costs) // _MIN_TOKENS))
+    parts = partition(costs, number)
+    return [[row for unit in part for row in row_units[unit]] for part in parts if part]
 
 
 def prefixes_of(batch: Batch) -> Prefixes:

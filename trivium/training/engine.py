@@ -100,7 +100,8 @@ class TorchTrainEngine(TrainEngine):
         """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
         max_tokens_per_micro_batch: int = free(16384, ge=1)
         """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
-        that share sequences (`sequence_parallel`) take so many each. Decides memory and speed, never the gradient."""
+        that share sequences (`sequence_parallel`) take so many each. On a CPU, micro-batches of a small model that are
+        computed at once have so many together. Decides memory and speed, never the gradient."""
         share_prefix: bool = free(True, before=False)
         """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
         saves time and the model packs. Decides speed, never the gradient."""
@@ -531,4 +532,5 @@ class TorchTrainEngine(TrainEngine):
             score_context=score_context,
             model_dir=self._model_dir,
             share_prefix=self.config.share_prefix,
+            threads=self._threads,
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trivium.errors import DataError, TriviumError
 from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
+from trivium.models.lanes import Lanes, size_of
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
@@ -42,6 +44,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Result = TypeVar("Result")
+
+_LANE_TOKENS = 2048
+"""About the tokens of a micro-batch beside others: many more leave the cache between two operations."""
+_LANE_BYTES = 256 * 2**20
+"""Most bytes of the weights, and so of their gradients, once for each lane. The matrix products of what is larger keep
+all threads busy."""
+
+
 class TrainableObjective(Objective, Protocol):
     """An objective with its loss."""
 
@@ -55,6 +66,10 @@ class _Part:
     rows: list[int]
     tree: Tree | None = None
     """What they share; None: nothing."""
+
+
+_Computed = tuple[LossOutputs, torch.Tensor | None]
+"""What an objective makes of a micro-batch, and the entropy of its tokens."""
 
 
 class Learner:
@@ -81,12 +96,13 @@ class Learner:
         score_context: Callable[[], AbstractContextManager[None]] = nullcontext,
         model_dir: Path | None = None,
         share_prefix: bool = False,
+        threads: int = 1,
     ) -> None:
         """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is how many
         tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
         (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
         they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
-        allows it."""
+        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.lanes`)."""
         self._score_context = score_context
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
@@ -96,8 +112,19 @@ class Learner:
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
         self._share_prefix = share_prefix
+        lanes = self._most_lanes(threads)
+        self._lanes = Lanes(lanes, threads) if lanes > 1 else None
+        self._asking = threading.Lock()
         self.work = np.zeros((2, 4), np.int64)
         """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
+
+    def _most_lanes(self, threads: int) -> int:
+        """How many micro-batches are computed at once, by a process alone with a model of text on the CPU."""
+        backbone = self.model.backbone
+        alone = self.ranks.size == 1 and self.model.device.type == "cpu" and self.max_sequences is None
+        if not (alone and backbone.packs and backbone.vision is None):
+            return 1
+        return min(threads, self.max_tokens // (2 * _LANE_TOKENS), _LANE_BYTES // max(1, size_of(self.model)))
 
     @property
     def shares_prefixes(self) -> bool:
@@ -115,13 +142,17 @@ class Learner:
         trailing = (self.top_k, 2) if what == "top" else ()
         scores: list[AnyArray] = [np.zeros((len(e), *trailing), np.float32) for e in batch.experiences]
         with torch.no_grad(), self._score_context():
-            for part in self._passes(batch, "sequence"):
-                micro = self._collate(batch, part, ())
-                numbers = self._numbers(micro, what)
-                for row, scored in zip(part.rows, micro.grid(numbers).cpu().numpy(), strict=True):
+            for part, grid in self._map(partial(self._scored, batch, what), self._passes(batch, "sequence")):
+                for row, scored in zip(part.rows, grid, strict=True):
                     scores[row] = scored[: len(batch.experiences[row])]
         reshard(self.model)
         return scores
+
+    def _scored(self, batch: Batch, what: str, part: _Part) -> tuple[_Part, AnyArray]:
+        """(B, L, ...): one score of a micro-batch."""
+        with torch.no_grad():  # a thread's own
+            micro = self._collate(batch, part, ())
+            return part, micro.grid(self._numbers(micro, what)).cpu().numpy()
 
     def _numbers(self, micro: MicroBatch, what: str) -> torch.Tensor:
         """(N, ...): one score of the trained tokens."""
@@ -189,9 +220,10 @@ class Learner:
             self.optimizer.zero_grad()
             return {**objective.derived(tally.metrics(self.name, totals, self.ranks)), **norm}
         tally = _Tally()
+        compute = partial(self._outputs, batch, objective, totals, step)
         with torch.no_grad():
-            for part in self._passes(batch, objective.unit):
-                tally.add(*self._outputs(batch, part, objective, totals, step))
+            for outputs, entropy in self._map(torch.no_grad()(compute), self._passes(batch, objective.unit)):
+                tally.add(outputs, entropy)
         reshard(self.model)
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
 
@@ -200,22 +232,46 @@ class Learner:
         assert self.optimizer is not None, f"{self.name} is frozen"
         tally = _Tally()
         self.optimizer.zero_grad()
-        for part in self._passes(batch, objective.unit):
+        compute = partial(self._outputs, batch, objective, totals, step)
+        parts = [*self._passes(batch, objective.unit)]
+        if self._lanes is not None and len(parts) >= self._lanes.number:
+            for outputs, entropy, gradients in self._lanes.map(partial(self._differentiated, compute), parts):
+                self.optimizer.add_gradients(gradients)
+                tally.add(outputs, entropy)
+            return tally
+        for part in parts:
             if not part.rows:
                 self._empty_pass()
                 continue
-            outputs, entropy = self._outputs(batch, part, objective, totals, step)
+            outputs, entropy = compute(part)
             outputs.loss.backward()
             tally.add(outputs, entropy)
         return tally
 
+    def _differentiated(
+        self, compute: Callable[[_Part], _Computed], part: _Part
+    ) -> tuple[LossOutputs, torch.Tensor | None, Sequence[torch.Tensor | None]]:
+        """What is computed of a micro-batch, and the gradient of its loss, which is not on the parameters yet."""
+        assert self.optimizer is not None
+        outputs, entropy = compute(part)
+        parameters = [*self.optimizer.parameters.values()]
+        return outputs, entropy, torch.autograd.grad(outputs.loss, parameters, allow_unused=True)
+
     def _outputs(
-        self, batch: Batch, part: _Part, objective: TrainableObjective, totals: LossDenominators, step: int
-    ) -> tuple[LossOutputs, torch.Tensor | None]:
+        self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int, part: _Part
+    ) -> _Computed:
         """What the objective makes of one micro-batch, and the entropy of its tokens where the model has one."""
         micro = self._collate(batch, part, sorted(objective.needs - {"entropy"}))
         inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
-        return objective.loss(inputs, totals), inputs.entropy
+        with self._asking:  # a loss may be the user's, and keep something
+            return objective.loss(inputs, totals), inputs.entropy
+
+    def _map(self, compute: Callable[[_Part], Result], parts: Iterable[_Part]) -> Iterator[Result]:
+        """What is computed without gradient of each micro-batch, in their order."""
+        if self._lanes is None:
+            return map(compute, parts)
+        parts = [*parts]
+        return self._lanes.map(compute, parts) if len(parts) >= self._lanes.number else map(compute, parts)
 
     def _check(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
@@ -264,15 +320,32 @@ class Learner:
 
     def _cut(self, batch: Batch, row_units: list[list[int]]) -> list[_Part]:
         limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
-        if self.shares_prefixes and row_units:
-            prefixes = prefixes_of(batch)
-            if prefixes.tree([row for rows in row_units for row in rows]).shares:
-                families = [e.group_id for e in batch.experiences]
-                cuts = cut_sharing(row_units, families, prefixes, limit, max_sequences=self.max_sequences)
-                return [_Part(rows, prefixes.tree(rows)) for rows in cuts]
-        lengths = [len(e) for e in batch.experiences]
-        how: dict[str, Any] = {"padded": not self.model.backbone.packs, "max_sequences": self.max_sequences}
-        return [_Part(rows) for rows in cut(row_units, lengths, limit, **how)]
+        how: dict[str, Any] = {"max_sequences": self.max_sequences}
+        prefixes = prefixes_of(batch) if self.shares_prefixes and row_units else None
+        rows = [row for unit in row_units for row in unit]
+        tree = None if prefixes is None else prefixes.tree(rows)
+        if prefixes is None or tree is None or not tree.shares:
+            prefixes, lengths = None, [len(e) for e in batch.experiences]
+            cutting = partial(cut, row_units, lengths, padded=not self.model.backbone.packs, **how)
+        else:
+            families = [e.group_id for e in batch.experiences]
+            cutting = partial(cut_sharing, row_units, families, prefixes, **how)
+            if self._lanes is None and self.max_sequences is None and tree.num_tokens <= limit:
+                return [_Part(rows, tree)]
+
+        def parts(limit: int, **how: int) -> list[_Part]:
+            return [_Part(rows, None if prefixes is None else prefixes.tree(rows)) for rows in cutting(limit, **how)]
+
+        return self._side_by_side(batch, parts) or parts(limit)
+
+    def _side_by_side(self, batch: Batch, parts: Callable[..., list[_Part]]) -> list[_Part]:
+        """Micro-batches for the lanes; none where there are too few, or where they would be too large together."""
+        if self._lanes is None:
+            return []
+        lanes = self._lanes.number
+        even = parts(_LANE_TOKENS, lanes=lanes)
+        largest = max((work_of(batch, part.rows, part.tree)[0] for part in even), default=0)
+        return even if len(even) >= lanes and lanes * largest <= self.max_tokens else []
 
     def _empty_pass(self) -> None:
         """Takes part in a collective pass, with two tokens that have no weight."""

@@ -7,6 +7,7 @@ included.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -130,6 +131,14 @@ class Optimizer:
         if self._scheduler is not None:
             self._scheduler.step()
         return float(norm)
+
+    def add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds to the gradient that has been accumulated: one tensor, or nothing, for each of `parameters`."""
+        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad += gradient
+            elif gradient is not None:  # a copy: another parameter's may be the same tensor
+                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
     def norm(self) -> float:
         """The norm of the gradient that has been accumulated."""
