@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fastapi import FastAPI
 
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
@@ -113,9 +114,12 @@ async def served(
     max_connections: int = 512,
     max_new_tokens: int = 8,
     renderer: ChatRenderer = RENDERER,
+    policy: Any = None,
+    extend: Callable[[FastAPI], None] = lambda app: None,
     **engine: Any,
 ) -> AsyncGenerator[Served]:
-    babbler, judge = Babbler(**engine), make_judge(rewards)
+    """`policy` is another engine than a Babbler; `extend` adds routes of a test's own."""
+    babbler, judge = policy or Babbler(**engine), make_judge(rewards)
     explorer = Explorer(
         babbler,
         renderer,
@@ -154,6 +158,7 @@ async def served(
     gateway = Gateway(explorer, buffer, schedule, synchronizer, options)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     app = ChatServer(gateway, "policy", api_key, max_body_bytes).app
+    extend(app)
     async with serve_app(app, "127.0.0.1", 0, max_connections) as url:
         running = asyncio.create_task(gateway.run())
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20, limits=httpx.Limits()) as client:

@@ -145,6 +145,9 @@ def explain(config: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
 def evaluate(
     config: ConfigFile,
     step: Annotated[int, typer.Option("--step", min=0, help="Which checkpoint; 0 is the model before training.")],
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Also write the rollouts to this file, a row of JSON each.")
+    ] = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
@@ -152,9 +155,9 @@ def evaluate(
     with Outcome(debug) as outcome:
         loaded = load(config, overrides or ())
         outcome.log_dir = Path(loaded.run.dir)
-        from trivium.runtime.build import evaluate as evaluate_step
+        from trivium.runtime.checkpoint_eval import evaluate as evaluate_step
 
-        show(evaluate_step(loaded, step))
+        show(evaluate_step(loaded, step, save))
 
 
 @app.command(context_settings=_CONFIGURED)

@@ -144,14 +144,14 @@ class Policy:
         key = self._key.child(self._calls)
         self._calls += 1
         unexpanded = prompt.unexpanded if prompt.media else None
-        done = await self._generate(Request(prompt.tokens, sampling, key, prompt.media, unexpanded))
+        done = await self._generate(Request(prompt.tokens, sampling, key, prompt.media, unexpanded, conversation))
         turn = Turn(
             prompt.tokens,
             done.tokens,
             done.log_prob,
             done.policy_version,
             done.stop_reason,
-            self._renderer.decode(done.tokens),
+            self._renderer.decode(done.tokens) if done.text is None else done.text,
             prompt.media,
         )
         self._rollout.turns[key.path] = turn

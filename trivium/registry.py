@@ -64,6 +64,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "engines": {
         "torch": "trivium.engines.torch:TorchEngine",
         "scripted": "trivium.engines.scripted:ScriptedEngine",
+        "endpoint": "trivium.engines.endpoint:EndpointEngine",
     },
     "algorithms": {
         "grpo": "trivium.algorithms.presets:GRPO",

@@ -231,6 +231,8 @@ class Request:
     """In order, each with its span in `prompt_tokens`."""
     unexpanded: IntArray | None = None
     """`Prompt.unexpanded`; None: the prompt has no media."""
+    messages: tuple[Message, ...] = field(default=(), repr=False)
+    """The conversation that the prompt was rendered from: for an engine that renders it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,8 @@ class Completion:
     policy_version: IntArray
     """The weights that sampled each token."""
     stop_reason: StopReason
+    text: str | None = None
+    """What was written, from an engine that is given text; None: the tokens, decoded."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))

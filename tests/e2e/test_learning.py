@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trivium.config import RunConfig, config_from_mapping
-from trivium.runtime.build import evaluate
+from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.launch import run
 
 SUPERVISED, REINFORCED = 12, 80

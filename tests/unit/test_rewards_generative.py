@@ -12,9 +12,9 @@ from test_rewards_remote import judged, picture, task
 
 from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, RewardError
+from trivium.models.http_client import EndpointError, MalformedResponse, TokenRefused
 from trivium.rewards import make_judge
 from trivium.rewards.generative import GenerativeJudge, UnreadableVerdict
-from trivium.rewards.http_client import EndpointError, MalformedResponse, TokenRefused
 from trivium.types import Media
 
 PATH = "/v1/chat/completions"

@@ -32,8 +32,7 @@ from reward_services import (
 )
 
 from trivium.errors import ConfigError, RewardError
-from trivium.rewards import make_judge
-from trivium.rewards.http_client import (
+from trivium.models.http_client import (
     EndpointClient,
     EndpointError,
     EndpointFailed,
@@ -45,6 +44,7 @@ from trivium.rewards.http_client import (
     read_token,
     retry_after_s,
 )
+from trivium.rewards import make_judge
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore
 from trivium.types import Media, Message, StopReason, Task, Trajectory, Turn
@@ -309,7 +309,7 @@ async def test_a_service_that_asks_for_a_long_pause_leaves_the_work_to_the_other
 
 
 def test_certificates_are_verified_beside_urls_without_any() -> None:
-    client = EndpointClient(RemoteReward.Config(urls=["http://host/", "HTTPS://host/"]))
+    client = EndpointClient(RemoteReward.Config(urls=["http://host/", "HTTPS://host/"]), what="rewards")
     assert not client._context("http://host/").get_ca_certs()
     assert client._context("HTTPS://host/").get_ca_certs()
 

@@ -19,8 +19,8 @@ from vision_parts import sizes
 from trivium.config import RewardConfig
 from trivium.errors import ConfigError
 from trivium.models.heads import VALUE_HEAD, ScoreModel
+from trivium.models.http_client import TokenRefused
 from trivium.rewards.functions import Exact, Regex
-from trivium.rewards.http_client import TokenRefused
 from trivium.rewards.model import ModelReward
 from trivium.rewards.remote import RemoteReward
 from trivium.rewards.remote_forms import RemoteSample, RemoteScore, Scored, jpeg

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from trivium.config import EngineConfig, PluginPath
+from trivium.engines.load_gate import LoadGate
 from trivium.engines.stopping import StopScan
 from trivium.errors import ConfigError, RolloutError
 from trivium.policy import EngineFailure
@@ -31,7 +32,6 @@ _CHOICE, _FAIL, _HANG = 2**40, 2**40 + 1, 2**40 + 2
 class _InFlight:
     """A request in flight."""
 
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
     began: float | None = None
     """When its completion began, by the monotonic clock; None while it waits for weights."""
     spans: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
@@ -92,9 +92,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         """All requests, in order of arrival."""
         self._in_flight: set[_InFlight] = set()
-        """The requests since the last load was asked for that waits for them."""
-        self._gate: asyncio.Event | None = None
-        """The load that requests arriving now must wait for."""
+        self._gate = LoadGate()
         self._pausing: set[asyncio.Future[None]] = set()
         """What completions in progress wait for."""
         self._closed = False
@@ -119,20 +117,18 @@ class ScriptedEngine:
                 "shorten the prompt, or raise engine.max_context",
             )
         self.requests.append(request)
-        gate, call = self._gate, _InFlight()
+        call = _InFlight()
         self._in_flight.add(call)
         try:
-            if gate is not None:
-                await gate.wait()
-            call.began, call.spans = time.monotonic(), [(0.0, self._version)]
-            await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
-            if self._drawn(request, _FAIL, self.config.fail_fraction):
-                raise RolloutError("a scripted completion", "a scripted failure", "lower engine.fail_fraction")
-            limit = min(left, request.sampling.max_new_tokens)
-            return self._completion(request, limit, [] if self._closed else call.spans)
+            async with self._gate.completion():
+                call.began, call.spans = time.monotonic(), [(0.0, self._version)]
+                await self._pause(self._drawn(request, _HANG, self.config.hang_fraction))
+                if self._drawn(request, _FAIL, self.config.fail_fraction):
+                    raise RolloutError("a scripted completion", "a scripted failure", "lower engine.fail_fraction")
+                limit = min(left, request.sampling.max_new_tokens)
+                return self._completion(request, limit, [] if self._closed else call.spans)
         finally:
             self._in_flight.discard(call)
-            call.finished.set()
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
         """Adopts a version once everything submitted before has finished, or at once with `update`; keeps the names of
@@ -145,14 +141,8 @@ class ScriptedEngine:
                 if call.began is not None:
                     call.spans.append((time.monotonic() - call.began, version))
             return
-        before, earlier, gate = self._in_flight, self._gate, asyncio.Event()
-        self._in_flight, self._gate = set(), gate
-        try:
-            for event in (*(call.finished for call in before), *([earlier] if earlier else [])):
-                await event.wait()
+        async with self._gate.load():
             self._adopt(version, names)
-        finally:
-            gate.set()
 
     def _adopt(self, version: int, names: list[str]) -> None:
         self._version, self.weight_names = version, names

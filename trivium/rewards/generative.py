@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import json
 import re
@@ -14,11 +13,13 @@ from typing import Any, Literal
 from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig
 from trivium.config.schema import changeable
-from trivium.errors import Problem, described
+from trivium.errors import Problem
+from trivium.models.chat_form import image_part, read_text
+from trivium.models.http_client import EndpointClient, EndpointError
 from trivium.policy import finite_number
 from trivium.rewards.batcher import Batcher
 from trivium.rewards.functions import RegularExpression
-from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError
+from trivium.rewards.over_http import HttpRewardConfig
 from trivium.types import Capabilities, Media
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -39,7 +40,7 @@ class GenerativeJudge:
 
     capabilities = Capabilities(remote=True)
 
-    class Config(EndpointConfig):
+    class Config(HttpRewardConfig):
         kind: str = "generative_judge"
         model: str
         """The name of the model at the endpoint. `urls` are its base URLs (http://host:8000/v1): `/chat/completions` is
@@ -94,7 +95,7 @@ class GenerativeJudge:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError where there is no token."""
         self._config, self._pattern = config, re.compile(config.pattern)
-        self._client = EndpointClient(config, "/chat/completions")
+        self._client = EndpointClient(config, "/chat/completions", what="rewards")
         self._choices = {text.casefold(): number for text, number in config.choices.items()}
         self._ask = Batcher(self._verdicts, 1, 0.0, config.max_concurrent)
         fields = (*_FIELD.findall(config.template), *_FIELD.findall(config.system))
@@ -122,9 +123,7 @@ class GenerativeJudge:
     def _messages(self, fields: Mapping[str, Any], media: Sequence[Media]) -> list[dict[str, Any]]:
         text: Any = _filled(self._config.template, fields)
         if self._config.images and media:
-            urls = [f"data:{item.mime};base64,{base64.b64encode(item.data).decode('ascii')}" for item in media]
-            images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-            text = [*images, {"type": "text", "text": text}]
+            text = [*map(image_part, media), {"type": "text", "text": text}]
         system = _filled(self._config.system, fields)
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
 
@@ -139,15 +138,8 @@ class GenerativeJudge:
 
     def _verdict(self, url: str, value: Any) -> float:
         """The score in a response, from 0 to 1."""
-        do = "name the base URL of an endpoint for OpenAI's clients in urls, with its /v1"
-        try:
-            choice = value["choices"][0]
-            text, reason = choice["message"]["content"], choice.get("finish_reason")
-        except (LookupError, TypeError, AttributeError):
-            raise self._client.malformed(url, f"no choices[0].message.content in {described(value)}", do) from None
-        if not isinstance(text, str):
-            raise self._client.malformed(url, f"content: {described(text)}, where text is wanted", do)
-        if reason == "length":
+        choice, text = read_text(self._client, url, value)
+        if choice.get("finish_reason") == "length":
             do = "raise max_tokens, or ask for a shorter verdict"
             raise self.unreadable(url, f"a verdict cut off at {self._config.max_tokens} tokens", do)
         try:

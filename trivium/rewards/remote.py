@@ -10,10 +10,11 @@ from typing import Any
 from trivium.concurrency import Threads
 from trivium.config import RunConfig
 from trivium.config.schema import free
-from trivium.errors import DataError, Problem, RewardError
+from trivium.errors import DataError, Problem
+from trivium.models.http_client import EndpointClient, EndpointError, TokenRefused
 from trivium.models.hub import ModelPath
 from trivium.rewards.batcher import Batcher
-from trivium.rewards.http_client import EndpointClient, EndpointConfig, EndpointError, TokenRefused
+from trivium.rewards.over_http import HttpRewardConfig
 from trivium.rewards.remote_forms import FormError, Protocol, RemoteSample, RemoteScore, request, scores
 from trivium.types import Capabilities, Media
 
@@ -26,12 +27,12 @@ class RemoteReward:
     """The number that a service gives the completion. Samples that arrive close together travel in one request.
 
     A sample that gets no finite number is an error of its trajectory, never a score: see
-    `trivium.rewards.http_client` for what is tried again.
+    `trivium.models.http_client` for what is tried again.
     """
 
     capabilities = Capabilities(remote=True)
 
-    class Config(EndpointConfig):
+    class Config(HttpRewardConfig):
         kind: str = "remote"
         protocol: Protocol = "trivium"
         """What the service reads: `trivium` {samples}, `lightrft` {queries, prompts, references, images}, `openrlhf`
@@ -56,7 +57,7 @@ class RemoteReward:
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError where there is no token, DataError for a tokenizer without a chat template."""
-        self._config, self._client = config, EndpointClient(config)
+        self._config, self._client = config, EndpointClient(config, what="rewards")
         self._text = _last_user if config.chat_template is None else _templated(Path(config.chat_template))
         self._threads = Threads(_ENCODERS, "a request for rewards")
         self._batcher = Batcher(self._post, config.max_batch, config.window_s, config.max_concurrent)
@@ -83,7 +84,7 @@ class RemoteReward:
             images=prompt_media,
         )
         result = await self._batcher(sample)
-        if isinstance(result, RewardError):
+        if isinstance(result, EndpointError):
             raise result
         return result.reward
 

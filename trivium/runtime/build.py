@@ -27,15 +27,12 @@ from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
-from trivium.monitors.console import shown
 from trivium.monitors.fanout import FanOut
 from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
-from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.schedule import Cadence, Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
@@ -44,7 +41,7 @@ from trivium.text.renderer import renderer_of
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
-from trivium.types import SERVED, TRAINER, Metrics, capabilities_of
+from trivium.types import SERVED, TRAINER, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.training.data_parallel import RankGroup
@@ -274,7 +271,7 @@ def build_parts(
         endpoints.channel,
         trainer,
         explorer,
-        evaluator=_build_evaluator(stage, explorer) if explorer is not None and stage.evaluated else None,
+        evaluator=build_evaluator(stage, explorer) if explorer is not None and stage.evaluated else None,
         stage=stage.number,
         is_last=stage.is_last,
         explore=explore_loop if explorer is None else _explore_function(stage),
@@ -378,7 +375,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
     )
 
 
-def _build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
+def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
     config, evaluation = stage.config, stage.config.evaluation
     assert evaluation.taskset is not None
     return Evaluator(
@@ -539,28 +536,3 @@ def explain(config: RunConfig) -> str:
     ]
     heads = [f"stage {number}\n" if len(stages) > 1 else "" for number in range(len(stages))]
     return "\n\n".join(head + text for head, text in zip(heads, texts, strict=True)) + "\n"
-
-
-def evaluate(config: RunConfig, step: int) -> Metrics:
-    """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage."""
-    run_dir = Path(config.run.dir)
-    last = config.stage_configs()[-1]
-    if last.evaluation.taskset is None:
-        raise ConfigError("evaluate a checkpoint", "evaluation.taskset names nothing", "set evaluation.taskset")
-    if step == 0:
-        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
-    else:
-        model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
-    store = CheckpointStore(run_dir / "checkpoints")
-    last = with_reward_models(last, config.stage_names, stage_ends(store), store)
-    stage = Stage(last, 0, step, True, run_dir, model_dir)
-    with shown(run_dir):
-        metrics = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
-    return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
-
-
-async def _evaluate(stage: Stage, explorer: Explorer) -> Metrics:
-    try:
-        return await _build_evaluator(stage, explorer).run(explorer.version)
-    finally:
-        await explorer.engine.close()

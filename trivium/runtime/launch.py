@@ -29,7 +29,6 @@ from trivium.runtime.build import (
     build_trainer,
     claim_name,
     collective_deadline,
-    evaluate,
     explorer_name,
     local_endpoints,
     open_board,
@@ -39,6 +38,7 @@ from trivium.runtime.build import (
     shares_buffer,
     train_device,
 )
+from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trivium.concurrency import Threads, Turns, gather_or_cancel
 from trivium.explorer import Explorer
@@ -37,7 +37,9 @@ from trivium.serving.sessions import (
     visible_text,
 )
 from trivium.synchronizer import Synchronizer
-from trivium.types import SERVED, Failure, Message, StopReason, Turn
+from trivium.types import SERVED, Completion, Failure, Message, Request, StopReason, Turn
+
+T = TypeVar("T")
 
 _ENCODERS = 2
 """Threads that encode prompts: a long one must not hold up the event loop."""
@@ -165,7 +167,22 @@ class Gateway:
         """`request.n` completions of the current policy. Raises RequestError; an EngineFailure ends the run too."""
         if self.final:
             request = replace(request, labels=replace(request.labels, evaluation=True))
-        else:
+        self._check_ready()
+        self._check_length(request)
+        routes = [self._call(session, parent, request) for session, parent in self._route(request)]
+        return await self._breaking(gather_or_cancel(routes))
+
+    async def sample(self, request: Request) -> Completion:
+        """A completion of token ids by the current policy; nothing is recorded. Raises as `complete` does."""
+        self._check_ready()
+        async with self._concurrency:
+            completion = await self._breaking(self.explorer.engine.generate(request))
+        if completion.stop_reason is StopReason.ABORT:
+            raise _closing()
+        return completion
+
+    def _check_ready(self) -> None:
+        if not self.final:
             self._check_open()
         if not self.loaded:
             raise RequestError(
@@ -176,11 +193,11 @@ class Gateway:
                 code="not_loaded",
                 retry_after_s=1,
             )
-        self._check_length(request)
+
+    async def _breaking(self, work: Awaitable[T]) -> T:
+        """The result of the work, whose EngineFailure ends the run as well."""
         try:
-            return await gather_or_cancel(
-                [self._call(session, parent, request) for session, parent in self._route(request)]
-            )
+            return await work
         except EngineFailure as error:
             if not self._broken.done():
                 self._broken.set_exception(error)
@@ -340,7 +357,7 @@ class Gateway:
             generating.cancel()
             session.generating.discard(generating)
         if turn.stop_reason is StopReason.ABORT:
-            raise RequestError(503, "a completion of the policy", "the engine is being closed", "start the run again")
+            raise _closing()
         answer = Message("assistant", visible_text(turn, request.sampling.stop))
         # `earlier` is the parent's own tuple: the client's copies of old messages are not kept
         conversation = (*earlier, *new, answer)
@@ -494,6 +511,10 @@ class Gateway:
             code="closed",
             retry_after_s=1,
         )
+
+
+def _closing() -> RequestError:
+    return RequestError(503, "a completion of the policy", "the engine is being closed", "start the run again")
 
 
 def _unknown(what: str) -> RequestError:

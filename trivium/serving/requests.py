@@ -119,23 +119,8 @@ def read_chat(
         raise bad_request(
             name, f"the parameter {name!r}", "no such parameter here", suggest(name, _KNOWN - _NEUTRAL.keys())
         )
-    for name in body.keys() & _NEUTRAL.keys():
-        if body[name] not in _NEUTRAL[name]:
-            raise bad_request(
-                name,
-                f"{name} = {body[name]!r:.60}",
-                "this endpoint does not support it",
-                _WHY.get(name, "leave it out"),
-            )
-    if body.get("model") != model:
-        raise RequestError(
-            404,
-            f"the model {body.get('model')!r}",
-            f"this endpoint serves {model!r}",
-            f"ask for model={model!r}",
-            param="model",
-            code="model_not_found",
-        )
+    refuse_unsupported(body, _NEUTRAL, _WHY)
+    check_model(body, model)
     labels = _labels(body, headers)
     stream = _typed(body, "stream", bool, False)
     options = _typed(body, "stream_options", dict, {})
@@ -150,7 +135,7 @@ def read_chat(
         messages=(Message(TOOLS, json.dumps(tools)), *messages) if tools else messages,
         labels=labels,
         sampling=_sampling(body, labels.evaluation, trained),
-        n=_count(body, "n", 1, 128),
+        n=read_count(body, "n", 1, 128),
         columns=_typed(body, "columns", dict, None),
         stream=stream,
         include_usage=_typed(options, "include_usage", bool, False),
@@ -160,6 +145,31 @@ def read_chat(
     )
 
 
+def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], why: Mapping[str, str]) -> None:
+    """Raises RequestError for a parameter with another value than those that have no effect here."""
+    for name in body.keys() & neutral.keys():
+        if body[name] not in neutral[name]:
+            raise bad_request(
+                name,
+                f"{name} = {body[name]!r:.60}",
+                "this endpoint does not support it",
+                why.get(name, "leave it out"),
+            )
+
+
+def check_model(body: Mapping[str, Any], model: str) -> None:
+    """Raises RequestError where a body names another model than the served one."""
+    if body.get("model") != model:
+        raise RequestError(
+            404,
+            f"the model {body.get('model')!r}",
+            f"this endpoint serves {model!r}",
+            f"ask for model={model!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
 def _typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T | D:
     value = body.get(name, default)
     if name in body and not isinstance(value, kind):
@@ -167,7 +177,8 @@ def _typed(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T |
     return value
 
 
-def _count(body: Mapping[str, Any], name: str, default: int, maximum: int) -> int:
+def read_count(body: Mapping[str, Any], name: str, default: int, maximum: int) -> int:
+    """A whole number from 1 to `maximum`. Raises RequestError."""
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
         raise bad_request(name, f"{name} from 1 to {maximum}", f"{value!r:.60}", "fix the value")
@@ -217,15 +228,10 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
     names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
     if len(names) == 2 and body[names[0]] != body[names[1]]:
         raise bad_request(names[0], "one limit", f"{names[0]} and {names[1]} differ", "send max_completion_tokens")
-    limit = trained.max_new_tokens if not names else _count(body, names[0], 1, 10**9)
-    stop = body.get("stop", trained.stop)
-    stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else ()
-    if "stop" in body and not (0 < len(stop) <= _MAX_STOP and all(isinstance(text, str) and text for text in stop)):
-        raise bad_request(
-            "stop", f"at most {_MAX_STOP} stop strings", f"{body['stop']!r:.60}", "send a text, or a list of texts"
-        )
-    temperature = _number(body, "temperature", trained.temperature, 0.0, 100.0)
-    top_p = _number(body, "top_p", 1.0, 0.0, 1.0)
+    limit = trained.max_new_tokens if not names else read_count(body, names[0], 1, 10**9)
+    stop = read_stop(body, trained.stop)
+    temperature = read_number(body, "temperature", trained.temperature, 0.0, 100.0)
+    top_p = read_number(body, "top_p", 1.0, 0.0, 1.0)
     if evaluation:
         if top_p == 0:
             raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
@@ -258,7 +264,19 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
     return replace(trained, max_new_tokens=limit, stop=stop)
 
 
-def _number(body: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float) -> float:
+def read_stop(body: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
+    """The stop strings of a body. Raises RequestError."""
+    stop = body.get("stop", default)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else ()
+    if "stop" in body and not (0 < len(stop) <= _MAX_STOP and all(isinstance(text, str) and text for text in stop)):
+        raise bad_request(
+            "stop", f"at most {_MAX_STOP} stop strings", f"{body['stop']!r:.60}", "send a text, or a list of texts"
+        )
+    return stop
+
+
+def read_number(body: Mapping[str, Any], name: str, default: float, minimum: float, maximum: float) -> float:
+    """A number from `minimum` to `maximum`. Raises RequestError."""
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise bad_request(name, f"{name} from {minimum} to {maximum}", f"{value!r:.60}", "fix the value")

@@ -14,7 +14,7 @@ from trivium.config.checks import is_loopback
 from trivium.config.reading import flatten, parse_override, read_yaml
 from trivium.config.schema import Config, RewardConfig, RewardPlugin, merged, paths_relative_to
 from trivium.errors import ConfigError, MissingPackage
-from trivium.rewards.http_client import read_token
+from trivium.models.http_client import read_token
 
 _STOP_S = 30.0
 """Longest wait for requests in progress once the server is told to stop, in seconds."""

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from trivium.serving.bodies import RequestError, read_body
+from trivium.serving.completions import read_completion, text_completion
 from trivium.serving.connections import BodyReader
 from trivium.serving.endpoints import Endpoint, cancel_on_disconnect, guarded
 from trivium.serving.gateway import Gateway
@@ -21,10 +22,12 @@ class ChatServer:
     def __init__(self, gateway: Gateway, model: str, api_key: str | None, max_body_bytes: int = 2**22) -> None:
         self.gateway, self.model = gateway, model
         self._bodies = BodyReader(max_body_bytes)
+        self._num_completions = 0
         self.app = FastAPI(title="Trivium", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/health", self._health, methods=["GET"])
         routes: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._complete),
             ("GET", "/v1/models", self._models),
             ("POST", "/feedback", self._feedback),
             ("POST", "/commit", self._commit),
@@ -46,6 +49,17 @@ class ChatServer:
             return JSONResponse(body)
         # Everything is sampled before anything is sent, so that an error still has a status of its own.
         return StreamingResponse(chunks(body, chat.include_usage), media_type="text/event-stream")
+
+    async def _complete(self, request: Request) -> Response:
+        """A completion of token ids: records nothing."""
+        explorer = self.gateway.explorer
+        sent = read_body(await self._bodies.read(request))
+        self._num_completions += 1
+        wanted = read_completion(
+            sent, self.model, explorer.sampling, explorer.renderer.eos_token_ids, number=self._num_completions
+        )
+        completion = await cancel_on_disconnect(request, self.gateway.sample(wanted))
+        return JSONResponse(text_completion(self.model, wanted, completion, explorer.renderer))
 
     async def _models(self, request: Request) -> Response:
         del request

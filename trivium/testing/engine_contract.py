@@ -173,12 +173,13 @@ async def _check_stop_strings(
     engine: RolloutEngine, prompts: Sequence[IntArray], eos: frozenset[int], max_new_tokens: int, decode: Decode
 ) -> None:
     """Stop strings taken from what the engine samples, of one token and of two."""
-    plain = [_request(prompt, 0, max_new_tokens, temperature) for prompt in prompts for temperature in (0.0, 1.0)]
+    plain = [_request(prompt, index, max_new_tokens, min(index, 1.0)) for prompt in prompts for index in range(6)]
     before = await asyncio.gather(*map(engine.generate, plain))
     stopped: list[Request] = []
     for request, done in zip(plain, before, strict=True):
-        texts = [decode(done.tokens[:count].tolist()) for count in range(len(done.tokens) + 1)]
-        spans = [(at, at + width) for at in (1, 2) for width in (1, 2) if at + width < len(texts)]
+        last = len(done.tokens) - (done.stop_reason is StopReason.EOS)
+        texts = [decode(done.tokens[:count].tolist()) for count in range(last + 1)]
+        spans = [(at, at + width) for at in (0, 2) for width in (1, 2) if at + width < len(texts)]
         pieces = {texts[stop][len(texts[start]) :] for start, stop in spans}
         usable = sorted(piece for piece in pieces if piece and "\ufffd" not in piece)
         stopped += [replace(request, sampling=replace(request.sampling, stop=(piece,))) for piece in usable]

@@ -102,7 +102,7 @@ async def check_sentinels(
     max_new_tokens: int,
 ) -> None:
     """Weights that were loaded are the ones that sample, and nothing that was cached under others is used: the same
-    prompts are requests for under one policy, another, and the first again, and so are prompts that begin with what was
+    prompts are completed under one policy, another, and the first again, and so are prompts that begin with what was
     sampled before."""
     requests: list[Request] = [_request(prompt, ("sentinel",), Sampling(max_new_tokens)) for prompt in prompts]
     before = await asyncio.gather(*map(engine.generate, requests))

@@ -18,6 +18,7 @@ from trivium.concurrency import run_here
 from trivium.errors import ConfigError, DataError, RewardError, described, text_of
 from trivium.models.classifier import load_score_model
 from trivium.models.heads import ScoreModel
+from trivium.models.http_client import EndpointError
 from trivium.models.images import decoded
 from trivium.models.placement import device_of
 from trivium.models.scoring import Conversation, SequenceScorer
@@ -274,7 +275,7 @@ class RemoteSource:
         """(B,) finite numbers. Raises the service's error where a sample has none."""
         results = run_here(self._reward.score_batch([_remote_sample(sample) for sample in samples]))
         for row, result in enumerate(results):
-            if isinstance(result, RewardError):
+            if isinstance(result, EndpointError):
                 raise RewardError(
                     f"{result.asked}, sample {row} of {len(results)}", result.found, result.do
                 ) from result

@@ -1,8 +1,8 @@
-"""JSON over HTTP to a service that scores: several URLs, retries, and bounds on time and size.
+"""JSON over HTTP to a service that scores or samples: several URLs, retries, and bounds on time and size.
 
 What may pass is tried again, on whichever URL is the least busy: connections that fail or give no answer in time,
-responses 429 and 5xx. Everything else is final at once. Every error is a RewardError whose class says what happened and
-whose `place` is the URL; none holds the token.
+responses 429 and 5xx. Everything else is final at once. Every error is a RolloutError whose class says what happened
+and whose `place` is the URL; none holds the token.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pydantic import AfterValidator, BeforeValidator
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay
 from tenacity import wait_random_exponential as random_exponential
 
-from trivium.config import RewardConfig, RunConfig
+from trivium.config import Plugin, RunConfig
 from trivium.config.checks import is_loopback
 from trivium.config.schema import ConfigPath, free
-from trivium.errors import ConfigError, DataError, Problem, RewardError, text_of
+from trivium.errors import ConfigError, DataError, Problem, RolloutError, text_of
 
 if TYPE_CHECKING:
     import httpx
@@ -42,8 +42,8 @@ _LONGEST_PAUSE_S = 30.0
 """A URL that fails is avoided for at most so long, while others do not."""
 
 
-class EndpointError(RewardError):
-    """A service gave no reward; `place` is its URL."""
+class EndpointError(RolloutError):
+    """A service gave nothing that can be used; `place` is its URL."""
 
 
 class EndpointUnreachable(EndpointError):
@@ -89,8 +89,8 @@ def _checked_url(url: str) -> str:
 Url = Annotated[str, AfterValidator(_checked_url)]
 
 
-class EndpointConfig(RewardConfig):
-    """What every reward over HTTP needs to know of its service."""
+class EndpointConfig(Plugin):
+    """What every section that asks a service over HTTP says of it."""
 
     urls: Annotated[tuple[Url, ...], BeforeValidator(_one_or_many)] = free(min_length=1)
     """One URL or several of equal services. Each request goes to the least busy one; one that fails is avoided for a
@@ -113,9 +113,6 @@ class EndpointConfig(RewardConfig):
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
-        if self.workers:
-            do = "leave workers out: requests are concurrent (max_concurrent) and end at their deadline"
-            yield Problem(f"{where}.workers", "a service called from processes", f"workers={self.workers}", do)
         if self.token_variable and self.token_file:
             yield Problem(f"{where}.token_file", "one token", "token_variable and token_file", "leave one of them out")
 
@@ -191,9 +188,10 @@ class EndpointClient:
     """Posts JSON to the URLs of a section. It may be used from several event loops, one after the other or at once:
     each request has a connection of its own, which its attempts at one URL do not share either."""
 
-    def __init__(self, config: EndpointConfig, path: str = "") -> None:
-        """`path` is appended to each URL. Raises ConfigError where there is no token."""
-        self._config = config
+    def __init__(self, config: EndpointConfig, path: str = "", *, what: str) -> None:
+        """`path` is appended to each URL; `what` it is asked for is named in errors. Raises ConfigError where there is
+        no token."""
+        self._config, self._what = config, what
         self._servers = [_Server(_with_path(url, path)) for url in config.urls]
         self._num_attempts = self._num_retries = 0
         self._tls: dict[str, ssl.SSLContext] = {}
@@ -312,7 +310,7 @@ class EndpointClient:
         self._num_retries += 1
         error = state.outcome.exception() if state.outcome is not None else None
         if self._num_retries & (self._num_retries - 1) == 0 and isinstance(error, _TryAgain):  # 1, 2, 4, 8, ...
-            _log.warning("a request for rewards is tried again (retry %d)\n%s", self._num_retries, error.error)
+            _log.warning("a request for %s is tried again (retry %d)\n%s", self._what, self._num_retries, error.error)
 
     def malformed(self, url: str, found: str, do: str) -> EndpointError:
         """The error of a response that is not of the protocol's form."""
@@ -321,7 +319,7 @@ class EndpointClient:
     def error(self, kind: type[EndpointError], url: str, found: str, do: str) -> EndpointError:
         """An error of this URL, without what may be secret in it: a service may echo the token."""
         shown = found if self._token is None else found.replace(self._token, "<token>")
-        error = kind(f"rewards from {_shown(url)}", text_of(shown, _SHOWN), do)
+        error = kind(f"{self._what} from {_shown(url)}", text_of(shown, _SHOWN), do)
         error.place = _shown(url)
         return error
 

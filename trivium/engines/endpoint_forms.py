@@ -1,0 +1,113 @@
+"""What an endpoint is asked for a completion, and how its response is read.
+
+`tokens`: token ids in, token ids and their log-probabilities out, as vLLM's `/v1/completions` has them; every sampling
+parameter is set, so that no default of the server is left. `chat`: messages in, text out, with what OpenAI's clients
+send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trivium.errors import described
+from trivium.models.chat_form import chat_messages, read_choice, read_text
+from trivium.models.http_client import EndpointClient
+from trivium.types import Completion, Request, StopReason
+
+_ROUNDING = 1e-3
+"""How far above 0 a log-probability may be by rounding."""
+_DO = "use an endpoint that returns token ids and log-probabilities, as vLLM does; to evaluate, use protocol chat"
+
+
+def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | None) -> dict[str, Any]:
+    """The request for token ids."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt_tokens.tolist(),
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "min_tokens": sampling.min_new_tokens,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": sorted(eos),
+        "include_stop_str_in_output": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    return body | ({"stop": [*sampling.stop]} if sampling.stop else {}) | ({} if seed is None else {"seed": seed})
+
+
+def chat_body(model: str, request: Request, seed: int | None) -> dict[str, Any]:
+    """The request for text. What leaves the distribution as it is, is not mentioned: endpoints refuse unknown keys."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": chat_messages(request.messages),
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
+    body |= {"stop": [*sampling.stop]} if sampling.stop else {}
+    body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+    body |= {"min_tokens": sampling.min_new_tokens} if sampling.min_new_tokens else {}
+    return body | ({} if seed is None else {"seed": seed})
+
+
+def read_tokens(
+    client: EndpointClient, url: str, value: Any, request: Request, eos: frozenset[int], version: int
+) -> Completion:
+    """The completion in a response to `tokens_body`. Raises MalformedResponse."""
+    choice = read_choice(client, url, value)
+    tokens, log_probs = choice.get("token_ids"), choice.get("logprobs")
+    numbers = log_probs.get("token_logprobs") if isinstance(log_probs, dict) else None
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise client.malformed(url, f"token_ids: {described(tokens)}, where a list of token ids is wanted", _DO)
+    if not isinstance(numbers, list) or len(numbers) != len(tokens) or not all(map(_is_log_prob, numbers)):
+        found = f"logprobs.token_logprobs: {described(numbers)}, where {len(tokens)} numbers of at most 0 are wanted"
+        raise client.malformed(url, found, _DO)
+    read = choice.get("prompt_token_ids")
+    if read is not None and read != request.prompt_tokens.tolist():
+        found = "prompt_token_ids that are not those which were sent"
+        raise client.malformed(url, found, "serve the model that model.path names, without adding special tokens")
+    limit = request.sampling.max_new_tokens
+    if not 1 <= len(tokens) <= limit:
+        raise client.malformed(url, f"{len(tokens)} tokens, where 1 to {limit} are wanted", "see why the service ends")
+    log_prob = np.minimum(np.array(numbers, np.float32), 0) * np.float32(request.sampling.temperature > 0)
+    reason = _stop_reason(client, url, choice, ends=tokens[-1] in eos or not request.sampling.stop)
+    return Completion(np.array(tokens, np.int32), log_prob, np.full(len(tokens), version, np.int32), reason)
+
+
+def read_chat(
+    client: EndpointClient, url: str, value: Any, encode: Any, request: Request, eos: frozenset[int], version: int
+) -> Completion:
+    """The completion in a response to `chat_body`: its text as it came, and tokens that `encode` makes of it, with
+    log-probabilities of 0, since nothing is known of how it was sampled. Raises MalformedResponse."""
+    choice, text = read_text(client, url, value)
+    reason = _stop_reason(client, url, choice, ends=True)
+    tokens: Sequence[int] = [*encode(text), *([min(eos)] if reason is StopReason.EOS and eos else [])]
+    zeros = np.zeros(len(tokens), np.float32)
+    return Completion(np.array(tokens, np.int32), zeros, np.full(len(tokens), version, np.int32), reason, text)
+
+
+def _is_log_prob(number: object) -> bool:
+    return isinstance(number, int | float) and math.isfinite(number) and number <= _ROUNDING
+
+
+def _stop_reason(client: EndpointClient, url: str, choice: dict[str, Any], *, ends: bool) -> StopReason:
+    match choice.get("finish_reason"):
+        case "length":
+            return StopReason.LENGTH
+        case "stop":
+            return StopReason.EOS if ends else StopReason.STOP
+        case other:
+            do = "see why the service ends completions so; it must say `stop` or `length`"
+            raise client.malformed(url, f"finish_reason {described(other)}", do)

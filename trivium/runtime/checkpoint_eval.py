@@ -1,0 +1,67 @@
+"""`trivium eval`: one policy, a taskset, no training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.checkpoint.store import CheckpointStore
+from trivium.config import RunConfig, build
+from trivium.errors import ConfigError
+from trivium.explorer import Explorer
+from trivium.monitors.console import shown
+from trivium.registry import resolve
+from trivium.runtime.build import Stage, build_evaluator, build_explorer
+from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.types import Group, Metrics, capabilities_of
+
+
+def evaluate(config: RunConfig, step: int, save: Path | None = None) -> Metrics:
+    """Evaluates the policy of a checkpoint (0: the model before training) on `evaluation.taskset` of the last stage.
+
+    `save` is a file for the rollouts that did not fail, a row of JSON each: id, prompt, completion, reward, and the
+    task's columns. `tasks.kind: jsonl` reads it, and `buffer.kind: files` learns from it.
+    """
+    run_dir = Path(config.run.dir)
+    last = config.stage_configs()[-1]
+    if last.evaluation.taskset is None:
+        raise ConfigError("evaluate a checkpoint", "evaluation.taskset names nothing", "set evaluation.taskset")
+    if step and not capabilities_of(resolve("engines", last.engine.kind)).adopts_weights:
+        raise ConfigError(
+            f"evaluate step {step} with engine.kind {last.engine.kind!r}",
+            "it samples from a policy of its own, not from checkpoints",
+            "use --step 0 for that policy, or engine.kind=torch for the checkpoint",
+        )
+    if step == 0:
+        model_dir = build("models", config.model, seed=config.run.seed).materialize(run_dir / "model")
+    else:
+        model_dir = CheckpointStore(run_dir / "checkpoints").open(step).path / "policy"
+    store = CheckpointStore(run_dir / "checkpoints")
+    last = with_reward_models(last, config.stage_names, stage_ends(store), store)
+    stage = Stage(last, 0, step, True, run_dir, model_dir)
+    with shown(run_dir):
+        metrics, groups = run_in_loop(_evaluate(stage, build_explorer(stage)), last.workflow.deadline_s)
+    if save is not None:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for group in groups for row in _rows(group)]
+        atomic_write(save, "".join(lines))
+    return {**metrics, f"eval/{last.evaluation.taskset}/version": float(step)}  # a fresh engine counts from 0
+
+
+async def _evaluate(stage: Stage, explorer: Explorer) -> tuple[Metrics, Sequence[Group]]:
+    evaluator = build_evaluator(stage, explorer)
+    try:
+        groups = await evaluator.rollouts(explorer.version)
+    finally:
+        await explorer.engine.close()
+    return evaluator.measured(groups, explorer.version), groups
+
+
+def _rows(group: Group) -> Iterator[dict[str, Any]]:
+    prompt = [{"role": message.role, "content": message.content} for message in group.task.prompt]
+    for trajectory in group.alive:
+        row = {"id": group.task.task_id, "prompt": prompt, "completion": trajectory.completion}
+        yield {**group.task.columns, **row, "reward": trajectory.reward}
