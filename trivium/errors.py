@@ -162,6 +162,12 @@ def user_place(frames: Iterable[tuple[str, int, str]]) -> str:
     return ""
 
 
+def one_line(error: BaseException) -> str:
+    """An error in one line, its parts included: `found: ... do: ...`."""
+    kind = "" if isinstance(error, TriviumError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{text_of(error)}".split())
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error itself; of a group (a task group's), the first that was raised in it and is no cancellation."""
     while isinstance(error, BaseExceptionGroup):

@@ -186,4 +186,5 @@ def verdict(seconds: Mapping[str, float], total: float) -> str:
     rest += [f"loading and the rest {unmeasured:.0%}"] if unmeasured >= 0.005 else []
     others = f" ({', '.join(rest)})" if rest else ""
     what, do = BOUNDS[first]
-    return f"bound by {what}: {shares[first]:.0%} of the trainer's time{others}; to shorten it, {do}"
+    cost = f"{shares[first]:.0%} of the trainer's time, {spent[first]:.1f} of {total:.1f} s"
+    return f"bound by {what}: {cost}{others}; to shorten it, {do}"

@@ -1,9 +1,9 @@
-"""Every rule finds what provokes it, in runs or in figures, and nothing in the arithmetic recipe's run."""
+"""The rules of `trivium doctor` by figures, which provoke one at a time, and what the command prints. Runs that provoke
+them are in test_doctor_runs.py."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,20 +44,6 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def wild(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A learning rate that no policy survives, and a component that is always earned."""
-    path = tmp_path_factory.mktemp("doctor") / "wild"
-    changed: dict[str, Any] = {
-        "rewards": [{"kind": "regex", "pattern": "[0-4]", "name": "low"}, {"kind": "regex", "pattern": ".*"}],
-        "algorithm": {"kind": "grpo", "mini_batches": 3, "kl": {"coef": 1e-4}},
-        "train": {"optimizer": {"lr": 0.3}},
-        "engine": {"sampling": {"max_new_tokens": 10}},
-    }
-    run(config_from_mapping({**CONFIG, **changed, "run": {"dir": str(path)}}))
-    return path
-
-
 def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(stuck: Path) -> None:
     assert set(found_in(stuck)) == {"equal rewards", "truncation"}
     log = (stuck / "log.txt").read_text()
@@ -65,17 +51,6 @@ def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(
     report = diagnose(stuck)
     assert report.facts[1].startswith("bound by ")
     assert "engine.sampling.max_new_tokens" in str(report.findings[1])
-
-
-def test_a_run_that_falls_apart_says_how(wild: Path) -> None:
-    assert {"kl drift", "dead component"} <= set(found_in(wild))
-
-
-def test_the_gradient_that_ended_a_run_is_named(tmp_path: Path, stuck: Path) -> None:
-    broken = Path(shutil.copytree(stuck, tmp_path / "broken"))
-    with (broken / "log.txt").open("a") as log:
-        log.write("asked: an optimizer step of the policy in train step 13\nfound: the gradient norm is nan; the ...\n")
-    assert "the gradient norm is nan" in found_in(broken)["not finite"]
 
 
 def test_the_command_ends_with_1_and_says_what_to_change(stuck: Path, tmp_path: Path) -> None:
@@ -118,7 +93,7 @@ PROVOKED: dict[str, Sequence[Row]] = {
     "truncation": changed(**{"rollout/truncated": 0.9}),
     "engine mismatch": changed(**{"mismatch/kl": 0.1}),
     "staleness": changed(**{"mismatch/ess": 0.2, "rollout/staleness": 3.0}),
-    "dead component": changed(**{"reward/component/exact": 0.5, "reward/component/format": 1.0}),
+    "dead component": changed(**{"reward/component/format": 1.0}),
     "failures": changed(**{"rollout/failed": 300.0}),
     "refused groups": changed(**{"rollout/refused": 200.0}),
     "reward hacking": [*changed(**{"reward/mean": 1.4}), {"step": 251.0, "eval/test/accuracy": 0.3}],
@@ -139,7 +114,7 @@ def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:
 
 
 def test_every_rule_is_provoked() -> None:
-    assert set(RULES) == {*PROVOKED, "duplicated rollouts"}
+    assert set(RULES) == {*PROVOKED, "duplicated rollouts", "ended by an error"}
 
 
 def test_completions_that_repeat_each_other() -> None:
@@ -170,4 +145,5 @@ def test_a_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     areas = [fact.partition(":")[0] for fact in report.facts]
     assert areas[:5] == ["processor", "memory", "disk", "/dev/shm", "GPU"]
     assert any(fact.startswith("packages, base: torch") for fact in report.facts)
+    assert "ports: 8010 (serve.port) " in "".join(report.facts)
     assert "4096" in next(finding.figures for finding in report.findings if finding.rule == "threads")

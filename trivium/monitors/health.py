@@ -38,8 +38,8 @@ class Evidence:
     """All rows, in order."""
     mismatched: Sequence[str] = ()
     """The tokens where engine and trainer differ most, in words."""
-    log: str = ""
-    """The end of log.txt."""
+    error: str = ""
+    """What ended the newest session, in one line, and after `do:` what to do about it; empty where no error did."""
 
     def recent(self, key: str) -> float | None:
         """The mean of a metric over the newest steps; None where there are not enough."""
@@ -50,6 +50,11 @@ class Evidence:
         """The same over the first steps; None where the run has fewer than two windows."""
         values = self.values(key)
         return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
+
+    def share(self, part: str, whole: str) -> float:
+        """What part of one metric another one is, over the newest steps; 0 where there are not enough."""
+        number, total = self.recent(part), self.recent(whole)
+        return number / total if number and total else 0.0
 
     def values(self, key: str) -> list[float]:
         return [row[key] for row in self.rows if key in row and math.isfinite(row[key])]
@@ -94,23 +99,48 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 @rule
 def not_finite(evidence: Evidence) -> tuple[str, str] | None:
-    """A metric is NaN or infinite, or a gradient ended the run: names the first step and, of that step, the first
-    quantity on the way from the rollout to the update."""
+    """A metric is NaN or infinite, or numbers that are not finite ended the run: names the first step and, of that
+    step, the first quantity on the way from the rollout to the update."""
     for row in evidence.everything:
         keys = [key for key, value in row.items() if not math.isfinite(value)]
         if keys:
             keys.sort(key=lambda key: (_ORDER.index(area) if (area := key.partition("/")[0]) in _ORDER else 9, key))
             what = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}, before anything else that is not a number"
             return what, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr"
-    if "the gradient norm is" in evidence.log:
-        line = next(line for line in evidence.log.splitlines()[::-1] if "the gradient norm is" in line)
-        do = "lower train.optimizer.lr or train.max_grad_norm; `trivium replay` names the step's loss"
-        return f"an update was refused: {line.strip().removeprefix('found: ')}", do
-    return None
+    if not _overflowed(evidence):
+        return None
+    newest = ""
+    for row in evidence.rows[-1:]:
+        logged = [f"{key} {value:.4g}" for key, value in row.items() if key.startswith(_UPDATE)]
+        newest = f"; step {row['step']:.0f}, the last one that was logged: {', '.join(logged)}"
+    do = "lower train.optimizer.lr or train.max_grad_norm; `trivium replay` computes the last step again"
+    return _cause_of(evidence.error) + newest, do
 
 
+def _overflowed(evidence: Evidence) -> bool:
+    """Whether the run was ended by numbers that are not finite."""
+    return any(text in evidence.error for text in ("the gradient norm is", "logits are not numbers"))
+
+
+def _cause_of(error: str) -> str:
+    """What an error found, and of what."""
+    of, _, cause = error.partition(" do: ")[0].partition(" found: ")
+    return f"{cause} ({of.removeprefix('asked: ')})" if cause else of
+
+
+_UPDATE = ("train/loss/", "train/grad_norm/", "train/lr/")
 _ORDER = ("reward", "rollout", "mismatch", "train", "eval")
 """Areas of metrics, from cause to effect."""
+
+
+@rule
+def ended_by_an_error(evidence: Evidence) -> tuple[str, str] | None:
+    """The newest session did not finish: its error, and what that says to do. Where numbers were not finite, the rule
+    before says it."""
+    if not evidence.error or _overflowed(evidence):
+        return None
+    do = evidence.error.partition(" do: ")[2]
+    return _cause_of(evidence.error), do or "look at log.txt; the same command continues from the last checkpoint"
 
 
 @rule
@@ -207,7 +237,7 @@ def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
     kl, staleness = evidence.recent("mismatch/kl"), evidence.recent("rollout/staleness")
     if kl is None or kl <= 0.01 or (staleness or 0.0) > 0:
         return None
-    worst = f"; worst at {'; '.join(evidence.mismatched)}" if evidence.mismatched else ""
+    worst = f"; worst at {'; '.join(evidence.mismatched)}" if evidence.mismatched else " (run.keep: tokens shows where)"
     found = f"mismatch/kl is {kl:.3g} nats a token with fresh rollouts, above 0.01{worst}"
     return found, "use the same dtype in engine and train; algorithm.correction; check temperature and chat template"
 
@@ -220,11 +250,11 @@ def staleness(evidence: Evidence) -> tuple[str, str] | None:
     if age and sample is not None and sample < 0.5:
         found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
         return found, "lower schedule.max_staleness or sync.interval; algorithm.correction"
-    evicted, groups = evidence.recent("rollout/evicted"), evidence.recent("rollout/groups")
-    if evicted and groups and evicted > 0.25 * groups:
-        found = f"{evicted:.1f} groups a step become too stale to be trained on, {groups:.0f} are: more than 25 %"
-        return found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent"
-    return None
+    evicted = evidence.share("rollout/evicted", "rollout/groups")
+    if evicted <= 0.25:
+        return None
+    found = f"groups that become too stale to be trained on are {evicted:.0%} of those that are, above 25 %"
+    return found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent"
 
 
 @rule
@@ -233,7 +263,7 @@ def dead_component(evidence: Evidence) -> tuple[str, str] | None:
     keys = sorted({key for row in evidence.rows[-2 * WINDOW :] for key in row if key.startswith("reward/component/")})
     values = {key: evidence.values(key)[-2 * WINDOW :] for key in keys}
     dead = [key for key, each in values.items() if len(each) >= 2 * WINDOW and max(each) == min(each)]
-    if not dead or len(keys) < 2:
+    if not dead or len(dead) == len(keys):
         return None
     shown = ", ".join(f"{key.removeprefix('reward/component/')} ({values[key][-1]:g})" for key in dead)
     return f"constant for {2 * WINDOW} steps: {shown}", "check the function on a few completions, or leave it out"
@@ -242,20 +272,19 @@ def dead_component(evidence: Evidence) -> tuple[str, str] | None:
 @rule
 def failures(evidence: Evidence) -> tuple[str, str] | None:
     """More than 10 % of rollouts fail (`rollout/failed`)."""
-    failed, total = evidence.recent("rollout/failed"), evidence.recent("rollout/total")
-    if not failed or not total or failed <= 0.1 * total:
+    failed = evidence.share("rollout/failed", "rollout/total")
+    if failed <= 0.1:
         return None
-    found = f"{failed:.1f} of {total:.0f} rollouts a step fail, above 10 %"
-    return found, "`trivium rollouts RUN --failed` shows why"
+    return f"{failed:.0%} of rollouts fail, above 10 %", "`trivium rollouts RUN --failed` shows why"
 
 
 @rule
 def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
     """More than half of the groups are refused by filters or for lack of rewards (`rollout/refused`)."""
-    refused, groups = evidence.recent("rollout/refused"), evidence.recent("rollout/groups")
-    if not refused or not groups or refused <= 0.5 * groups:
+    refused = evidence.share("rollout/refused", "rollout/groups")
+    if refused <= 0.5:
         return None
-    found = f"{refused:.1f} of {groups:.0f} groups a step are refused, above 50 %"
+    found = f"{refused:.0%} of groups are refused, above 50 %"
     return found, "easier or more varied tasks; algorithm.refill; look at rollout/refused/* for the filter"
 
 
@@ -283,6 +312,7 @@ def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
         last_step, last = points[-1]
         before = [row["reward/mean"] for row in evidence.rows if row["step"] <= best_step and "reward/mean" in row]
         after = [row["reward/mean"] for row in evidence.rows if row["step"] > best_step and "reward/mean" in row]
+        before = before or after[:WINDOW]  # it was best as training began
         if best - last <= 0.05 or not before or not after:
             continue
         then, now = fmean(before[-WINDOW:]), fmean(after[-WINDOW:])
@@ -301,11 +331,11 @@ def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def waiting(evidence: Evidence) -> tuple[str, str] | None:
-    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`) of more than 10 seconds."""
+    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`) of more than a second."""
     idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
-    if idle is None or seconds is None or idle <= 0.9 or seconds <= 10:
+    if idle is None or seconds is None or idle <= 0.9 or seconds <= 1:
         return None
-    found = f"the trainer waits {idle * seconds:.0f} of the {seconds:.0f} s of a step, above 90 %"
+    found = f"the trainer waits {idle * seconds:.1f} of the {seconds:.1f} s of a step, above 90 %"
     return found, "schedule.max_staleness, more explorers or engines (cluster.kind ray), shorter completions"
 
 

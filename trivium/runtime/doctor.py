@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -20,12 +20,16 @@ from trivium.concurrency import usable_cores
 from trivium.config.memory_estimate import host_memory
 from trivium.errors import RunDirError
 from trivium.monitors.health import Finding, evidence_of, findings
-from trivium.runtime.recorded_run import RecordedRun, bound
+from trivium.runtime.logs import BEGINS, ENDED
+from trivium.runtime.recorded_run import bound, rows_of
+from trivium.runtime.rollout_view import decoder
 from trivium.training.device import processor_name
 
 _GIB = 2**30
 _STEPS = 3
 """Newest train steps whose rollouts are read."""
+_PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
+"""What servers listen on unless told otherwise."""
 _LOG_BYTES = 65536
 """Of the end of log.txt."""
 
@@ -40,18 +44,30 @@ class Report:
 
 def diagnose(run_dir: Path) -> Report:
     """What the rules find in a run directory, finished or in progress. Raises RunDirError where it holds no run."""
-    run = RecordedRun.open(run_dir)
-    rows = run.rows()
-    if not rows:
-        raise RunDirError(f"the metrics of {run_dir}", "no rows in metrics.jsonl", "add kind jsonl to `monitors`")
+    rows, error = rows_of(run_dir), _error(run_dir / "log.txt")
+    if not rows and not error:
+        found = "no rows in metrics.jsonl" if (run_dir / "config.yaml").is_file() else "no run there"
+        raise RunDirError(
+            f"the metrics of {run_dir}", found, "name the directory of a run; `monitors` needs kind jsonl"
+        )
     rollouts = list(_newest_rollouts(run_dir))
     groups = list({(each.stage, each.group.slot, each.group.attempt): each.group for each in rollouts}.values())
-    log = run_dir / "log.txt"
-    tail = log.read_bytes()[-_LOG_BYTES:].decode(errors="replace") if log.is_file() else ""
-    evidence = evidence_of(rows, groups=groups, mismatched=_mismatched(rollouts), log=tail)
+    mismatched = _mismatched(run_dir, rollouts)
+    evidence = evidence_of(rows, groups=groups, mismatched=mismatched, error=error)
     steps = len({row["step"] for row in rows})
     facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", bound(rows)]
     return Report(facts, findings(evidence))
+
+
+def _error(log: Path) -> str:
+    """What ended the newest session, in one line; empty where no error did."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    ended, started = (max((n for n, line in enumerate(lines) if text in line), default=-1) for text in (ENDED, BEGINS))
+    return lines[ended].partition(ENDED)[2] if ended > started else ""
 
 
 def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:
@@ -61,19 +77,33 @@ def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:
             yield from read_rollouts(run_dir, step=step)
 
 
-def _mismatched(rollouts: list[Rollout], number: int = 3) -> list[str]:
+def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list[str]:
     """The tokens whose log-probabilities by engine and trainer are furthest apart, where they were kept."""
-    places: list[tuple[float, str]] = []
+    places: list[tuple[float, int, str, str]] = []
     for rollout in rollouts:
         for sequence in rollout.sequences:
             old = sequence.columns.get("old_log_prob")
-            if old is None or not sequence.response_mask.any():
+            if old is None or np.array_equal(old, sequence.log_prob):  # the engine's, where no pass computed others
                 continue
             gaps = np.where(sequence.response_mask, np.abs(old - sequence.log_prob), 0.0)
             at = int(gaps.argmax())
-            where = f"token {at} ({int(sequence.tokens[at])}) of task {rollout.group.task.task_id}"
-            places.append((float(gaps[at]), f"{where}: engine {sequence.log_prob[at]:.4g}, trainer {old[at]:.4g}"))
-    return [text for _, text in sorted(places, reverse=True)[:number]]
+            where = f"token {at} of task {rollout.group.task.task_id}"
+            both = f"engine {sequence.log_prob[at]:.4g}, trainer {old[at]:.4g}"
+            places.append((float(gaps[at]), int(sequence.tokens[at]), where, both))
+    if not places:
+        return []
+    decode = _decoder(run_dir)
+    worst = sorted(places, key=lambda place: -place[0])[:number]
+    return [f"{where} ({decode(token)}): {both}" for _, token, where, both in worst]
+
+
+def _decoder(run_dir: Path) -> Callable[[int], str]:
+    """A token as text; its number where the tokenizer is gone."""
+    try:
+        decode = decoder(run_dir)
+    except RunDirError:
+        return str
+    return lambda token: repr(decode([token]))
 
 
 # --------------------------------------------------------------------------- the machine
@@ -92,13 +122,15 @@ def examine_machine(directory: Path) -> Report:
         _gpus(),
         *_packages(),
     ]
+    refused = {port: _refused(port) for port, _ in _PORTS}
+    facts.append("ports: " + ", ".join(f"{port} ({what}) {refused[port] or 'free'}" for port, what in _PORTS))
     problems = [
         *_small("disk", disk.free, 5, "free some, or choose another run.dir: checkpoints need room"),
         *(_small("/dev/shm", shared.free, 1, "docker run --shm-size=8g: Ray keeps objects there") if shared else ()),
         *(_small("memory", memory, 2, "close other programs; `trivium check` plans a config") if memory else ()),
         *_driver(),
         *_threads(cores),
-        *_ports(),
+        *_ports(refused),
         *_files(),
     ]
     return Report(facts, problems)
@@ -110,17 +142,26 @@ def _small(name: str, free: int, wanted: int, do: str) -> Iterator[Finding]:
 
 
 def _gpus() -> str:
+    driver = f", driver {number}" if (number := _driver_version()) else ""
     if not torch.cuda.is_available():
-        return "GPU: none that torch can use"
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return f"GPU: {len(names)} x {names[0]}, CUDA {torch.version.cuda}"
+        return f"GPU: none that torch can use{driver}"
+    about = torch.cuda.get_device_properties(0)
+    one = f"{about.name}, {about.total_memory / _GIB:.0f} GiB, compute capability {about.major}.{about.minor}"
+    return f"GPU: {torch.cuda.device_count()} x {one}; CUDA {torch.version.cuda}{driver}"
+
+
+def _driver_version() -> str:
+    """Of NVIDIA's kernel module; empty where there is none."""
+    about = Path("/proc/driver/nvidia/version")
+    number = re.search(r"\d+\.\d+(\.\d+)?", about.read_text()) if about.is_file() else None
+    return number[0] if number else ""
 
 
 def _driver() -> Iterator[Finding]:
     """A GPU that is there and cannot be used."""
-    if Path("/proc/driver/nvidia/version").is_file() and not torch.cuda.is_available():
+    if (number := _driver_version()) and not torch.cuda.is_available():
         built = torch.version.cuda or "no CUDA"
-        found = f"an NVIDIA driver is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
+        found = f"the NVIDIA driver {number} is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
         yield Finding("GPU", found, "install a build of torch for CUDA; look at CUDA_VISIBLE_DEVICES and nvidia-smi")
 
 
@@ -131,16 +172,21 @@ def _threads(cores: int) -> Iterator[Finding]:
         yield Finding("threads", found, "unset it: cluster.threads says how many")
 
 
-def _ports() -> Iterator[Finding]:
-    """The ports that servers listen on unless told otherwise."""
-    for port, what in ((8010, "serve.port"), (5000, "trivium serve-reward --port")):
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError as error:
-                do = f"choose another one with {what}, where you serve"
-                yield Finding("ports", f"port {port} cannot be used: {error.strerror}", do)
+def _ports(refused: Mapping[int, str]) -> Iterator[Finding]:
+    for port, what in _PORTS:
+        if refused[port]:
+            yield Finding("ports", f"port {port}: {refused[port]}", f"choose another one with {what}, where you serve")
+
+
+def _refused(port: int) -> str:
+    """Why a server cannot listen there; empty where it can."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror
+    return ""
 
 
 def _files() -> Iterator[Finding]:

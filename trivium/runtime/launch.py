@@ -39,7 +39,7 @@ from trivium.runtime.build import (
     train_device,
 )
 from trivium.runtime.checkpoint_eval import evaluate
-from trivium.runtime.logs import logging_to
+from trivium.runtime.logs import BEGINS, logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
@@ -216,7 +216,7 @@ def _remaining_stages(
                 record.update(carried(resume))
             if resume is None or resume.step < last_version:
                 record |= {"stage": number, "pinned": list(ends)}
-                _log.info("stage %d begins at step %d", number, resume.step if resume else first_version)
+                _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
                 (run_dir / "summary.json").unlink(missing_ok=True)  # it says that the run is finished
                 stage_config = with_reward_models(stage_config, config.stage_names, ends, store)
                 yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _log = logging.getLogger("trivium")
+ENDED = "ended by an error: "
+"""The line of log.txt that says why a session did not finish."""
+BEGINS = "begins at step"
+"""The line that every session has."""
 
 
 class _LogFile(logging.FileHandler):

@@ -94,9 +94,7 @@ class RecordedRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl, in order: several may be of one step. Empty where there is no such file."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return [row for line in lines if (row := _row(line)) is not None]
+        return rows_of(self.path)
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """What the train step logged, clock and machine left out; empty where it logged nothing."""
@@ -113,6 +111,13 @@ def bound(rows: Iterable[Mapping[str, float]]) -> str:
             if key.startswith("time/") and key not in ("time/step", "time/train"):
                 seconds[key.removeprefix("time/")] = seconds.get(key.removeprefix("time/"), 0.0) + value
     return verdict(seconds, total)
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The same of a directory whose config need not be readable here."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [row for line in lines if (row := _row(line)) is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -22,8 +22,8 @@ from trivium.config import RunConfig
 from trivium.config.plan import plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
 from trivium.config.schema import is_mapping
-from trivium.errors import ConfigError, RunDirError
-from trivium.runtime.logs import logging_to
+from trivium.errors import ConfigError, RunDirError, first_cause, one_line
+from trivium.runtime.logs import ENDED, logging_to
 from trivium.training.device import machine, training_ranks
 
 _log = logging.getLogger("trivium")
@@ -50,7 +50,11 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
             ) from error
         with logging_to(run_dir, "log.txt"):
             _claim(config, run_dir)
-            yield run_dir
+            try:
+                yield run_dir
+            except Exception as error:
+                _log.info("%s%s", ENDED, one_line(first_cause(error)))
+                raise
 
 
 def as_saved(config: RunConfig) -> RunConfig:

@@ -190,7 +190,7 @@ class Learner:
             return tokens
         tally = self._backward(batch, objective, totals, step)
         rate = self.optimizer.lr if lr is None else lr
-        norm = self.optimizer.step(lr, max_grad_norm, who)
+        norm = self.optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         self.optimizer.zero_grad()
         return {
             **objective.derived(tally.metrics(self.name, totals, self.ranks)),
@@ -383,6 +383,16 @@ class Learner:
         return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **outputs)
 
 
+def _not_finite(batch: Batch, tally: _Tally) -> str:
+    """What of the batch, else of the loss, is not finite; empty where all of it is."""
+    for name, arrays in batch.columns.items():
+        trained = zip(batch.experiences, arrays, strict=True)
+        wrong = sum(not np.isfinite(array[each.response_mask]).all() for each, array in trained)
+        if wrong:
+            return f"{name} of {wrong} of {len(batch)} sequences are not finite"
+    return tally.not_finite()
+
+
 class _Tally:
     """Adds up what the micro-batches report; nothing leaves the device before the last of them."""
 
@@ -398,6 +408,13 @@ class _Tally:
         for tally, values in ((self._sums, outputs.sums), (self._maxima, outputs.maxima)):
             for key, value in values.items():
                 tally.setdefault(key, []).append(value.detach())
+
+    def not_finite(self) -> str:
+        """Which losses and sums are not finite, in words; empty where all of them are."""
+        losses = sum(not each.isfinite() for each in self._loss)
+        sums = [key for key, values in self._sums.items() if not all(each.isfinite() for each in values)]
+        also = f", and {', '.join(sums)}" if sums else ""
+        return f"the loss of {losses} of {len(self._loss)} micro-batches is not finite{also}" if losses else ""
 
     def metrics(self, name: str, totals: LossDenominators, ranks: Ranks) -> Metrics:
         """Sums and maxima over all micro-batches of all ranks; a rank may have had none."""

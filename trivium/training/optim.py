@@ -7,7 +7,7 @@ included.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
-from trivium.models.filling import read_like
+from trivium.models.filling import local_part, read_like
 from trivium.models.saved_tensors import SavedTensors
 from trivium.training.fsdp import full_scalar
 
@@ -110,9 +110,9 @@ class Optimizer:
         """The learning rate of the first group of parameters."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def step(self, lr: float | None, max_grad_norm: float, who: str) -> float:
+    def step(self, lr: float | None, max_grad_norm: float, who: str, origin: Callable[[], str] | None = None) -> float:
         """Clips the gradient that has been accumulated, takes one step, returns the norm before clipping. `lr` None
-        keeps the rates that the optimizer and its scheduler have.
+        keeps the rates that the optimizer and its scheduler have; `origin` says what before the gradient is not finite.
 
         Raises TriviumError, weights untouched, when the norm is not finite.
         """
@@ -120,7 +120,7 @@ class Optimizer:
         if not torch.isfinite(norm):
             raise TriviumError(
                 f"an optimizer step of {who}",
-                f"the gradient norm is {float(norm)}; the weights are as they were before",
+                f"the gradient norm is {float(norm)}{self._origin(origin)}; the weights are as they were before",
                 "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
             )
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
@@ -147,6 +147,14 @@ class Optimizer:
     def _norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         return full_scalar(torch.nn.utils.get_total_norm(gradients))
+
+    def _origin(self, origin: Callable[[], str] | None) -> str:
+        """What was the first to be not finite: before the gradient, else in it; of this rank."""
+        if before := origin() if origin is not None else "":
+            return f", because {before}"
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        wrong = [name for name, grad in gradients.items() if not local_part(grad).isfinite().all()]
+        return f" ({len(wrong)} of {len(gradients)} gradients, the backward pass from {wrong[-1]} on)" if wrong else ""
 
     def zero_grad(self) -> None:
         """Forgets the gradient."""
