@@ -115,18 +115,34 @@ def run(
 
 
 @app.command(context_settings=_CONFIGURED)
-def check(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here."""
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    described: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine",
+            metavar="FILE",
+            help="YAML that describes the machine to plan for in place of this one: memory, gpus, gpu_memory, ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Reports every problem of CONFIG at once, then the plan that follows from it; refuses what cannot fit here, or on
+    the machine that a file describes."""
     with Outcome(debug):
         loaded = load(config, overrides or ())
         from trivium.concurrency import usable_cores
+        from trivium.config.machine_file import read_machine
         from trivium.config.plan import plan_run, refuse_too_large
         from trivium.runtime.launch import ready
         from trivium.training.device import machine, training_ranks
 
-        for warning in ready(loaded):
+        here = machine() if described is None else read_machine(described)
+        for warning in ready(loaded, here):
             print(f"warning: {warning}", file=sys.stderr)
-        here, ranks = machine(), training_ranks(loaded)
+        ranks = training_ranks(loaded, here)
         print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")
         refuse_too_large(loaded, here, ranks)
 

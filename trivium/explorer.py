@@ -24,11 +24,12 @@ from trivium.errors import (
     user_place,
 )
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
+from trivium.protocols import WeightHandle
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.policy import Workflow
-    from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel
+    from trivium.protocols import Operator, Renderer, RolloutEngine, WeightChannel, Weights
     from trivium.randomness import SampleKey
     from trivium.schedule import Schedule
     from trivium.types import Lease, Task
@@ -110,7 +111,7 @@ class Explorer:
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
-        weights = await asyncio.to_thread(lambda: list(channel.collect(version)))  # may wait for the trainer
+        weights = await asyncio.to_thread(_collected, channel, version)  # may wait for the trainer
         await self.engine.load(version, weights, in_flight=self.in_flight)
         _log.info("%s holds version %d%s", self.name, version, self._report())
 
@@ -355,6 +356,12 @@ def _cause(error: BaseException) -> str:
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
     place = (error.place if isinstance(error, RolloutError) else "") or user_place(frames)
     return f"{type(error).__name__} in {place}" if place else ""
+
+
+def _collected(channel: WeightChannel, version: int) -> Weights:
+    """What an engine is given: a handle that its processes read, or all weights."""
+    weights = channel.collect(version)
+    return weights if isinstance(weights, WeightHandle) else list(weights)
 
 
 def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> None:

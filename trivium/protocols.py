@@ -40,6 +40,20 @@ Weights = Iterable[tuple[str, Any]]
 """(Hugging Face parameter or buffer name, tensor), in a fixed order."""
 
 
+@runtime_checkable
+class WeightHandle(Protocol):
+    """The weights of one version, where they lie: small enough to be sent to other processes, which read them there.
+
+    Iterating over it, any number of times, gives the tensors, every one verified against its hash; they must not be
+    written to. It blocks.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]: ...
+
+
 class TaskSource(Protocol):
     """A named, finite, ordered collection of tasks with stable ids."""
 
@@ -95,7 +109,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts new weights. With `finish`, after the completions in flight; later requests wait for them.
+        """Adopts new weights: a list, or where the channel has them a `WeightHandle`. With `finish`, after the
+        completions in flight; later requests wait for them.
 
         With `update`, between two tokens of the completions in flight, which continue with the new weights and the
         keys and values they have; each token records which version sampled it. Only an engine with the capability
@@ -259,6 +274,8 @@ class TrainEngine(ABC):
     """Where `sync_weight` offers weights; attached by the assembly."""
     save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
     """Which of the processes that write a checkpoint may write at the same time."""
+    engine_dtype: str = ""
+    """The type that the explorers' engines keep weights in, as far as it is known: wider ones need not be offered."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
     updating: bool = False
@@ -453,7 +470,11 @@ class WeightChannel(Protocol):
         ...
 
     def collect(self, version: int) -> Weights:
-        """The explorer's side: the weights of `version`, every tensor verified against its hash. May block."""
+        """The explorer's side: the weights of `version`, every tensor verified against its hash. May block.
+
+        A `WeightHandle` goes to the explorer's engine as it is: the processes of an engine read the weights, the
+        explorer does not. Of other weights the explorer collects a list.
+        """
         ...
 
     @property

@@ -33,6 +33,10 @@ class NotingActor(ActorRolloutRefWorker):
         note(self, f"update_actor {data.version}")
         return super().update_actor(data)
 
+    def update_weights(self, version: int) -> None:
+        super().update_weights(version)
+        note(self, f"published {self._published is not None}")
+
     async def generate_sequences(self, requests: Any) -> Any:
         note(self, f"generate_sequences {len(requests)}")
         return await super().generate_sequences(requests)

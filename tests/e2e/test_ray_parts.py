@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, st
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.session import cluster_of
 from trivium.cluster.weight_store import BoardAndWeights
-from trivium.cluster.weights import ObjectStoreChannel, Stored, fetched, store
+from trivium.cluster.weights import ObjectStoreChannel, Stored, store
 from trivium.config import load_config
 from trivium.errors import ConfigError, MissingPackage, Problem, RoleFailed, SyncError, TriviumError
 from trivium.policy import EngineFailure, PromptTooLong
@@ -180,24 +179,16 @@ async def test_a_buffer_in_an_actor_keeps_the_contract(tmp_path: Path, namespace
     await check_buffer(make)
 
 
-class Collected(ObjectStoreChannel):
-    """The channel with the tensors themselves, which otherwise the replicas fetch."""
-
-    def collect(self, version: int) -> Iterator[Any]:
-        stored: Stored = next(iter(super().collect(version)))[1]
-        return iter(asyncio.run(fetched(stored)))
-
-
 async def test_the_object_store_keeps_the_contract_of_channels(tmp_path: Path, namespace: str) -> None:
     hubs: dict[int, Any] = {}
 
-    def make(role: str, synchronizer: Synchronizer) -> Collected:
+    def make(role: str, synchronizer: Synchronizer) -> ObjectStoreChannel:
         board = id(synchronizer.board)
         if board not in hubs:
             actor = start_host(f"hub-{len(hubs)}", tmp_path, 1, namespace=namespace)
             result_of(actor.build.remote(BoardAndWeights), "hub")
             hubs[board] = (synchronizer.board, Proxy(actor, "hub", role))
-        return Collected(hubs[board][1], keep=2)
+        return ObjectStoreChannel(hubs[board][1], keep=2)
 
     (tmp_path / "saved").mkdir()
     await check_channel(make, tmp_path / "saved")
@@ -208,7 +199,7 @@ async def test_weights_whose_bytes_changed_are_refused() -> None:
     packed = [list(row) for row in ray.get(stored.refs[0])]
     packed[1][4] = packed[1][4] + np.uint8(1)
     with pytest.raises(SyncError, match="collect 'bias' of version 3"):
-        await fetched(Stored(3, stored.names, (ray.put(packed),)))
+        list(Stored(3, stored.names, (ray.put(packed),)))
 
 
 # --------------------------------------------------------------------------- replicas

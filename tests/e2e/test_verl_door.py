@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.e2e import verl_user
 from tests.e2e.ppo_workers import NotingActor, NotingCritic
+from trivium.buffers.step_log import read_steps
 from trivium.config import config_from_mapping, merged
 from trivium.errors import ConfigError, RunDirError, TriviumError
 from trivium.metrics import depends_on_machine
@@ -172,6 +173,7 @@ def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
     summary = fitted(second)
     assert second.seen == ["load 2", "validate 3", "save 3"]
     assert summary["steps"] == 3
+    assert len({step.weights for step in read_steps(tmp_path / "run").values()} - {""}) == 4  # of versions 0 to 3
     trained = [row for row in rows(tmp_path) if "train/version" in row]
     assert [row["step"] for row in trained] == [1, 2, 3]
     assert trained[2]["train/kl_coef"] == state["algorithm"]["kl_coef"] != trained[0]["train/kl_coef"]
@@ -186,6 +188,7 @@ def test_ppo_on_two_ranks_calls_the_users_classes_and_goes_on_with_one(
         assert actor.count(f"update_actor {last}") == critic.count(f"update_critic {last}") == 2  # mini-batches
         assert "compute_log_prob old 8" in actor  # half of 8 prompts' 16 replies
         assert "compute_ref_log_prob" in actor
+        assert f"published {rank == '0'}" in actor  # once, and no copy for each rank
         assert "compute_values" in critic
         assert any(call.startswith("generate_sequences") for call in actor)
         assert not any("generate" in call for call in critic)

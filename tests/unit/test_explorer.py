@@ -720,3 +720,41 @@ async def test_what_an_explorer_dropped_until_it_ended_the_run_is_retried(tmp_pa
     again = await opened()
     assert await again.counts() == {"evicted": 0, "called_off": 0, "given_up": 0, "dropped": 0}
     assert await again.lease(playing.name) == Lease(0)
+
+
+class Far:
+    """Weights in another process."""
+
+    version = 3
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the engine's processes read them")
+
+
+class FarChannel:
+    def collect(self, version: int) -> Far:
+        assert version == 3
+        return Far()
+
+
+class Near:
+    def collect(self, version: int) -> Any:
+        return iter([("weight", version)])
+
+
+class Given(ScriptedEngine):
+    """Keeps what it was asked to load."""
+
+    async def load(self, version: int, weights: Any, *, in_flight: str = "finish") -> None:
+        self.given = weights
+
+
+async def test_a_handle_goes_to_the_engine_unread() -> None:
+    one = explorer()
+    engine = one.engine = Given(
+        ScriptedEngine.Config(replies=((1,),)), eos_token_ids=frozenset(), decode=RENDERER.decode
+    )
+    await one.adopt(3, FarChannel())  # pyright: ignore[reportArgumentType]
+    assert isinstance(engine.given, Far)
+    await one.adopt(4, Near())  # pyright: ignore[reportArgumentType]
+    assert engine.given == [("weight", 4)]

@@ -24,6 +24,7 @@ from unit.training_parts import Parts, Reinforce, make_batch, make_engine
 from tests.processes import Forked
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, load_config
+from trivium.config.machine_file import read_machine
 from trivium.config.memory_estimate import MIB, Machine, adapter_parameters, engine_memory, host_memory, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
@@ -76,6 +77,14 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "vocab_size": 152064,
     "tie_word_embeddings": False,
+}
+QWEN_32B = {
+    **QWEN_7B,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
 }
 LLAMA_70B = {
     "model_type": "llama",
@@ -259,6 +268,7 @@ def config_of(tmp_path: Path, said: dict[str, Any] = QWEN_1B5, **changes: Any) -
 
 
 HUGE = Machine(2**50, (2**50,))
+ADAPTED = {"lora": {"rank": 16}, "frozen_dtype": "bfloat16", "gradient_checkpointing": True}
 
 
 class TestPlan:
@@ -346,6 +356,75 @@ class TestPlan:
         assert "the biggest item is policy optimizer" in done.stderr
         assert "train.lora" in done.stderr
 
+    def test_an_engine_with_a_gpu_of_its_own_is_planned_for(self, tmp_path: Path) -> None:
+        config = config_of(tmp_path, QWEN_32B, cluster={"kind": "ray", "ranks": 6, "engines": 2}, train=ADAPTED)
+        memory = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 8), ranks=6).stages[0].memory
+        assert memory is not None
+        rank, engine = memory["each rank"]["total"], memory["each engine"]["total"]
+        assert memory["needed"]["gpu"] == pytest.approx(max(rank, engine) + 512, abs=1)
+        few = plan_run(config, 1, Machine(2**42, (80 * 2**30,) * 7), ranks=6).stages[0].memory
+        assert few is not None
+        assert few["each engine"]["device"] == "cpu"  # a GPU for each rank, and none left for two engines
+
+    def test_versions_that_travel_are_counted_in_the_engines_type(self, tmp_path: Path) -> None:
+        plans = [plan_run(config_of(tmp_path, engine={"dtype": dtype}), 1, HUGE) for dtype in ("float32", "bfloat16")]
+        wide, narrow = ((plan.stages[0].memory or {})["each rank, host"]["published versions"] for plan in plans)
+        assert wide == pytest.approx(2 * 4 * shape_of(QWEN_1B5).parameters / MIB, abs=1)
+        assert narrow == pytest.approx(wide / 2, abs=1)
+
     def test_this_machine_has_memory(self) -> None:
         assert 2**28 < host_memory() < 2**50
         assert machine().memory == host_memory()
+
+
+class TestAnotherMachine:
+    """`check --machine FILE`."""
+
+    def test_a_file_describes_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "machine.yaml"
+        file.write_text("memory: 1 TiB\ngpus: 8\ngpu_memory: 80GB\nranks: 8\n")
+        assert read_machine(file) == Machine(2**40, (80 * 10**9,) * 8, 8)
+        file.write_text("memory: 1000000\n")
+        assert read_machine(file) == Machine(10**6, (), 1)
+
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [
+            ("memory: 3 GiB\ngpu: 8\n", "gpus"),  # the key that is meant
+            ("memory: 3 bits\n", "no unit 'bits'"),
+            ("gpus: 1\ngpu_memory: 80GB\n", "memory"),
+            ("memory: 1GB\ngpus: 1\n", "give both"),
+        ],
+    )
+    def test_a_file_that_does_not_is_refused(self, text: str, part: str, tmp_path: Path) -> None:
+        (tmp_path / "machine.yaml").write_text(text)
+        with pytest.raises(ConfigError) as error:
+            read_machine(tmp_path / "machine.yaml")
+        assert part in str(error.value)
+
+    def test_32b_on_eight_gpus(self, tmp_path: Path) -> None:
+        """The plans of docs/memory.md."""
+        tiny_tokenizer("0123456789+=").save_pretrained(tmp_path)
+        file, there = tmp_path / "run.yaml", tmp_path / "machine.yaml"
+        there.write_text("memory: 1 TiB\ngpus: 8\ngpu_memory: 80 GiB\nranks: 8\n")
+
+        def checked(**changes: Any) -> tuple[int, dict[str, Any], str]:
+            sampling = {"max_rows": 32, "max_context": 2048, "sampling": {"max_new_tokens": 1024}}
+            config = config_of(tmp_path, QWEN_32B, engine=sampling, **changes)
+            file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+            done = CliRunner().invoke(app, ["check", str(file), "--machine", str(there)])
+            return done.exit_code, yaml.safe_load(done.stdout)["stages"][0]["memory"], done.stderr
+
+        number = shape_of(QWEN_32B).parameters
+        code, memory, error = checked(train={"gradient_checkpointing": True})
+        assert code == 2
+        rank = memory["each rank"]
+        assert rank["ranks"] == 8
+        assert rank["policy optimizer"] * MIB == pytest.approx(number, rel=1e-3)  # 8 N over 8 ranks
+        assert memory["each engine"]["engine"] * MIB == pytest.approx(2 * number, rel=1e-3)
+        assert "of the memory of a GPU" in error
+        ray = {"kind": "ray", "ranks": 6, "engines": 2}
+        code, memory, error = checked(train=ADAPTED, cluster=ray)
+        assert (code, error) == (0, "")
+        assert memory["each rank"]["policy weights"] * MIB == pytest.approx(2 * number / 6, rel=0.02)
+        assert memory["needed"]["gpu"] == pytest.approx(memory["each engine"]["total"] + 512, abs=1)

@@ -254,7 +254,10 @@ def test_engines_and_ranks_on_ray_have_a_gpu_each(tmp_path: Path) -> None:
     (problem,) = look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=3).problems
     assert (problem.where, problem.found) == ("cluster.engines", "there are 3")
     assert look(tmp_path, ROWS, ray | {"engine": {"device": "cuda"}}, gpus=4).problems == []
-    assert look(tmp_path, ROWS, ray | {"engine": {"device": "auto"}}, gpus=3).problems == []
+    auto = look(tmp_path, ROWS, ray | {"engine": {"device": "auto"}}, gpus=3)
+    (warning,) = auto.warnings
+    assert (auto.problems, warning.where) == ([], "engine.device")
+    assert "the engines sample on the CPU" in warning.found
 
 
 def test_a_run_that_named_what_is_left_to_the_machine_now_continues(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from training_parts import write_model
 from transformers import AutoModelForSequenceClassification
 
 from trivium.config import RewardConfig, plugin
@@ -162,3 +163,8 @@ def image(colour: str) -> Media:
     file = io.BytesIO()
     Image.new("RGB", (32, 32), colour).save(file, "PNG")
     return Media("image/png", file.getvalue())
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no score\.weight"):
+        load_score_model(write_model(tmp_path, "llama"), dtype=torch.float32, device=CPU)

@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
-from trivium.cluster.weights import Stored, fetched, store
+from trivium.cluster.weights import store
 from trivium.errors import RoleFailed
 from trivium.policy import EngineFailure
-from trivium.protocols import RolloutEngine, Weights
+from trivium.protocols import RolloutEngine, WeightHandle, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 _log = logging.getLogger("trivium")
@@ -103,9 +103,9 @@ class HostedEngine:
     async def generate(self, request: Request) -> Completion:
         return await self._engine.generate(request)
 
-    async def load(self, stored: Stored, in_flight: str) -> None:
-        """Fetches weights from the object store, verifies and adopts them."""
-        await self._engine.load(stored.version, await fetched(stored), in_flight=in_flight)
+    async def load(self, weights: WeightHandle, in_flight: str) -> None:
+        """Reads weights where they lie, and adopts them."""
+        await self._engine.load(weights.version, await asyncio.to_thread(list, weights), in_flight=in_flight)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -134,7 +134,7 @@ class ActorReplica(Replica):
         self._actor: Any = None
         self._engine: Any = None
         """The engine of the current process; None before the first one has started."""
-        self._stored: Stored | None = None
+        self._weights: WeightHandle | None = None
         """The weights that a new process starts with; none before the first load."""
         self._version: int | None = None
         """The version it has loaded; none yet where it holds the model as it was built."""
@@ -171,13 +171,13 @@ class ActorReplica(Replica):
                     f"a completion from {self.name}", failed.cause, "look at the engine's own error in the log"
                 ) from failed
 
-    async def load(self, stored: Stored, in_flight: str) -> None:
-        self._stored = stored
-        while self._version != stored.version:
+    async def load(self, weights: WeightHandle, in_flight: str) -> None:
+        self._weights = weights
+        while self._version != weights.version:
             engine = self._engine
             try:
-                await engine.load(stored, in_flight)
-                self._version = stored.version
+                await engine.load(weights, in_flight)
+                self._version = weights.version
             except ActorDied as died:
                 await self.start(engine, died)
 
@@ -200,9 +200,9 @@ class ActorReplica(Replica):
                     self._count_death(died)
                 try:
                     self._actor, engine = await self._start_process()
-                    if (stored := self._stored) is not None:
-                        await engine.load(stored, "finish")
-                        self._version = stored.version
+                    if (weights := self._weights) is not None:
+                        await engine.load(weights, "finish")
+                        self._version = weights.version
                     self._engine = engine
                     return
                 except ActorDied as again:
@@ -251,10 +251,8 @@ class ReplicatedEngine(EnginePool[ActorReplica]):
         return pool
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
-        named = list(weights)
-        first = named[0][1] if named else None
-        stored = first if isinstance(first, Stored) else await asyncio.to_thread(store, version, named)
-        await asyncio.gather(*(replica.load(stored, in_flight) for replica in self.replicas))
+        handle = weights if isinstance(weights, WeightHandle) else await asyncio.to_thread(store, version, weights)
+        await asyncio.gather(*(replica.load(handle, in_flight) for replica in self.replicas))
 
     async def close(self) -> None:
         """Ends the replicas, and the completions in progress."""

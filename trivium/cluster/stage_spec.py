@@ -10,8 +10,9 @@ from trivium.board import SharedBoard
 from trivium.cluster.actors import Proxy
 from trivium.cluster.weights import ObjectStoreChannel
 from trivium.config import RunConfig
+from trivium.config.memory_estimate import kept_versions
 from trivium.registry import resolve
-from trivium.runtime.build import Endpoints, Stage, build_channel, build_synchronizer, kept_versions
+from trivium.runtime.build import Endpoints, Stage, build_channel, build_synchronizer
 from trivium.synchronizer import Synchronizer
 from trivium.types import capabilities_of
 

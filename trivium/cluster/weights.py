@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ _PART = 1 << 30
 
 @dataclass(frozen=True)
 class Stored:
-    """The weights of one version in the object store, as something that travels cheaply."""
+    """The weights of one version in the object store: a `WeightHandle`."""
 
     version: int
     names: tuple[str, ...]
@@ -31,6 +30,10 @@ class Stored:
     """One per part; each a list of (name, type, shape, hash, bytes)."""
     hash: str = ""
     """Of all tensors."""
+
+    def __iter__(self) -> Iterator[Named]:
+        """The tensors, every one verified: views of the store's own memory, which must not be written to. Blocks."""
+        return iter(_unpacked(self.version, [row for part in ray.get([*self.refs]) for row in part]))
 
 
 def store(version: int, weights: Weights) -> Stored:
@@ -44,17 +47,6 @@ def store(version: int, weights: Weights) -> Stored:
         refs.append(ray.put(packed))
         hashes |= {name: each for name, _, _, each, _ in packed}
     return Stored(version, tuple(hashes), tuple(refs), joined(hashes))
-
-
-async def fetched(stored: Stored) -> list[Named]:
-    """The tensors, every one verified: views of the store's own memory, which must not be written to."""
-    packed = [row for part in await asyncio.gather(*stored.refs) for row in part]
-    return await asyncio.to_thread(_unpacked, stored.version, packed)
-
-
-def unpacked(stored: Stored) -> list[Named]:
-    """The same for a caller that cannot await. Blocks."""
-    return _unpacked(stored.version, [row for ref in stored.refs for row in ray.get(ref)])
 
 
 def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], str, Any]]) -> list[Named]:
@@ -88,10 +80,9 @@ class ObjectStoreChannel:
         self._store.put_weights(version, stored, self._keep)
         return True
 
-    def collect(self, version: int) -> Iterator[tuple[str, Stored]]:
-        """Each name with the reference to all tensors: replicas fetch and verify them, this process need not."""
-        stored: Stored = self._store.get_weights(version)
-        return ((name, stored) for name in stored.names)
+    def collect(self, version: int) -> Stored:
+        """A handle: replicas fetch and verify the tensors, this process need not."""
+        return self._store.get_weights(version)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -99,8 +90,7 @@ class ObjectStoreChannel:
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
         for version in versions:
-            stored: Stored = self._store.get_weights(version)
-            write_version(directory, version, unpacked(stored))
+            write_version(directory, version, [*self._store.get_weights(version)])
 
     def restore(self, directory: Path) -> None:
         for version, weights in read_versions(directory):

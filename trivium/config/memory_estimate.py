@@ -39,7 +39,7 @@ _KNOBS = {
     "head": "set train.frozen_dtype: float32, or use a model with a smaller vocabulary",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
-    "engine": "set engine.dtype: bfloat16, or use a smaller model",
+    "engine": "set engine.dtype: bfloat16, give engines a GPU of their own (cluster.kind: ray), or use a smaller model",
     "loading": "use fewer ranks on this machine",
     "versions": "set sync.method: checkpoint, or lower schedule.max_staleness",
     "copy": "set checkpoint.asynchronous: false",
@@ -54,6 +54,8 @@ class Machine:
 
     memory: int = 0
     gpus: tuple[int, ...] = ()
+    ranks: int | None = None
+    """Processes that torchrun starts there; None where the config and this process's environment say."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ class MemoryPlan:
 
     @property
     def gpu(self) -> dict[str, int]:
-        """What lies on the fullest GPU: a rank, and the engine where the two share a process."""
-        items = dict(self.rank) if self.device == "cuda" else {}
-        if self.engine_device == "cuda" and (self.together or not items):
-            items |= self.engine
+        """What lies on the fullest GPU: a rank or an engine, and both where the two share a process."""
+        rank = dict(self.rank) if self.device == "cuda" else {}
+        engine = dict(self.engine) if self.engine_device == "cuda" else {}
+        items = rank | engine if self.together else max(rank, engine, key=lambda each: sum(each.values()))
         return items and {**items, "runtime": RUNTIME}
 
     def summary(self, machine: Machine) -> dict[str, Any]:
@@ -267,6 +269,12 @@ def sequence_tokens(config: RunConfig) -> int:
     return min([config.engine.sampling.max_new_tokens + PROMPT_TOKENS, *(int(limit) for limit in limits if limit)])
 
 
+def kept_versions(config: RunConfig) -> int:
+    """How many of the newest versions can be had. Explorers of a resumed run may need every one since the oldest that a
+    pending slot is sampled with."""
+    return config.max_staleness // config.sync.interval + 2
+
+
 def context_limit(config: RunConfig) -> int | None:
     """Tokens of prompt and completion together that the engine takes; None where its section does not tell."""
     if not hasattr(config.engine, "max_context"):
@@ -352,9 +360,9 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
         if lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
-    if config.sync.method is SyncMethod.MEMORY and config.max_staleness:
-        number = config.max_staleness // config.sync.interval + 2
-        kept["published versions"] = number * shape.parameters * 4 // batch.ranks
+    if config.sync.method is SyncMethod.MEMORY and not (lora is not None and lora.push == "adapter"):
+        exported = _BYTES[_planned_engine(config, batch, machine)[1]]
+        kept["published versions"] = kept_versions(config) * shape.parameters * exported // batch.ranks
     local = config.cluster.kind == "local"
     explores = config.run.mode in ("both", "explore", "serve", "bench")
     samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
@@ -363,7 +371,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         rank=rank if trains else {},
         rank_host=host if trains else {},
         engine=_engine_items(config, shape, batch, machine) if samples else {},
-        engine_device=planned(str(getattr(engine, "device", "cpu")), "auto", machine)[0],
+        engine_device=_planned_engine(config, batch, machine)[0],
         processes=batch.ranks if trains else 0,
         engines=1 if local else config.cluster.explorers * config.cluster.engines,
         together=local,
@@ -377,12 +385,21 @@ def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:
     return "cuda" if on_gpu else "cpu", dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
 
 
+def _planned_engine(config: RunConfig, batch: BatchPlan, machine: Machine) -> tuple[str, str]:
+    """The same for an engine: on Ray, what is left to the machine is on GPUs where there is one for each process."""
+    device, cluster = str(getattr(config.engine, "device", "cpu")), config.cluster
+    if device == "auto" and cluster.kind == "ray" and cluster.address is None:
+        trains = batch.ranks * (planned(str(getattr(config.train, "device", "cpu")), "auto", machine)[0] == "cuda")
+        device = "cuda" if len(machine.gpus) >= cluster.explorers * cluster.engines + trains else "cpu"
+    return planned(device, getattr(config.engine, "dtype", "auto"), machine)
+
+
 def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machine: Machine) -> dict[str, int]:
     """As many completions at once as training asks for; an evaluation may fill more of `engine.max_rows`."""
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
-    _, dtype = planned(getattr(engine, "device", "cpu"), engine.dtype, machine)
+    _, dtype = _planned_engine(config, batch, machine)
     return engine_memory(shape, dtype=dtype, rows=rows, tokens=batch.tokens_per_sequence)
 
 

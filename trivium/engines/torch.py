@@ -95,18 +95,6 @@ class TorchEngine:
             device = device_of(self.device).type if self.device == "auto" else self.device
             return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
 
-        def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            trains = str(getattr(run.train, "device", "cpu"))
-            if self.device == "cpu" and (trains.startswith("cuda") or (trains == "auto" and torch.cuda.is_available())):
-                asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {trains}"
-                yield Problem(f"{where}.device", asked, found, "set it to auto, or to cuda")
-            cluster, gpus = run.cluster, torch.cuda.device_count()
-            wanted = cluster.explorers * cluster.engines + cluster.ranks * (trains != "cpu")
-            if self.device == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
-                found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
-                do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
-                yield Problem(f"{where}.device", "a GPU for each engine", found, do)
-
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             shape = shape_in(run)
             try:

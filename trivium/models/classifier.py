@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.heads import VALUE_HEAD, ScoreModel, folded_head, output_names, saved_head
-from trivium.models.load import load_backbone
+from trivium.models.load import load_backbone, load_sequence_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,24 +47,20 @@ def classifier_of(directory: Path, *, pad_token_id: int | None) -> PreTrainedMod
     return model.eval()
 
 
-def load_classifier(path: Path, *, dtype: torch.dtype | str, device: torch.device | str) -> PreTrainedModel:
+def load_classifier(path: Path, *, dtype: torch.dtype | Literal["auto"], device: torch.device | str) -> PreTrainedModel:
     """A sequence classifier in eval mode. Raises DataError where the directory holds something else.
 
     The type `auto` is the one it was saved in.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        str(path), dtype=dtype, local_files_only=True, output_loading_info=True
-    )
-    if report["missing_keys"]:
+    try:
+        return load_sequence_classifier(path, dtype=dtype, device=device)
+    except DataError as error:
         raise DataError(
-            f"a reward model in {path}",
-            f"no weights for {', '.join(sorted(report['missing_keys'])[:3])}",
+            f"a reward model in {path}: {error.asked}",
+            error.found,
             "name a directory of AutoModelForSequenceClassification, "
             "for example what `trivium export --role reward` writes",
-        )
-    return model.to(device).eval()
+        ) from error
 
 
 def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:

@@ -61,6 +61,15 @@ def load_backbone(
     return _loaded(AutoModel, path, dtype, device, empty=empty)
 
 
+def load_sequence_classifier(
+    path: str | Path, *, dtype: torch.dtype | Literal["auto"], device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The same model with a head that scores sequences, in eval mode."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _loaded(AutoModelForSequenceClassification, path, dtype, device, empty=False)
+
+
 def _loaded(
     kind: type[Any], path: str | Path, dtype: torch.dtype | Literal["auto"], device: Any, *, empty: bool, **how: Any
 ) -> PreTrainedModel:

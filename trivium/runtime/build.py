@@ -23,6 +23,7 @@ from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
+from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
@@ -159,12 +160,6 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
         deadline_s=config.sync.deadline_s,
         name=f"{run_name(config)}/stage-{stage.number}",
     )
-
-
-def kept_versions(config: RunConfig) -> int:
-    """How many of the newest versions can be had. Explorers of a resumed run may need every one since the oldest that a
-    pending slot is sampled with."""
-    return config.max_staleness // config.sync.interval + 2
 
 
 def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
@@ -486,11 +481,20 @@ def build_rank_engine(
 
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """The engine with its channel, and who may write its checkpoints at the same time."""
+    """The engine with its channel, in which type it offers weights there, and who may write its checkpoints at the same
+    time."""
     if channel is not None:
         engine.channel = channel
     engine.save_strategy = stage.config.checkpoint.save_strategy
+    engine.engine_dtype = engine_dtype(stage.config)
     return engine
+
+
+def engine_dtype(config: RunConfig) -> str:
+    """The type that the engines keep weights in; empty where that is up to another machine."""
+    here = config.cluster.kind == "local" and config.run.mode in ("both", "serve")
+    named = str(getattr(config.engine.on_this_machine() if here else config.engine, "dtype", ""))
+    return named if named in ("float32", "bfloat16") else ""
 
 
 def collective_deadline(config: RunConfig) -> float:

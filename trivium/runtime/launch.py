@@ -13,6 +13,7 @@ from typing import Any
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
+from trivium.config.memory_estimate import Machine
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts
@@ -45,7 +46,7 @@ from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.synchronizer import Synchronizer
-from trivium.training.device import machine
+from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
 
@@ -119,11 +120,11 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         return {**summary, "run_dir": str(run_dir)}
 
 
-def ready(config: RunConfig) -> list[Problem]:
+def ready(config: RunConfig, here: Machine | None = None) -> list[Problem]:
     """What a user should know before the run begins. Raises ConfigError with everything that keeps it from running
-    here, and what `run` raises for a run directory that belongs to another run."""
-    ranks = config.cluster.ranks if config.cluster.kind == "ray" else ranks_here()
-    findings = preflight(config, machine(), ranks)
+    here, or on the machine given, and what `run` raises for a run directory that belongs to another run."""
+    ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
+    findings = preflight(config, here or machine(), ranks)
     findings.refuse()
     refuse_another_run(config, Path(config.run.dir))
     return findings.warnings

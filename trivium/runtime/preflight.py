@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import Machine, context_limit, shape_in
+from trivium.config.memory_estimate import Machine, context_limit, planned, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel
@@ -87,6 +87,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
     for number, stage in enumerate(config.stage_configs()):
         own = Findings()
         own.problems += [*_device_problems(stage, here, ranks), *_package_problems(stage)]
+        own.warnings += _device_warnings(stage, here)
         if stage.run.mode == "serve":
             own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
         _inspect(stage, number, own, sources)
@@ -336,6 +337,21 @@ def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[P
         elif device != "cpu" and gpus and wanted > gpus and (where == "train" or cluster.kind == "ray"):
             key = "cluster.ranks" if where == "train" else "cluster.engines"
             yield Problem(key, f"{wanted} processes with a GPU each", f"there are {gpus}", "lower it, or use the CPU")
+
+
+def _device_warnings(config: RunConfig, here: Machine) -> Iterator[Problem]:
+    """Engines that sample on the CPU though training has GPUs."""
+    engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
+    trains_on_gpu = planned(train, "auto", here)[0] == "cuda"
+    if engine == "cpu" and trains_on_gpu:
+        asked, found = "an engine on the CPU beside a trainer on a GPU", f"train.device is {train}"
+        yield Problem("engine.device", asked, found, "set it to auto, or to cuda")
+    cluster, gpus = config.cluster, len(here.gpus)
+    wanted = cluster.explorers * cluster.engines + cluster.ranks * trains_on_gpu
+    if engine == "auto" and cluster.kind == "ray" and cluster.address is None and 0 < gpus < wanted:
+        found = f"{gpus} for {wanted} engines and training ranks: the engines sample on the CPU"
+        do = "lower cluster.engines or cluster.ranks; with cluster.kind local both share one GPU"
+        yield Problem("engine.device", "a GPU for each engine", found, do)
 
 
 def _package_problems(config: RunConfig) -> Iterator[Problem]:

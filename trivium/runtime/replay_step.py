@@ -322,4 +322,5 @@ def _compare_update(comparison: Comparison, run: RecordedRun, trainer: ReplayedT
         for name, tensor in load_file(file).items():
             if name in weights:
                 who = f"{name} in the checkpoint, at"
-                comparison.arrays("update", who, tensor.double().numpy(), weights[name].double().numpy())
+                offered = weights[name].double()
+                comparison.arrays("update", who, tensor.to(weights[name].dtype).double().numpy(), offered.numpy())

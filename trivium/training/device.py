@@ -24,9 +24,12 @@ def machine() -> Machine:
     return Machine(host_memory(), tuple(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
 
 
-def training_ranks(config: RunConfig) -> int:
-    """Processes that train together: those of torchrun, or the actors that the config asks Ray for."""
-    return config.cluster.ranks if config.cluster.kind == "ray" else launched_ranks()
+def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
+    """Processes that train together: those of torchrun (on the machine given, as many as it says), or the actors that
+    the config asks Ray for."""
+    if config.cluster.kind == "ray":
+        return config.cluster.ranks
+    return launched_ranks() if here is None or here.ranks is None else here.ranks
 
 
 def described_machine(config: RunConfig, threads: int) -> dict[str, str]:

@@ -14,36 +14,32 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, cast
 
 import torch
-from pydantic import Field
 
-from trivium.config import RunConfig, TrainConfig, free
-from trivium.config.memory_estimate import vision_problems
 from trivium.config.model_shape import ModelShape, read_shape
-from trivium.errors import ConfigError, DataError, Problem, RunDirError, TriviumError
+from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.models.heads import VALUE_HEAD, ActorCritic, LanguageModel, ScoreModel, ValueModel, saved_head
 from trivium.models.lora import (
     ADAPTER_STEM,
-    LoraConfig,
     adapter_off,
     adapter_parameters,
     describe_adapter,
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators, ScoreHead
-from trivium.models.placement import device_of, dtype_of
+from trivium.models.placement import device_of
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
-from trivium.registry import resolve
 from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
 from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
 from trivium.training.ranks import ALONE, Ranks
+from trivium.training.section import TorchTrainConfig
 from trivium.training.snapshot import (
     Snapshot,
     TensorFile,
@@ -54,7 +50,7 @@ from trivium.training.snapshot import (
     weight_files,
     write_in_background,
 )
-from trivium.types import AnyArray, Batch, Capabilities, Metrics, capabilities_of
+from trivium.types import AnyArray, Batch, Capabilities, Metrics
 
 SCORED_BY = {
     "old": ("policy", "log_prob"),
@@ -86,81 +82,11 @@ class TorchTrainEngine(TrainEngine):
 
     capabilities = Capabilities(multiple_ranks=True)
 
-    class Config(TrainConfig):
-        """How the models are trained."""
-
-        kind: str = "torch"
-        dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-        """Arithmetic of the backbone; trained weights, optimizer and head are float32 at least. `auto` is bfloat16 on a
-        GPU that computes in it, else float32."""
-        frozen_dtype: Literal["float32", "bfloat16"] = "float32"
-        """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
-        bfloat16 they take half the memory, and as many bits as they were most often saved with."""
-        device: str = "auto"
-        """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
-        max_tokens_per_micro_batch: int = free(16384, ge=1)
-        """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
-        that share sequences (`sequence_parallel`) take so many each. On a CPU, micro-batches of a small model that are
-        computed at once have so many together. Decides memory and speed, never the gradient."""
-        share_prefix: bool = free(True, before=False)
-        """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
-        saves time and the model packs. Decides speed, never the gradient."""
-        gradient_checkpointing: bool = False
-        """Trades a second forward pass for memory: activations of one layer at a time."""
-        sequence_parallel: int = Field(default=1, ge=1)
-        """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
-        shard: int = Field(default=0, ge=0)
-        """Ranks that parameters are sharded over, and replicated across the rest (HSDP); 0 takes all."""
-        cpu_offload: bool = False
-        """Keeps parameters, gradients and optimizer state of sharded models in host memory between their uses."""
-        max_grad_norm: float = Field(default=1.0, gt=0)
-        """The gradient of a whole mini-batch is scaled down to this norm."""
-        optimizer: OptimizerConfig = OptimizerConfig()
-        """The policy's optimizer, or the reward model's where that is what is trained."""
-        critic_optimizer: OptimizerConfig | None = None
-        """The critic's; nothing means the same as the policy's."""
-        peak_flops: float | None = free(None, gt=0)
-        """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
-        vision_tower: Literal["trained", "projector", "frozen"] | None = None
-        """What is trained of the image side of a model that sees: all of it, what maps the tower's outputs to the
-        language part's width alone, or nothing; unset: all of it, and with `lora` nothing."""
-        lora: LoraConfig | None = None
-        """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
-
-        def on_this_machine(self) -> Self:
-            device = device_of(self.device).type if self.device == "auto" else self.device
-            return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
-
-        def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            if self.critic_optimizer is not None and not run.algorithm.has_critic:
-                yield Problem(
-                    f"{where}.critic_optimizer",
-                    "an optimizer for a critic",
-                    f"the algorithm {run.algorithm.kind!r} trains none",
-                    "leave the key out, or use algorithm.kind ppo",
-                )
-            if self.critic_optimizer is not None and getattr(run.algorithm, "shares_trunk", False):
-                yield Problem(
-                    f"{where}.critic_optimizer",
-                    "an optimizer for a critic",
-                    "its trunk is the policy's (algorithm.critic.trunk shared), and both take one step",
-                    "leave the key out; algorithm.critic.value_coef weighs the critic's loss",
-                )
-            yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
-            if self.lora is not None:
-                yield from self.lora.own_problems(f"{where}.lora")
-                adopts = capabilities_of(resolve("engines", run.engine.kind)).adopts_adapters
-                if self.lora.push == "adapter" and not adopts:
-                    yield Problem(
-                        f"{where}.lora.push",
-                        "an adapter that explorers add themselves",
-                        f"engine.kind {run.engine.kind!r} cannot",
-                        "set it to merged",
-                    )
+    Config = TorchTrainConfig
 
     def __init__(
         self,
-        config: Config,
+        config: TorchTrainConfig,
         *,
         model_dir: Path,
         algorithm: Algorithm,
@@ -308,13 +234,19 @@ class TorchTrainEngine(TrainEngine):
     def sync_weight(self) -> bool:
         """Offers the current weights to the explorers, from the first rank; the others take part in the gathers.
         Whether they were delivered; only the first rank returns true."""
-        lora = self.config.lora
-        alone = lora is not None and lora.push == "adapter"
-        weights = pushed_adapter(self._policy.module) if alone else self.export_weights()
+        weights = self.offered_weights()
         delivered = self.channel.offer(self.version, weights) if self.ranks.rank == 0 else False
         for _ in weights:  # every rank takes part in every gather, though the channel may have refused the weights
             pass
         return delivered
+
+    def offered_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `sync_weight` offers: the adapter alone where explorers add it themselves, else all weights, made as
+        narrow as engines keep them. All ranks must iterate over all of them."""
+        lora = self.config.lora
+        if lora is not None and lora.push == "adapter":
+            return pushed_adapter(self._policy.module)
+        return ((name, _narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
@@ -534,3 +466,9 @@ class TorchTrainEngine(TrainEngine):
             share_prefix=self.config.share_prefix,
             threads=self._threads,
         )
+
+
+def _narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor in the type of this name, where that takes less memory."""
+    wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
+    return tensor.to(wanted) if tensor.is_floating_point() and wanted.itemsize < tensor.itemsize else tensor

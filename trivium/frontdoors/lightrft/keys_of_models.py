@@ -17,7 +17,7 @@ MODELS: dict[str, Entry] = {
     "text_only": Mapped("tasks.train.images: none are read, and model.path may be a language model", False),
     "freeze_prefix": Mapped("train.vision_tower: frozen", type=object),
     "bf16": Mapped("train.dtype and engine.dtype: bfloat16", False),
-    "load_in_4bit": Restricted((None, False), "quantised weights are not trained here: use lora_rank"),
+    "load_in_4bit": Restricted((None, False), "a base in 4 bits takes a GPU library not built in: leave it out"),
     "lora_rank": Mapped("train.lora.rank; 0 trains every weight", 0),
     "lora_alpha": Mapped("train.lora.alpha", 16),
     "target_modules": Mapped("train.lora.targets", "all-linear", type=object),

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,12 +21,11 @@ from ray.exceptions import RayError
 from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Answer, Host, Proxy, death_cause, start_host
 from trivium.cluster.weight_store import BoardAndWeights
-from trivium.cluster.weights import ObjectStoreChannel, unpacked
+from trivium.cluster.weights import ObjectStoreChannel
 from trivium.concurrency import Heartbeat, ProcessLife, ProgressDeadline
 from trivium.errors import RoleFailed
 from trivium.frontdoors.trinity.remote_calls import Shared, ray_session
 from trivium.protocols import Weights
-from trivium.sync.tensors import Named
 
 USER_S = 60.0
 """A process of another machine that is silent for so long has ended."""
@@ -156,8 +155,8 @@ class StateDicts:
     def offer(self, version: int, weights: Weights) -> bool:
         return self._channel.offer(version, weights)
 
-    def collect(self, version: int) -> Iterator[Named]:
-        return iter(unpacked(self._table.get_weights(version)))
+    def collect(self, version: int) -> Weights:
+        return self._channel.collect(version)
 
     @property
     def versions(self) -> tuple[int, ...]:

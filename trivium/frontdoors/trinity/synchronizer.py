@@ -17,13 +17,14 @@ from trivium.board import MemoryBoard, Values
 from trivium.cluster.session import connect
 from trivium.concurrency import ProcessLife, ProgressDeadline, Waiting, wait_until
 from trivium.config import RunConfig, config_from_mapping
+from trivium.config.memory_estimate import kept_versions
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, SyncError
 from trivium.frontdoors.trinity.actors import forget, made_once
 from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
 from trivium.protocols import WeightChannel
-from trivium.runtime.build import build_synchronizer, kept_versions, open_board, shares_buffer
+from trivium.runtime.build import build_synchronizer, open_board, shares_buffer
 from trivium.synchronizer import live_explorers
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 

@@ -15,6 +15,7 @@ from typing import Any
 from trivium.buffers.slots import SlotsState
 from trivium.checkpoint.background import save_failed
 from trivium.checkpoint.store import export
+from trivium.config.memory_estimate import kept_versions
 from trivium.errors import ConfigError, TriviumError
 from trivium.frontdoors.trinity.experiences import batch_of
 from trivium.frontdoors.trinity.run_parts import RunParts, engine_kind, parts_in, run_config_of
@@ -22,7 +23,7 @@ from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.loops import train_on
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
-from trivium.runtime.build import build_schedule, kept_versions
+from trivium.runtime.build import build_schedule
 from trivium.runtime.run_dir import as_saved, open_run_dir
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER, Batch, Metrics, SyncMethod, capabilities_of

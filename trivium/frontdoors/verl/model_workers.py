@@ -17,6 +17,7 @@ import torch
 
 from trivium.cluster.engines import EnginePool, Replica
 from trivium.cluster.stage_spec import StageSpec
+from trivium.cluster.weights import Stored, store
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
 from trivium.frontdoors.verl.dispatch import Dispatch, register
 from trivium.frontdoors.verl.worker import Worker
@@ -25,7 +26,7 @@ from trivium.metrics import declare_missing
 from trivium.models.classifier import load_score_model
 from trivium.models.loss import LossDenominators
 from trivium.phases import Phase
-from trivium.protocols import Algorithm, Objective, RolloutEngine, Weights
+from trivium.protocols import Algorithm, Objective, RolloutEngine, TrainEngine, WeightHandle, Weights
 from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
@@ -127,8 +128,8 @@ class ActorRolloutRefWorker(ModelWorker):
     """The policy, an engine that samples from it, and, for `actor_rollout_ref`, the frozen reference."""
 
     rollout: RolloutEngine | None = None
-    _staged: tuple[int, list[tuple[str, torch.Tensor]]] | None = None
-    """(version, weights) that were published last, until the engine adopts them."""
+    _published: Stored | None = None
+    """The weights that the first rank published last."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -169,22 +170,24 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> None:
-        """Keeps the policy's unsharded weights for this rank's rollout engine. All ranks together."""
-        # Copies: training may go on before the engine has adopted them.
-        self._staged = version, [(n, t.detach().clone()) for n, t in self.engine.export_weights()]
+        """Publishes the policy's weights for the rollout engines: the first rank puts them into Ray's object store, a
+        part at a time, where they are once for each machine. All ranks together."""
+        self._published = None  # before there are others
+        weights = self.engine.offered_weights()
+        if self.rank == 0:
+            self._published = store(version, weights)
+        for _ in weights:  # every rank takes part in every gather
+            pass
 
     @register(Dispatch.ONE_TO_ALL)
-    async def adopt_weights(self, version: int, in_flight: str = "finish") -> None:
-        """Has this rank's engine load the weights that `update_weights` kept."""
-        if self._staged is None or self._staged[0] != version:
-            raise VersionGone(
-                f"adopt version {version}",
-                f"the weights here are of {self._staged[0] if self._staged else 'none'}",
-                "publish the version again",
-            )
-        await self._engine().load(version, self._staged[1], in_flight=in_flight)
-        if self._staged is not None and self._staged[0] == version:
-            self._staged = None
+    def published_weights(self) -> Stored | None:
+        """Where the weights are that `update_weights` published last; of the first rank alone."""
+        return self._published
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def adopt_weights(self, weights: WeightHandle, in_flight: str = "finish") -> None:
+        """Has this rank's engine load published weights."""
+        await self._engine().load(weights.version, await asyncio.to_thread(list, weights), in_flight=in_flight)
 
     @register(Dispatch.DP_COMPUTE)
     async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:
@@ -346,12 +349,11 @@ class RoleTrainEngine(DistributedTrainEngine):
         self.load(directory)
 
     def sync_weight(self) -> bool:
-        """Each worker gives its rollout engine the weights: none of them passes through here."""
+        """The workers publish the weights: none of them passes through here."""
         return self.channel.offer(self.version, ())
 
     def offered_hash(self) -> str:
-        """None: the channel sees no weights."""
-        return ""
+        return TrainEngine.offered_hash(self)
 
     def begin_saving(self, directory: Path) -> None:
         """Workers save while training waits."""
@@ -371,31 +373,39 @@ class RoleTrainEngine(DistributedTrainEngine):
 
 
 class WorkerChannel:
-    """Carries weights from the policy to the rollout engine in the same process, on every rank; one version at a time.
+    """Carries weights from the policy to the rollout engine of every rank; one version at a time.
 
-    What travels through the driver is the number of the version.
+    What travels through the driver is where they are.
     """
 
     capabilities = Capabilities(local=True, uses_directory=False)
 
     def __init__(self, group: RayWorkerGroup) -> None:
-        self._group = group
-        self._version: int | None = None
+        self._group, self.offered = group, ""
+        self._weights: Stored | None = None
 
     def offer(self, version: int, weights: Weights) -> bool:
-        del weights  # they are where they are needed
+        del weights  # the workers have them
+        self._weights = None
         self._group.update_weights(version)
-        self._version = version
+        self._weights = self._group.published_weights()[0]
+        if self._weights is None or self._weights.version != version:
+            raise TriviumError(
+                f"the weights of version {version} from the workers",
+                "update_weights was overridden, and published none" if self._weights is None else "they are older",
+                "call super().update_weights(version) there",
+            )
+        self.offered = self._weights.hash
         return True
 
-    def collect(self, version: int) -> Weights:
-        if version != self._version:
+    def collect(self, version: int) -> Stored:
+        if self._weights is None or self._weights.version != version:
             raise VersionGone(f"collect version {version}", f"the workers hold {self.versions}", "adopt the newest")
-        return []
+        return self._weights
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return () if self._version is None else (self._version,)
+        return () if self._weights is None else (self._weights.version,)
 
     def save(self, directory: Path, versions: Sequence[int]) -> None:
         if versions:
@@ -466,8 +476,7 @@ class WorkerRolloutEngine(EnginePool[_WorkerReplica]):
         self.max_context, self.capabilities = group.rollout_facts()[0]
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
-        del weights  # they are beside every rank's engine
-        await asyncio.to_thread(self._group.adopt_weights, version, in_flight)
+        await asyncio.to_thread(self._group.adopt_weights, weights, in_flight)
 
     async def close(self) -> None:
         """Ends the calls in progress; the trainer that started the workers ends them."""

@@ -1,0 +1,98 @@
+"""The section `train` of the torch train engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import Field
+
+from trivium.config import RunConfig, TrainConfig, free
+from trivium.config.memory_estimate import vision_problems
+from trivium.errors import Problem
+from trivium.models.lora import LoraConfig
+from trivium.models.placement import device_of, dtype_of
+from trivium.registry import resolve
+from trivium.training.optim import OptimizerConfig
+from trivium.types import capabilities_of
+
+
+class TorchTrainConfig(TrainConfig):
+    """How the models are trained."""
+
+    kind: str = "torch"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Arithmetic of the backbone; trained weights, optimizer and head are float32 at least. `auto` is bfloat16 on a
+    GPU that computes in it, else float32."""
+    frozen_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
+    """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
+    bfloat16 they take half the memory, and as many bits as they were most often saved with. `int8` and `nf4` are
+    refused: they take a library for GPUs that is not built in."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+    max_tokens_per_micro_batch: int = free(16384, ge=1)
+    """Tokens of one forward and backward pass on one rank, context included; a longer sequence goes alone. Ranks
+    that share sequences (`sequence_parallel`) take so many each. On a CPU, micro-batches of a small model that are
+    computed at once have so many together. Decides memory and speed, never the gradient."""
+    share_prefix: bool = free(True, before=False)
+    """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
+    saves time and the model packs. Decides speed, never the gradient."""
+    gradient_checkpointing: bool = False
+    """Trades a second forward pass for memory: activations of one layer at a time."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
+    shard: int = Field(default=0, ge=0)
+    """Ranks that parameters are sharded over, and replicated across the rest (HSDP); 0 takes all."""
+    cpu_offload: bool = False
+    """Keeps parameters, gradients and optimizer state of sharded models in host memory between their uses."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient of a whole mini-batch is scaled down to this norm."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The policy's optimizer, or the reward model's where that is what is trained."""
+    critic_optimizer: OptimizerConfig | None = None
+    """The critic's; nothing means the same as the policy's."""
+    peak_flops: float | None = free(None, gt=0)
+    """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
+    vision_tower: Literal["trained", "projector", "frozen"] | None = None
+    """What is trained of the image side of a model that sees: all of it, what maps the tower's outputs to the
+    language part's width alone, or nothing; unset: all of it, and with `lora` nothing."""
+    lora: LoraConfig | None = None
+    """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
+
+    def on_this_machine(self) -> Self:
+        device = device_of(self.device).type if self.device == "auto" else self.device
+        return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
+
+    def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        if self.frozen_dtype in ("int8", "nf4"):
+            yield Problem(
+                f"{where}.frozen_dtype",
+                f"weights in {self.frozen_dtype}",
+                "they take bitsandbytes or torchao on a GPU, which are not built in",
+                "set it to bfloat16: with train.lora, 1.5B parameters train in 24 GB and 7B in 80 GB",
+            )
+        if self.critic_optimizer is not None and not run.algorithm.has_critic:
+            yield Problem(
+                f"{where}.critic_optimizer",
+                "an optimizer for a critic",
+                f"the algorithm {run.algorithm.kind!r} trains none",
+                "leave the key out, or use algorithm.kind ppo",
+            )
+        if self.critic_optimizer is not None and getattr(run.algorithm, "shares_trunk", False):
+            yield Problem(
+                f"{where}.critic_optimizer",
+                "an optimizer for a critic",
+                "its trunk is the policy's (algorithm.critic.trunk shared), and both take one step",
+                "leave the key out; algorithm.critic.value_coef weighs the critic's loss",
+            )
+        yield from vision_problems(run, self.vision_tower, f"{where}.vision_tower", adapted=self.lora is not None)
+        if self.lora is not None:
+            yield from self.lora.own_problems(f"{where}.lora")
+            adopts = capabilities_of(resolve("engines", run.engine.kind)).adopts_adapters
+            if self.lora.push == "adapter" and not adopts:
+                yield Problem(
+                    f"{where}.lora.push",
+                    "an adapter that explorers add themselves",
+                    f"engine.kind {run.engine.kind!r} cannot",
+                    "set it to merged",
+                )
