@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from tests.processes import Forked
+from trivium.engines.processes import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.engines.torch import TorchEngine
+from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine
+from trivium.randomness import SampleKey
 from trivium.testing import ReferencePolicy, check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
-from trivium.types import Capabilities, Completion, Request, StopReason
+from trivium.types import Capabilities, Completion, Request, Sampling, StopReason
 
 PROMPTS = [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)]
 REPLIES = ((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2))
@@ -62,15 +68,25 @@ def torch_engine(model_dir: Path, **config: Any) -> TorchEngine:
     return TorchEngine(TorchEngine.Config(**config), model_dir=model_dir, eos_token_ids=EOS, decode=decode, threads=1)
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise"])
+def pooled(make: Callable[[], RolloutEngine]) -> ProcessPool:
+    """An engine here, and one behind a connection."""
+    return ProcessPool(make(), [("rank 1", EngineHost(make(), "127.0.0.1", b"secret").address)], b"secret")
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "torch-on-ranks"])
 async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: list[ReferencePolicy]) -> None:
     config: dict[str, Any] = {
         "torch": {},
         "torch-one-row": {"max_rows": 1},
         "torch-no-promise": {"batch_invariant": False},
+        "torch-on-ranks": {},
     }[name]
+
+    def make() -> RolloutEngine:
+        return torch_engine(model_dirs[0], **config)
+
     await check_engine(
-        lambda: torch_engine(model_dirs[0], **config),
+        make if name != "torch-on-ranks" else lambda: pooled(make),
         PROMPTS,
         eos_token_ids=EOS,
         policies=policies,
@@ -260,3 +276,32 @@ async def test_every_fault_of_a_real_engine_is_found(
             crowd=150,
             patience_s=300,
         )
+
+
+def hosted(folder: Path) -> None:
+    """Another process with an engine that takes its time."""
+    (folder / "new").write_text(json.dumps(EngineHost(scripted(delay_s=600.0), "127.0.0.1", b"secret").address))
+    (folder / "new").rename(folder / "address")
+    signal.pause()
+
+
+async def test_an_engine_whose_process_dies_is_named(tmp_path: Path) -> None:
+    process = Forked("host", tmp_path / "host.out", hosted, tmp_path)
+    try:
+        async with asyncio.timeout(60):
+            while not (tmp_path / "address").exists():
+                await asyncio.sleep(0.02)
+        host, port = json.loads((tmp_path / "address").read_text())
+        pool = ProcessPool(scripted(delay_s=600.0), [("rank 1", (host, port))], b"secret")
+        requests = (Request(PROMPTS[0], Sampling(4), SampleKey(0, "test", "train", "t", 0, n)) for n in range(2))
+        calls = [asyncio.ensure_future(pool.generate(request)) for request in requests]  # one for each engine
+        await asyncio.sleep(0)
+        process.kill()
+        with pytest.raises(EngineFailure, match="rank 1"):
+            await asyncio.wait_for(calls[1], 60)
+        with pytest.raises(EngineFailure, match="its process is gone"):
+            await pool.load(1, [])
+        calls[0].cancel()
+        await pool.close()
+    finally:
+        process.kill()

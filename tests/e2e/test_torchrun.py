@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +104,8 @@ def test_the_death_of_a_rank_ends_the_run_naming_it_and_the_same_command_continu
     for _ in range(2):  # the second time there is nothing left to do
         assert_ranks_end(0, tmp_path, "schedule.steps=6", "workflow.pause_s=0")
     assert before >= 3
+    sampled = re.findall(r"this rank sampled (\d+) completions", (tmp_path / "log-rank-1.txt").read_text())
+    assert sum(map(int, sampled)) > 0  # not the first rank alone
     assert "continuing from step-" in (tmp_path / "log.txt").read_text()
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] >= 6
 

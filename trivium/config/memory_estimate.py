@@ -15,7 +15,7 @@ from trivium.config.model_shape import ModelShape, read_shape
 from trivium.config.vision_shape import VisionShape
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
-from trivium.types import SyncMethod
+from trivium.types import SyncMethod, capabilities_of
 
 if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
@@ -373,9 +373,17 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         engine=_engine_items(config, shape, batch, machine) if samples else {},
         engine_device=_planned_engine(config, batch, machine)[0],
         processes=batch.ranks if trains else 0,
-        engines=1 if local else config.cluster.explorers * config.cluster.engines,
+        engines=_engines(config, batch.ranks),
         together=local,
     )
+
+
+def _engines(config: RunConfig, ranks: int) -> int:
+    """How many there are: on Ray those of the config, else one for each rank that the explorer can use."""
+    if config.cluster.kind != "local":
+        return config.cluster.explorers * config.cluster.engines
+    exact = capabilities_of(resolve("engines", config.engine.kind)).exact_sampling
+    return ranks if exact and config.run.mode in ("both", "serve") else 1
 
 
 def planned(device: str, dtype: str, machine: Machine) -> tuple[str, str]:

@@ -123,6 +123,8 @@ class TorchEngine:
         self.config = config = config.on_this_machine()
         self.capabilities = replace(self.capabilities, batch_invariant=_resolve_invariance(config))
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
+        self._gpu = torch.cuda.current_device() if config.device == "cuda" else None
+        """That of the thread which builds the engine: of a rank, its own."""
         self._version = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -242,6 +244,8 @@ class TorchEngine:
     def _work(self, model_dir: Path, started: ThreadFuture[tuple[int, int]]) -> None:
         try:
             torch.set_num_threads(self._threads)
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             dtype = getattr(torch, self.config.dtype)
             if self.config.device == "cpu" and not invariance.multiplies(dtype):
                 _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)

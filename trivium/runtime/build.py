@@ -45,7 +45,7 @@ from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, TRAINER, capabilities_of
 
 if TYPE_CHECKING:
-    from trivium.training.data_parallel import RankGroup
+    from trivium.training.data_parallel import DistributedTrainEngine, RankGroup
 
 disable_progress_bar()  # transformers' own bars would break into the console's table
 
@@ -398,12 +398,14 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
 
     announcement = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
     group = TorchrunRanks(train_device(stage.config), announcement, make)
-    return distributed_engine(group, stage, algorithm, channel)
+    engine = distributed_engine(group, stage, algorithm, channel)
+    engine.samplers = group.samplers
+    return engine
 
 
 def distributed_engine(
     group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel
-) -> TrainEngine:
+) -> DistributedTrainEngine:
     """The driver's engine over ranks that each hold what `build_rank_engine` makes."""
     from trivium.training.data_parallel import DistributedTrainEngine
 
@@ -414,24 +416,13 @@ def distributed_engine(
         first_version=stage.first_version,
         share_prefix=shares_prefixes(stage.config),
     )
-    return attached(engine, stage, channel)
+    attached(engine, stage, channel)
+    return engine
 
 
 def shares_prefixes(config: RunConfig) -> bool:
     """Whether a stage's ranks compute once what sequences begin with in common."""
     return bool(getattr(config.train, "share_prefix", False))
-
-
-def serve_train_rank(config: RunConfig) -> None:
-    """What a rank does that torchrun started and that is not the first: builds its engine of each stage, and does what
-    the first one says, to the end of the run."""
-    from trivium.training.torchrun import serve_rank
-
-    def make(announcement: dict[str, Any]) -> TrainEngine:
-        stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
-        return build_rank_engine(stage, algorithm_of(stage.config), None)
-
-    serve_rank(train_device(config), make)
 
 
 def build_rank_engine(

@@ -35,7 +35,6 @@ from trivium.runtime.build import (
     open_board,
     open_store,
     run_name,
-    serve_train_rank,
     shares_buffer,
     train_device,
 )
@@ -44,6 +43,7 @@ from trivium.runtime.logs import BEGINS, logging_to
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
+from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
@@ -167,9 +167,11 @@ def _local_session(
         synchronizer = build_synchronizer(stage.config, board, fingerprint(config))
         endpoints = local_endpoints(stage, synchronizer, TRAINER)
         trainer = build_trainer(stage, endpoints, store, resume, monitor, record)
-        explores = stage.config.run.mode != "train" and stage.num_explorers > 0
         try:
-            explorer = build_explorer(stage, config.run.explorer or "explorer-0") if explores else None
+            explorer = None
+            if samples_here(stage):
+                name, engine = config.run.explorer or "explorer-0", engine_over_ranks(stage, trainer.engine)
+                explorer = build_explorer(stage, name, engine)
             parts = build_parts(stage, endpoints, trainer, explorer)
             trainer.prepare()
             run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)

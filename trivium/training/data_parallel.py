@@ -56,8 +56,12 @@ class Share:
 class RankVerbs:
     """What a rank runs for the driver: the other side of `DistributedTrainEngine`, around the rank's own engine."""
 
-    def __init__(self, engine: TorchTrainEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: TorchTrainEngine, sampler: tuple[str, int] | None = None) -> None:
+        """`sampler` is the address of a rollout engine that this process hosts for the driver."""
+        self.engine, self._sampler = engine, sampler
+
+    def sampler(self) -> tuple[str, int] | None:
+        return self._sampler
 
     def score(self, share: Share, what: str) -> Sequence[AnyArray]:
         self.engine.version = share.version
@@ -119,6 +123,8 @@ class DistributedTrainEngine(TrainEngine):
         self.algorithm, self.version = algorithm, first_version
         self._group, self._by_role = group, dict(groups or {})
         self._groups = list(dict.fromkeys([group, *self._by_role.values()]))
+        self.samplers: Mapping[int, tuple[str, int]] = {}
+        """Addresses of the rollout engines that ranks host for this process, by rank."""
         self._max_response_length, self._share_prefix = max_response_length, share_prefix
 
     def prepare(self) -> None:

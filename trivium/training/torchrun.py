@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -31,6 +32,8 @@ class _CommandGroups:
     commands: dist.ProcessGroup
     results: dist.ProcessGroup
     """A command's result is there within the deadline of a collective call."""
+    key: bytes
+    """A secret of this run's ranks."""
 
 
 _OPEN: list[_CommandGroups] = []
@@ -42,9 +45,17 @@ def connect_ranks(device: str, deadline_s: float = COLLECTIVE_S) -> _CommandGrou
     if not _OPEN:
         open_process_group(device, deadline_s)
         life = json.dumps(asdict(ProcessLife.of(os.getpid())))
-        dist.distributed_c10d._get_default_store().set(f"trivium/process/{dist.get_rank()}", life)
-        _OPEN.append(_CommandGroups(_group(_IDLE), _group(timedelta(seconds=deadline_s))))
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"trivium/process/{dist.get_rank()}", life)
+        if dist.get_rank() == 0:
+            store.set("trivium/key", secrets.token_hex())
+        _OPEN.append(_CommandGroups(_group(_IDLE), _group(timedelta(seconds=deadline_s)), store.get("trivium/key")))
     return _OPEN[0]
+
+
+def shared_key() -> bytes:
+    """A secret of the ranks that are connected."""
+    return _OPEN[0].key
 
 
 def _group(timeout: timedelta) -> dist.ProcessGroup:
@@ -62,6 +73,9 @@ class TorchrunRanks:
         self._scatter_commands([spec] * dist.get_world_size())
         self._ranks, engine = make()
         self._verbs = RankVerbs(engine)
+        addresses = self._run("sampler", [()] * self._ranks.size)
+        self.samplers = {rank: address for rank, address in enumerate(addresses) if address is not None}
+        """Addresses of the rollout engines that the others host, by rank."""
 
     @property
     def data_size(self) -> int:
@@ -97,8 +111,9 @@ class TorchrunRanks:
             raise _diagnosed(error) from error
 
 
-def serve_rank(device: str, build: Callable[[Any], Any]) -> None:
-    """What every rank but the first does, to the end of the run: `build` makes its engine from a spec.
+def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
+    """What every rank but the first does, to the end of the run: `build` makes its engine from a spec, and what the
+    driver may ask of it.
 
     Raises RoleFailed if the driving rank is gone, and whatever an engine raises.
     """
@@ -107,12 +122,12 @@ def serve_rank(device: str, build: Callable[[Any], Any]) -> None:
     while (command := _receive_command(groups.commands)) is not None:
         if not isinstance(command, tuple):
             verbs = None  # the models of the stage before are freed before those of the next one are loaded
-            verbs = RankVerbs(build(command))
+            verbs = build(command)
             continue
         assert verbs is not None
         method, args = command
         result = getattr(verbs, method)(*args)
-        dist.gather_object(result if method in ("score", "update") else None, group=groups.results)
+        dist.gather_object(result if method in ("score", "update", "sampler") else None, group=groups.results)
 
 
 def stop_ranks(device: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trivium.cluster.engines import EnginePool, Replica
 from trivium.cluster.stage_spec import StageSpec
 from trivium.cluster.weights import Stored, store
+from trivium.engines.pool import EnginePool, Replica
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
 from trivium.frontdoors.verl.dispatch import Dispatch, register
 from trivium.frontdoors.verl.worker import Worker

@@ -1,0 +1,70 @@
+"""Several rollout engines as one. A request goes to the least busy replica."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from trivium.protocols import Weights
+from trivium.types import Capabilities, Completion, Request
+
+
+class Replica(ABC):
+    """One engine of a pool."""
+
+    num_requests = 0
+    """Requests in progress."""
+    is_restarting = False
+    """Whether requests have to wait for a new process."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """One completion."""
+
+
+R = TypeVar("R", bound=Replica)
+
+
+class EnginePool(ABC, Generic[R]):
+    """Several engines as one: a request goes to the least busy; while weights are loaded, later requests wait."""
+
+    max_context = 0
+    capabilities = Capabilities()
+
+    def __init__(self, replicas: Sequence[R]) -> None:
+        self.replicas = list(replicas)
+        self._version = 0
+        self._loaded: asyncio.Event | None = None
+        """Set at the end of the load in progress. Of one event loop: the pool may serve several, one after another."""
+
+    @property
+    def version(self) -> int:
+        """The version that every replica has loaded."""
+        return self._version
+
+    async def generate(self, request: Request) -> Completion:
+        """One completion of the least busy replica. Raises EngineFailure where it has none to give."""
+        if self._loaded is not None:
+            await self._loaded.wait()
+        replica = min(self.replicas, key=lambda replica: (replica.is_restarting, replica.num_requests))
+        replica.num_requests += 1
+        try:
+            return await replica.generate(request)
+        finally:
+            replica.num_requests -= 1
+
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Has every replica adopt the weights. The version is the loaded one once all of them have it."""
+        loaded = self._loaded = asyncio.Event()
+        try:
+            await self._load(version, weights, in_flight)
+        finally:
+            loaded.set()
+            if self._loaded is loaded:
+                self._loaded = None
+        self._version = version
+
+    @abstractmethod
+    async def _load(self, version: int, weights: Weights, in_flight: str) -> None: ...

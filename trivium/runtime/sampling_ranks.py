@@ -1,0 +1,45 @@
+"""The ranks that torchrun started, as they sample: each has a rollout engine, which the first one's explorer uses."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from trivium.config import RunConfig
+from trivium.engines.processes import EngineHost, ProcessPool
+from trivium.protocols import RolloutEngine, TrainEngine
+from trivium.registry import resolve
+from trivium.runtime.build import Stage, algorithm_of, build_engine, build_rank_engine, train_device
+from trivium.sync.process_group import own_address
+from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
+from trivium.training.engine import TorchTrainEngine
+from trivium.training.torchrun import serve_rank, shared_key
+from trivium.types import capabilities_of
+
+
+def samples_here(stage: Stage) -> bool:
+    """Whether a stage's trainer has an explorer beside it, in its process."""
+    return stage.config.run.mode != "train" and stage.num_explorers > 0
+
+
+def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
+    """The engine of the explorer beside a trainer: one, or those of all ranks that `trainer` drives."""
+    own = build_engine(stage)
+    if not isinstance(trainer, DistributedTrainEngine) or not trainer.samplers:
+        return own
+    return ProcessPool(own, [(f"rank {rank}", address) for rank, address in trainer.samplers.items()], shared_key())
+
+
+def serve_train_rank(config: RunConfig) -> None:
+    """What a rank does that torchrun started and that is not the first: builds its engines of each stage, and does what
+    the first one says, to the end of the run."""
+
+    def make(announcement: dict[str, Any]) -> RankVerbs:
+        stage = Stage(config=config.stage_configs()[int(announcement["number"])], **announcement)
+        engine = cast(TorchTrainEngine, build_rank_engine(stage, algorithm_of(stage.config), None))
+        # Of an engine whose completions depend on where they are sampled, the first rank's is the only one.
+        exact = capabilities_of(resolve("engines", stage.config.engine.kind)).exact_sampling
+        hosts = exact and samples_here(stage)
+        sampler = EngineHost(build_engine(stage), own_address(), shared_key()).address if hosts else None
+        return RankVerbs(engine, sampler)
+
+    serve_rank(train_device(config), make)
