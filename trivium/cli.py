@@ -321,6 +321,28 @@ def replay(
 
 
 @app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write the timeline for Chrome or Perfetto instead.", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Shows runs in a browser, until Ctrl-C: curves, rollouts token by token, timeline; reads files alone."""
+    with Outcome(debug):
+        from trivium.viewer.view import view as serve
+        from trivium.viewer.view import write_trace
+
+        if trace is not None:
+            write_trace(runs, trace)
+            print(f"wrote {trace}: open it in chrome://tracing or https://ui.perfetto.dev")
+            return
+        serve(runs, port, lambda url: print(f"open {url}\nCtrl-C ends it", flush=True))
+
+
+@app.command()
 def doctor(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Run directory; none: this machine.", show_default=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trivium.errors import SyncError
 from trivium.explorer import check_failures
-from trivium.phases import activity, progress
+from trivium.phases import activity, progress, span
 from trivium.randomness import SampleKey
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class Evaluator:
     async def rollouts(self, version: int) -> list[Group]:
         """Every task, rolled out with this version."""
         self._expect(version)
-        with activity(f"evaluating {self.taskset}", len(self.tasks)):
+        name = f"evaluate {self.taskset}"
+        with activity(f"evaluating {self.taskset}", len(self.tasks)), span(self.explorer.name, name, version=version):
             groups = await asyncio.gather(*(self._rollout(index) for index in range(len(self.tasks))))
         self._expect(version)
         return groups

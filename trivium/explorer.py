@@ -23,6 +23,7 @@ from trivium.errors import (
     text_of,
     user_place,
 )
+from trivium.phases import Busy, span
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
 from trivium.protocols import WeightHandle
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
@@ -94,6 +95,8 @@ class Explorer:
     """What it has rolled out since its last report."""
     _counted_since: float = field(default_factory=time.monotonic, init=False)
     _turns: Turns = field(init=False)
+    _generating: Busy = field(init=False)
+    _rewarding: Busy = field(init=False)
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
     """What was started, in that order, up to the oldest group in progress (None)."""
     _finished: deque[Group] = field(init=False)
@@ -101,6 +104,7 @@ class Explorer:
     """The kinds of failure that are in the log."""
 
     def __post_init__(self) -> None:
+        self._generating, self._rewarding = Busy(self.name, "generate"), Busy(self.name, "reward")
         self._turns = Turns(self.max_concurrent)
         self._finished = deque(maxlen=self.failure_window)
 
@@ -112,7 +116,10 @@ class Explorer:
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
         weights = await asyncio.to_thread(_collected, channel, version)  # may wait for the trainer
-        await self.engine.load(version, weights, in_flight=self.in_flight)
+        for each in (self._generating, self._rewarding):
+            each.cut()
+        with span(self.name, "load weights", version=version):
+            await self.engine.load(version, weights, in_flight=self.in_flight)
         _log.info("%s holds version %d%s", self.name, version, self._report())
 
     def _report(self) -> str:
@@ -236,7 +243,8 @@ class Explorer:
         """The trajectory with what it earned by itself, and the seconds it took without waiting for its turn."""
         async with self._turns:
             started = time.monotonic()
-            trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
+            with self._generating:
+                trajectory = await self._run_with_retries(task, key, sampling, started + self.deadline_s)
         trajectory = await self._scored(task, trajectory, started + self.deadline_s - time.monotonic())
         return trajectory, time.monotonic() - started
 
@@ -281,7 +289,8 @@ class Explorer:
         """What a judge says, or why it says nothing; a judge that failed fails the trajectory, never scores it 0."""
         try:
             async with asyncio.timeout(max(0.0, left_s)):
-                return await judging
+                with self._rewarding:
+                    return await judging
         except TimeoutError:
             return DeadlineExceeded(
                 f"the reward of task {task.task_id!r}",

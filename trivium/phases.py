@@ -1,14 +1,22 @@
-"""What a train step spends its time on, and which of it bounds a run; what goes on now, for those who watch."""
+"""What a train step spends its time on, and which of it bounds a run; what goes on now, for those who watch; when each
+role of the run did what, for its timeline."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+from trivium.checkpoint.atomic import writing
 
 if TYPE_CHECKING:
     from trivium.types import Batch, Metrics
@@ -42,6 +50,7 @@ def phase(name: str, batch: Batch | None = None) -> Generator[None]:
     """Adds the time of this block, and the size of `batch`, to the phase of that name, where a collection is open."""
     started = time.monotonic()
     yield
+    add_span(TRAINER_LANE, name, started, time.monotonic())
     collected = _COLLECTING.get()
     if collected is None:
         return
@@ -150,6 +159,113 @@ def progress(done: int | None = None) -> None:
 def _show() -> None:
     for watcher in tuple(_watchers):
         watcher.show(tuple(_activities))
+
+
+# --------------------------------------------------------------------------- when
+
+SPANS = "spans"
+"""The folder of a run directory with one file for each process: JSON lines, appended. `{"session": unix time, "pid"}`
+where a session begins, then `[lane, name, start, stop, about]`, with seconds since that time."""
+TRAINER_LANE = "trainer"
+_FLUSHED_S = 2.0
+"""Spans that ended so long ago are in the file."""
+_JOINED_S = 0.02
+"""What begins again after so short a time has gone on."""
+
+
+class SpanFile:
+    """The spans of this process, appended to its file now and then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._began = path, time.monotonic()
+        self._lines = [json.dumps({"session": round(time.time(), 3), "pid": os.getpid()})]
+        self._flushed, self._lock = self._began, Lock()
+
+    def add(self, lane: str, name: str, start: float, stop: float, about: Mapping[str, float]) -> None:
+        """A span between two times of `time.monotonic`."""
+        row = [lane, name, round(start - self._began, 5), round(stop - self._began, 5), *([about] if about else [])]
+        with self._lock:
+            self._lines.append(json.dumps(row))
+            due = stop - self._flushed > _FLUSHED_S
+        if due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what was not written yet; a session without spans writes nothing."""
+        with self._lock:
+            if len(self._lines) == 1 and self._lines[0].startswith("{"):
+                return
+            lines, self._lines, self._flushed = self._lines, [], time.monotonic()
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("ab") as file:
+                    # A line that a killed process left half-written ends here.
+                    torn = b"\n" if lines and lines[0].startswith("{") and file.tell() else b""
+                    file.write(torn + "".join(f"{line}\n" for line in lines).encode())
+
+
+_span_files: list[SpanFile] = []
+_busy: WeakSet[Busy] = WeakSet()
+"""What may have a span that has not ended."""
+
+
+@contextmanager
+def spans_to(path: Path) -> Generator[None]:
+    """The spans of this process go to a file while the block runs."""
+    file = SpanFile(path)
+    _span_files.append(file)
+    try:
+        yield
+    finally:
+        for each in tuple(_busy):
+            each.cut()
+        _span_files.remove(file)
+        file.flush()
+
+
+def add_span(lane: str, name: str, start: float, stop: float, **about: float) -> None:
+    """Notes that something went on between two times of `time.monotonic`, where spans are written down."""
+    if _span_files:
+        _span_files[-1].add(lane, name, start, stop, about)
+
+
+@contextmanager
+def span(lane: str, name: str, **about: float) -> Generator[None]:
+    """Notes when this block ran, in a lane of the run's timeline."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        add_span(lane, name, started, time.monotonic(), **about)
+
+
+class Busy:
+    """Something that goes on many times, at once or in close succession, in one event loop: a span for all of it."""
+
+    def __init__(self, lane: str, name: str) -> None:
+        self.lane, self.name = lane, name
+        self._going = self._ended = 0
+        self._since = self._until = 0.0
+        _busy.add(self)
+
+    def __enter__(self) -> None:
+        if not self._going and ((now := time.monotonic()) > self._until + _JOINED_S or not self._ended):
+            self.cut()
+            self._since = now
+        self._going += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._going -= 1
+        self._ended += 1
+        if not self._going:
+            self._until = time.monotonic()
+
+    def cut(self) -> None:
+        """Ends the span here: something that matters to what goes on has changed."""
+        now = time.monotonic()
+        if self._going or self._ended:
+            add_span(self.lane, self.name, self._since, now if self._going else self._until, count=self._ended)
+        self._since, self._ended = now, 0
 
 
 # --------------------------------------------------------------------------- of a run

@@ -19,7 +19,7 @@ from trivium.errors import RolloutsFailing
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declare_missing, declared
-from trivium.phases import activity
+from trivium.phases import TRAINER_LANE, activity, add_span, span
 from trivium.synchronizer import live_explorers, weights_requested
 from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
 
@@ -422,7 +422,8 @@ class Trainer:
         """Logs an evaluation row; returns its mean reward and, unless rewards are graded, its accuracy."""
         version = self.train_step_num
         started = time.monotonic()
-        metrics = await self._answering(evaluator.run(version))
+        with span(TRAINER_LANE, "evaluate", step=version):
+            metrics = await self._answering(evaluator.run(version))
         self._evaluated_step = version
         self._log_evaluation(metrics, time.monotonic() - started)
         names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
@@ -482,6 +483,7 @@ class Trainer:
     def _timed(self, name: str) -> Generator[None]:
         started = time.monotonic()
         yield
+        add_span(TRAINER_LANE, name, started, time.monotonic(), step=self.train_step_num + (name == "wait"))
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
 
 

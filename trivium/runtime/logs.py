@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trivium.phases import SPANS, spans_to
+
 _log = logging.getLogger("trivium")
 ENDED = "ended by an error: "
 """The line of log.txt that says why a session did not finish."""
@@ -42,7 +44,7 @@ class _LogFile(logging.FileHandler):
 @contextmanager
 def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = logging.WARNING) -> Generator[None]:
     """The logger `trivium` goes to a file of the run directory while the block runs; from the level `shown` on, to
-    stderr as well.
+    stderr as well. When the process did what goes to a file of its own (`phases.SPANS`).
 
     Several processes may write to one file, each saying which `role` it is: a record is appended whole.
     """
@@ -57,8 +59,10 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     _log.setLevel(logging.INFO)
     for each in (handler, terminal):
         _log.addHandler(each)
+    process = role or file_name.removesuffix(".txt").removeprefix("log").removeprefix("-") or "main"
     try:
-        yield
+        with spans_to(run_dir / SPANS / f"{process}.jsonl"):
+            yield
     finally:
         for each in (handler, terminal):
             _log.removeHandler(each)

@@ -23,6 +23,7 @@ from trivium.config.plan import plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
 from trivium.config.schema import is_mapping
 from trivium.errors import ConfigError, RunDirError, first_cause, one_line
+from trivium.phases import SPANS
 from trivium.runtime.logs import ENDED, logging_to
 from trivium.training.device import machine, training_ranks
 
@@ -30,7 +31,7 @@ _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
 """Names the checkpoint of another run that this directory began with: its config says nothing about this one."""
 _CHANGES = "changes.jsonl"
-_OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS)
+_OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """What a start leaves in the directory before its first step."""
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trivium.errors import TriviumError
@@ -202,7 +203,7 @@ def connection_cap(wanted: int) -> int:
 
 
 @asynccontextmanager
-async def serve_app(app: FastAPI, host: str, port: int, max_connections: int = 512) -> AsyncGenerator[str]:
+async def serve_app(app: ASGIApp, host: str, port: int, max_connections: int = 512) -> AsyncGenerator[str]:
     """Serves the app while the block runs; gives its URL. Raises ListenError; a server that fails cancels the block."""
     cap = connection_cap(max_connections)
     listener = _listen(host, port)

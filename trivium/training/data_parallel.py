@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from trivium.models.loss import LossDenominators
-from trivium.phases import Phase
+from trivium.phases import TRAINER_LANE, Phase, span
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload
 from trivium.training.batching import count, prefixes_of, units
@@ -65,11 +66,13 @@ class RankVerbs:
 
     def score(self, share: Share, what: str) -> Sequence[AnyArray]:
         self.engine.version = share.version
-        return self.engine.score(share.batch, what)
+        with self._span(f"score/{what}"):
+            return self.engine.score(share.batch, what)
 
     def update(self, share: Share, role: str, objective: Objective, totals: LossDenominators) -> Metrics:
         self.engine.version = share.version
-        return self.engine.update(role, share.batch, objective, totals)
+        with self._span(f"update/{role}"):
+            return self.engine.update(role, share.batch, objective, totals)
 
     def measure(self, share: Share, role: str, objective: Objective, totals: LossDenominators) -> Metrics:
         self.engine.version = share.version
@@ -77,14 +80,16 @@ class RankVerbs:
 
     def sync_weight(self, version: int) -> bool:
         self.engine.version = version
-        return self.engine.sync_weight()
+        with self._span("sync"):
+            return self.engine.sync_weight()
 
     def offered_hash(self) -> str:
         return self.engine.offered_hash() if self.engine.ranks.rank == 0 else ""
 
     def save(self, version: int, directory: Path) -> None:
         self.engine.version = version
-        self.engine.save(directory)
+        with self._span("checkpoint"):
+            self.engine.save(directory)
 
     def begin_saving(self, version: int, directory: Path, report: str) -> None:
         self.engine.version = version
@@ -100,6 +105,10 @@ class RankVerbs:
 
     def exported_weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.cpu()) for name, tensor in self.engine.export_weights()]
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        """Of this rank's own lane: beside the trainer's, it shows which rank the others wait for."""
+        return span(f"{TRAINER_LANE}-rank-{self.engine.ranks.rank}", name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -28,7 +28,7 @@ from trivium.buffers.journal import read_record
 from trivium.buffers.rollouts import Rollout, TokenSequence, kept_columns, kept_means, kept_steps
 from trivium.buffers.step_log import STEPS, read_steps
 from trivium.errors import RunDirError
-from trivium.types import EXPERT_VERSION, FloatArray, Group, Media, Trajectory
+from trivium.types import EXPERT_VERSION, AnyArray, Group, Media, Trajectory
 
 _HEADER = struct.Struct("<II")
 _PEEK = 96
@@ -136,9 +136,17 @@ class RecordedGroups:
         kept = {} if trajectory is group.greedy else dict(self._columns(group, trajectory, steps))
         return Rollout(place.stage, place.planned_step, group, trajectory, kept, place.takers)
 
-    def find(self, task: str, step: int) -> Place | None:
-        """The first group of a task in a step; None where there is none."""
-        return next((place for place in self.of_step(step) if self.group(place).task.task_id == task), None)
+    def place(self, step: int, stage: int, slot: int, attempt: int) -> Place:
+        """A group of a step. Raises RunDirError where it is not there."""
+        wanted = stage, slot, attempt
+        for place in self.of_step(step):
+            if (place.stage, place.slot, place.attempt) == wanted:
+                return place
+        raise RunDirError(
+            f"the group of slot {slot}, attempt {attempt}, of stage {stage} in step {step} of {self.run_dir}",
+            "no such group",
+            "choose one of the step's list",
+        )
 
     def _columns(self, group: Group, trajectory: Trajectory, steps: Sequence[int]) -> Any:
         return ((step, kept_columns(self.run_dir, step, group, trajectory.index)) for step in steps)
@@ -316,7 +324,7 @@ def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
     return dict(sorted(written.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
 
-def _numbers(array: FloatArray, where: Any) -> list[float | None]:
+def _numbers(array: AnyArray, where: Any) -> list[float | None]:
     """As JSON values, with as few digits as tell 32-bit numbers apart; None outside `where`, and for NaN."""
     if array.dtype.kind in "iub":
         return [value if here else None for value, here in zip(array.tolist(), where, strict=True)]

@@ -1,0 +1,269 @@
+"""`trivium view` in a real browser and over HTTP: what the page shows is what the run recorded, and nothing of what a
+model wrote is anything but text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from browser import Page, browser, chromium
+
+from tests.processes import Forked, commands, eventually
+from trivium.buffers.journal import write_groups
+from trivium.buffers.rollouts import read_rollouts
+from trivium.config import load_config
+from trivium.runtime.launch import run
+from trivium.types import Failure, Group, Media, Message, StopReason, Task, Trajectory, Turn
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
+SHORT = [
+    "stages.0.schedule.steps=2",
+    "stages.0.schedule.groups_per_step=8",
+    "stages.1.schedule.steps=3",
+    "stages.1.schedule.groups_per_step=4",
+    "stages.1.algorithm.mini_batches=2",
+    "tasks.test.count=4",
+    "model.hidden=16",
+    "model.layers=1",
+    "model.mlp=16",
+    "rewards=[{kind: regex, pattern: '[0-4]'}]",
+    "monitors=[{kind: jsonl}]",
+]
+HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
+PICTURE = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc0000003010100c9fe92ef"
+    "0000000049454e44ae426082"
+)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, of a few steps."""
+    path = tmp_path_factory.mktemp("view") / "demo"
+    run(load_config(RECIPE, [f"run.dir={path}", *SHORT]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hostile(demo: Path) -> Path:
+    """A run whose tasks and completions are HTML, with a picture, a failure, and turns of an environment."""
+    path = demo.parent / "hostile"
+    for name in ("config.yaml", "metrics.jsonl", "model"):
+        path.mkdir(exist_ok=True)
+        (path / name).symlink_to(demo / name)
+    prompt, own, later = np.array([1, 2], np.int32), np.array([3, 4], np.int32), np.array([1, 2, 3, 4, 5], np.int32)
+
+    def turn(context: Any, reason: StopReason) -> Turn:
+        numbers = np.zeros(2, np.float32), np.zeros(2, np.int32)
+        picture = Media("image/png", PICTURE, (1, 2))
+        return Turn(context, own, *numbers, reason, HOSTILE, (picture,))
+
+    turns = turn(prompt, StopReason.EOS), turn(later, StopReason.LENGTH)
+    task = Task(HOSTILE, (Message("user", HOSTILE, (Media("image/png", PICTURE),)),), {"note": HOSTILE})
+    members = (
+        Trajectory(0, turns, {HOSTILE: 1.0}),
+        Trajectory(1, turns[:1], failure=Failure("workflow", "Error", HOSTILE)),
+    )
+    write_groups(path / "rollouts" / "stage-1" / "step-000001.msgpack", [Group(0, task, members, dropped=HOSTILE)])
+    return path
+
+
+Start = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> Generator[Start]:
+    """Starts `trivium view` over runs and gives the address that it prints; each must end by itself when it is told."""
+    started: list[Forked] = []
+    with commands(tmp_path_factory.mktemp("commands")) as start:
+
+        def address(*runs: Path) -> str:
+            server = start("view", "view", *map(str, runs))
+            started.append(server)
+            eventually(lambda: "http://" in server.text, 120, lambda: server.text, server)
+            return re.findall(r"http://\S+", server.text)[0]
+
+        yield address
+        for server in started:
+            os.kill(server.pid, signal.SIGTERM)
+            assert server.wait(60) == 0, server.text
+
+
+@pytest.fixture(scope="module")
+def url(view: Start, demo: Path, hostile: Path) -> str:
+    return view(demo, hostile)
+
+
+@pytest.fixture(scope="module")
+def page() -> Generator[Page]:
+    if chromium() is None and "REQUIRE_CHROMIUM" not in os.environ:
+        pytest.skip("no chromium (Debian: apt-get install chromium)")
+    with browser() as opened:
+        opened.resize(1440, 900)
+        yield opened
+
+
+def test_the_page_shows_the_advantage_that_the_journal_has(url: str, page: Page, demo: Path) -> None:
+    rollout = next(each for each in read_rollouts(demo, step=4) if each.sequences[0].columns["advantages"].any())
+    (sequence,), group = rollout.sequences, rollout.group
+    place, at = f"1.{group.slot}.{group.attempt}", int(np.flatnonzero(sequence.response_mask)[0])
+    page.open(f"{url}#/rollouts?run=0&step=4&group={place}")
+    page.wait(f"document.querySelectorAll('.member').length === {len(group.rollouts)}")
+    assert page.evaluate("document.querySelector('.groups a[aria-current]').dataset.group") == place
+    token = f"document.querySelector('.member[data-index=\"{rollout.trajectory.index}\"] .t')"
+    x, y = page.evaluate(f"(({{x, y}}) => [x + 3, y + 3])({token}.getBoundingClientRect())")
+    page.move(x, y)
+    shown = "document.querySelector('#tip [data-value=advantages] td')"
+    advantage = float(page.wait(f"!document.getElementById('tip').hidden && {shown}?.textContent"))
+    assert np.float32(advantage) == sequence.columns["advantages"][at]
+    members = [member.reward for member in group.trajectories]
+    expected = (rollout.trajectory.reward - np.mean(members)) / (np.std(members, ddof=1) + 1e-6)
+    assert advantage == pytest.approx(expected, rel=1e-4)  # as the journal's rewards have it
+    # The address of a token can be shared: it opens on the same one.
+    page.evaluate(f"{token}.click()")
+    shared = page.evaluate("location.href")
+    assert f"index={rollout.trajectory.index}&token=0.{at}" in shared
+    page.open("about:blank")
+    page.open(shared)
+    row = page.wait("document.querySelector('.member .facts [data-value=advantages] td')?.textContent")
+    assert np.float32(row) == sequence.columns["advantages"][at]
+    assert page.evaluate("document.querySelectorAll('.member').length") == 1
+    assert page.problems == []
+
+
+def test_every_view_opens_in_both_themes_and_by_the_keyboard(url: str, page: Page, demo: Path) -> None:
+    rows = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
+    reward = [row["reward/mean"] for row in rows if "reward/mean" in row][-1]
+    legend = "document.querySelector('figure .legend')"
+    for theme in ("dark", "light"):
+        page.prefer(theme)
+        page.open("about:blank")
+        page.open(f"{url}#/overview")
+        page.wait(f"document.querySelector('figure canvas') && {legend}.textContent.includes('{reward:.4g}')")
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+        page.wait("document.querySelector('.card pre')?.textContent.includes('minimise')")
+    assert page.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
+    page.press("2")
+    page.wait("document.querySelector('.member .t')")
+    assert page.evaluate("document.querySelector('[name=step]').value") == "5"
+    page.press(",")
+    chosen = "document.querySelector('.groups[data-step=\"4\"] a[aria-current]')?.dataset.group"
+    first = page.wait(chosen)
+    page.press("j")
+    page.wait(f"{chosen} && {chosen} !== '{first}'")
+    page.press("3")
+    page.wait("document.querySelector('table.plain')?.textContent.includes('trainer')")
+    page.press("+")
+    page.press("4")
+    page.wait("document.querySelector('.compare').textContent.includes('has no rollout of the task')")
+    page.open(f"{url}#/compare?run=0&other=0&step=3&task={tasks_of(demo, 3)[0]}")
+    page.wait("document.querySelectorAll('.compare .member').length === 2 || document.querySelector('.compare button')")
+    page.press("?")
+    page.wait("document.getElementById('help').open")
+    assert page.problems == []
+
+
+def tasks_of(run_dir: Path, step: int) -> list[str]:
+    return [rollout.group.task.task_id.replace("+", "%2B") for rollout in read_rollouts(run_dir, step=step)]
+
+
+def test_what_a_model_wrote_is_text(url: str, page: Page) -> None:
+    page.open("about:blank")
+    page.open(f"{url}#/rollouts?run=1")
+    page.wait("document.querySelectorAll('.member').length === 2 && document.querySelector('.detail img')?.complete")
+    text = page.evaluate("document.body.textContent")
+    assert text.count(HOSTILE) >= 6  # task, prompt, column, component, failure, why it was dropped
+    assert page.evaluate("window.stolen === undefined")
+    assert page.evaluate("[...document.images].every((image) => image.naturalWidth === 1)")
+    assert "environment" in page.evaluate("document.querySelector('.member .transcript').textContent")
+    page.open("about:blank")
+    page.open(f"{url}#/compare?run=1&other=1")
+    page.wait("document.querySelectorAll('.compare .member').length === 2")
+    assert page.evaluate("window.stolen === undefined")
+    assert page.problems == []
+
+
+def test_only_this_machine_with_the_token_reads_and_only_files_of_the_run(url: str, hostile: Path) -> None:
+    base, token = url.rstrip("/").rsplit("/", 1)
+    with httpx.Client(timeout=60) as client:
+        assert client.get(url).status_code == 200
+        assert "script-src 'self'" in client.get(url).headers["content-security-policy"]
+        for other in ("", "x" + token[1:], token[:-1], f"{token}x"):
+            assert client.get(f"{base}/{other}/api/runs").status_code == 404
+        assert client.get(f"{base}/api/runs").status_code == 404
+        for host in ("evil.example", f"evil.example:{httpx.URL(url).port}", "127.0.0.1.evil.example", ""):
+            assert client.get(f"{url}api/runs", headers={"host": host}).status_code in (400, 403)
+        assert client.get(f"{url}api/runs", headers={"host": "localhost:1"}).status_code == 200  # an ssh tunnel
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert client.request(method, f"{url}api/runs").status_code == 405
+        for path in ("pages/../page_server.py", "pages/%2e%2e/page_server.py", "pages/uPlot.LICENSE", "pages/x.js"):
+            assert client.get(url + path).status_code == 404
+        image = client.get(f"{url}media/1/{hashlib.sha256(PICTURE).hexdigest()}")
+        assert (image.content, image.headers["content-type"]) == (PICTURE, "image/png")
+        for name in ("0" * 64, "../config.yaml", "%2e%2e%2fconfig.yaml", "g" * 64, str(hostile)):
+            assert client.get(f"{url}media/1/{name}").status_code in (400, 404)
+        refused = client.get(f"{url}api/groups", params={"run": 7, "step": 1})
+        assert (refused.status_code, refused.json()["found"]) == (400, "it has 2")
+        assert client.get(f"{url}api/groups", params={"run": 0, "step": 99}).status_code == 400
+
+
+def test_groups_are_sorted_filtered_searched_and_paged(url: str) -> None:
+    with httpx.Client(timeout=60) as client:
+
+        def groups(**query: Any) -> dict[str, Any]:
+            answer = client.get(f"{url}api/groups", params={"run": 0, "step": 4, **query})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        every = groups()["rows"]
+        assert len(every) == 4
+        lengths = [sum(member["tokens"] for member in row["members"]) for row in groups(sort="length")["rows"]]
+        assert lengths == sorted(lengths, reverse=True)
+        assert groups(sort="length", descending=False)["rows"][0]["members"] is not None
+        task = every[2]["task"]
+        assert [row["task"] for row in groups(text=task)["rows"]].count(task) == 1
+        assert groups(text="no such text")["matching"] == 0
+        page = groups(first=1, count=2)
+        assert ([row["slot"] for row in page["rows"]], page["total"]) == ([row["slot"] for row in every[1:3]], 4)
+        mixed, equal = groups(show="mixed")["matching"], groups(show="equal")["matching"]
+        assert mixed + equal == 4
+        assert groups(least=2)["matching"] == 0
+        failed = groups(run=1, step=1, show="failed")["rows"]
+        assert failed[0]["members"][1]["failure"].startswith("workflow: Error: <script>")
+        chrome = client.get(f"{url}trace/0.json")
+        assert chrome.headers["content-disposition"].startswith("attachment")
+        spans = [event for event in chrome.json()["traceEvents"] if event["ph"] == "X"]
+        assert {"wait", "train", "update/policy", "sync", "checkpoint", "generate", "evaluate"} <= {
+            event["name"] for event in spans
+        }
+
+
+def test_metrics_that_a_run_adds_are_asked_for_alone(view: Start, demo: Path, tmp_path: Path) -> None:
+    lines = (demo / "metrics.jsonl").read_text().splitlines(keepends=True)
+    going = tmp_path / "going"
+    going.mkdir()
+    (going / "config.yaml").write_bytes((demo / "config.yaml").read_bytes())
+    metrics = going / "metrics.jsonl"
+    metrics.write_text("".join(lines[:2]) + lines[2][:20])  # half a row is not one yet
+    base = view(going)
+    with httpx.Client(timeout=60) as client:
+
+        def curves(after: int) -> dict[str, Any]:
+            return client.get(f"{base}api/curves", params={"run": 0, "keys": "train/version", "after": after}).json()
+
+        first = curves(0)
+        assert (first["rows"], first["finished"], len(first["curves"]["train/version"]["steps"])) == (2, False, 2)
+        metrics.write_text("".join(lines[:3]))
+        added = curves(2)
+        assert (added["rows"], added["generation"]) == (3, first["generation"])
+        metrics.write_text(lines[0])  # a resumed run cuts the file to what its checkpoint knows
+        assert (curves(0)["rows"], curves(0)["generation"]) == (1, first["generation"] + 1)

@@ -1,0 +1,123 @@
+"""The groups of a train step as a list that is sorted, filtered, searched and paged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from trivium.viewer.rollout_data import Means, Place, RecordedGroups, group_row
+
+Row = Mapping[str, Any]
+_CACHED_ROWS = 20_000
+SORTS: dict[str, Callable[[Row], float]] = {
+    "reward": lambda row: _mean(row, "reward"),
+    "spread": lambda row: _largest(row, "reward") + _largest(row, "reward", -1),
+    "advantage": lambda row: max(_largest(row, "advantage"), _largest(row, "advantage", -1)),
+    "length": lambda row: _mean(row, "tokens"),
+    "failures": lambda row: sum(member["failure"] is not None for member in row["members"]),
+}
+"""What groups are sorted by; nothing means the order of the batch."""
+FILTERS: dict[str, Callable[[Row], bool]] = {
+    "failed": lambda row: any(member["failure"] is not None for member in row["members"]),
+    "truncated": lambda row: any(member["stop"] == "length" for member in row["members"]),
+    "mixed": lambda row: len({member["reward"] for member in row["members"] if member["failure"] is None}) > 1,
+    "equal": lambda row: not FILTERS["mixed"](row),
+    "dropped": lambda row: bool(row["dropped"]),
+    "replayed": lambda row: len(row["steps"]) > 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which groups of a step are asked for."""
+
+    sort: str = ""
+    descending: bool = True
+    text: str = ""
+    """In a prompt, a completion or a task's id, whatever the case."""
+    show: str = ""
+    least: float | None = None
+    most: float | None = None
+    """Bounds of the reward of some member."""
+    first: int = 0
+    count: int = 50
+
+
+class GroupList:
+    """Lists the groups of a run. Rows that were read once are kept."""
+
+    def __init__(self, recorded: RecordedGroups) -> None:
+        self._recorded = recorded
+        self._rows: OrderedDict[tuple[Any, ...], Row] = OrderedDict()
+        self._lock = Lock()
+
+    def page(self, step: int, query: Query) -> dict[str, Any]:
+        """The rows that a query asks for; `total` groups are in the step, and `matching` of them match."""
+        places, means = self._recorded.of_step(step), self._recorded.advantages(step)
+        total = len(places)
+        if query.text:
+            wanted = query.text.casefold()
+            places = [place for place in places if self._holds(place, wanted)]
+        bounded = query.least is not None or query.most is not None
+        window = slice(query.first, query.first + query.count)
+        if not (query.sort in SORTS or query.show in FILTERS or bounded):
+            rows = [self.row(place, means) for place in places[window]]
+            return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
+        rows = [row for place in places if _matches(row := self.row(place, means), query)]
+        if query.sort in SORTS:
+            rows.sort(key=SORTS[query.sort], reverse=query.descending)
+        return {"total": total, "matching": len(rows), "first": query.first, "rows": rows[window]}
+
+    def row(self, place: Place, means: Means) -> dict[str, Any]:
+        """The row of a group, with the advantages that a step computed."""
+        key = place.path, place.offset, place.checksum
+        with self._lock:
+            known = self._rows.get(key)
+        if known is None:
+            known = group_row(place, self._recorded.group(place), {})
+            with self._lock:
+                self._rows[key] = known
+                while len(self._rows) > _CACHED_ROWS:
+                    self._rows.popitem(last=False)
+        members = [
+            member if member["greedy"] else {**member, "advantage": means.get((place.slot, place.attempt, n))}
+            for member in known["members"]
+            for n in (member["index"],)
+        ]
+        return {**known, "steps": list(place.takers), "members": members}
+
+    def tasks(self, step: int) -> list[str]:
+        """The ids of the tasks of a step, sorted."""
+        return sorted({self.row(place, {})["task"] for place in self._recorded.of_step(step)})
+
+    def _holds(self, place: Place, wanted: str) -> bool:
+        group = self._recorded.group(place)
+        texts = [group.task.task_id, *(message.content for message in group.task.prompt)]
+        texts += [turn.text for turn in group.turns()]
+        return any(wanted in text.casefold() for text in texts)
+
+
+def _matches(row: Row, query: Query) -> bool:
+    if query.show in FILTERS and not FILTERS[query.show](row):
+        return False
+    least, most = (-float("inf") if query.least is None else query.least), query.most
+    if query.least is None and most is None:
+        return True
+    rewards = _numbers(row, "reward")
+    return any(least <= reward and (most is None or reward <= most) for reward in rewards)
+
+
+def _numbers(row: Row, name: str) -> Sequence[float]:
+    return [member[name] for member in row["members"] if member[name] is not None and not member["greedy"]]
+
+
+def _mean(row: Row, name: str) -> float:
+    numbers = _numbers(row, name)
+    return sum(numbers) / len(numbers) if numbers else -float("inf")
+
+
+def _largest(row: Row, name: str, sign: int = 1) -> float:
+    return max((sign * value for value in _numbers(row, name)), default=-float("inf"))

@@ -1,0 +1,159 @@
+"""When each role of a run did what: the spans that its processes noted (`trivium.phases`), as lanes, and as a trace for
+Chrome and Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trivium.phases import SPANS
+
+_PARTS = 1500
+"""What is shorter than such a part of the time shown is drawn together with its neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that went on; times are those of `time.time`."""
+
+    process: str
+    lane: str
+    name: str
+    start: float
+    stop: float
+    about: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def read_spans(run_dir: Path) -> list[Span]:
+    """What the processes of a run noted, by the time of its beginning; nothing where they noted none."""
+    spans: list[Span] = []
+    for path in sorted((run_dir / SPANS).glob("*.jsonl")):
+        about = path.stat()
+        spans += _of_process(path, about.st_size, about.st_mtime_ns)
+    return sorted(spans, key=lambda span: (span.start, -span.stop))
+
+
+@lru_cache(maxsize=32)
+def _of_process(path: Path, size: int, written_ns: int) -> tuple[Span, ...]:
+    del size, written_ns
+    began, spans = 0.0, list[Span]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = _row(line)
+        if isinstance(row, dict):
+            began = float(row["session"])
+        elif row:
+            lane, name, start, stop, *about = row
+            spans.append(Span(path.stem, lane, name, began + start, began + stop, *about))
+    return tuple(spans)
+
+
+def _row(line: str) -> Any:
+    """Nothing for a line that a process has half-written."""
+    try:
+        return json.loads(line) if line else None
+    except ValueError:
+        return None
+
+
+def lanes(run_dir: Path, start: float | None, stop: float | None) -> dict[str, Any]:
+    """The lanes of a run between two times (the whole run, where they are not given), each with rows of spans of which
+    none overlap: [start, stop, name, number, about], relative to `start`; `number` spans that are too short to be told
+    apart are one, named after what took most of it. Of each lane, `busy` is the part of the time in which it did
+    something other than wait.
+    """
+    spans = read_spans(run_dir)
+    if not spans:
+        return {"start": 0, "stop": 0, "first": 0, "last": 0, "lanes": []}
+    first, last = spans[0].start, max(span.stop for span in spans)
+    start, stop = first if start is None else start, last if stop is None else stop
+    by_lane: dict[str, list[Span]] = {}
+    for span in spans:
+        by_lane.setdefault(span.lane, [])
+        if span.stop >= start and span.start <= stop:
+            by_lane[span.lane].append(span)
+    shown = [
+        {
+            "name": name,
+            "rows": [_joined(row, start, (stop - start) / _PARTS) for row in _rows(by_lane[name])],
+            "busy": _busy(by_lane[name], start, stop),
+        }
+        for name in sorted(by_lane, key=_order)
+    ]
+    return {"start": start, "stop": stop, "first": first, "last": last, "lanes": shown}
+
+
+def _order(lane: str) -> tuple[int, str]:
+    """The trainer, its ranks, then explorers."""
+    return (0 if lane == "trainer" else 1 if lane.startswith("trainer") else 2), lane
+
+
+def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans by depth: one that lies within another, or overlaps it, goes to the next row."""
+    rows: list[list[Span]] = []
+    for span in spans:
+        free = (row for row in rows if row[-1].stop <= span.start + 1e-6)
+        row = next(free, None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows
+
+
+def _joined(row: Sequence[Span], start: float, shortest: float) -> list[list[Any]]:
+    """Spans relative to `start`, the short ones joined with their neighbours."""
+    result: list[list[Any]] = []
+    seconds: dict[str, float] = {}
+    for span in row:
+        length = span.stop - span.start
+        begins, ends = round(span.start - start, 5), round(span.stop - start, 5)
+        last = result[-1] if result else None
+        if length < shortest and last is not None and last[3] and begins - last[1] < shortest:
+            seconds[span.name] = seconds.get(span.name, 0.0) + length
+            last[1], last[2], last[3] = ends, max(seconds, key=seconds.__getitem__), last[3] + 1
+        else:
+            seconds = {span.name: length}
+            result.append([begins, ends, span.name, int(length < shortest), span.about])
+    return [[*each[:3], max(1, each[3]), *([each[4]] if each[3] <= 1 and each[4] else [])] for each in result]
+
+
+def _busy(spans: Iterable[Span], start: float, stop: float) -> float:
+    """The part of the time in which something other than waiting went on."""
+    covered, until = 0.0, start
+    for span in spans:
+        if span.name != "wait":
+            covered += max(0.0, min(span.stop, stop) - max(span.start, until))
+            until = max(until, span.stop)
+    return round(covered / max(stop - start, 1e-9), 4)
+
+
+def chrome_trace(run_dir: Path) -> dict[str, Any]:
+    """The spans in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens as well: a process for each process of
+    the run, a thread for each row of its lanes."""
+    return {"traceEvents": [*_events(read_spans(run_dir))], "displayTimeUnit": "ms"}
+
+
+def _events(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    first = min((span.start for span in spans), default=0.0)
+    processes = {name: number for number, name in enumerate(sorted({span.process for span in spans}), 1)}
+    for name, number in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+    thread = 0
+    for process, lane in sorted({(span.process, span.lane) for span in spans}, key=lambda each: _order(each[1])):
+        rows = _rows([span for span in spans if (span.process, span.lane) == (process, lane)])
+        for depth, row in enumerate(rows):
+            thread += 1
+            place = {"pid": processes[process], "tid": thread}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                **place,
+                "args": {"name": lane + (f" ({depth + 1})" if depth else "")},
+            }
+            for span in row:
+                times = {"ts": round((span.start - first) * 1e6), "dur": round((span.stop - span.start) * 1e6)}
+                yield {"ph": "X", "name": span.name, "cat": lane, **place, **times, "args": span.about}

@@ -1,0 +1,74 @@
+"""`trivium view`: serves the page over run directories until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.errors import ConfigError, MissingPackage, RunDirError
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.viewer.timeline import chrome_trace
+
+LOOPBACK = "127.0.0.1"
+
+
+def view(paths: Sequence[Path], port: int, announce: Callable[[str], object]) -> None:
+    """Serves until SIGTERM or SIGINT; `announce` gets the address with the token that opens it.
+
+    Raises RunDirError for a directory that holds no run, ListenError where the port is taken, MissingPackage without
+    the extra `serve`.
+    """
+    for path in paths:
+        RecordedRun.open(path)
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingPackage(error.name or "fastapi", "serve", "view a run in a browser") from error
+    asyncio.run(_serve(paths, port, secrets.token_urlsafe(24), announce))
+
+
+async def _serve(paths: Sequence[Path], port: int, token: str, announce: Callable[[str], object]) -> None:
+    from trivium.serving.connections import serve_app
+    from trivium.viewer.page_server import Guarded, page_app
+    from trivium.viewer.watched_run import WatchedRun
+
+    runs = [WatchedRun(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serve_app(Guarded(page_app(runs), token), LOOPBACK, port) as url:
+        announce(f"{url}/{token}/")
+        await stop.wait()
+
+
+def write_trace(paths: Sequence[Path], out: Path) -> None:
+    """Writes the timeline of a run in Chrome's trace format. Raises ConfigError for several runs, RunDirError for a run
+    that noted no spans."""
+    if len(paths) != 1:
+        raise ConfigError("the trace of one run", f"{len(paths)} runs", "write one file for each")
+    RecordedRun.open(paths[0])
+    trace = chrome_trace(paths[0])
+    if not trace["traceEvents"]:
+        raise RunDirError(
+            f"the timeline of {paths[0]}", "no spans in spans/", "only runs of this version note them: run it again"
+        )
+    atomic_write(out, json.dumps(trace))
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each run: the last parts of its path, as many as tell them apart. Raises ConfigError for one that is
+    given twice."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    if len(set(parts)) < len(parts):
+        raise ConfigError("runs to view side by side", "one of them is given twice", "name each once")
+    number = 1
+    while len({each[-number:] for each in parts}) < len(parts):
+        number += 1
+    return ["/".join(each[-number:]) for each in parts]
