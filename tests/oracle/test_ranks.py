@@ -151,30 +151,26 @@ def way(**config: Any) -> Way:
 
 
 WAYS: Mapping[int, Mapping[str, Way]] = {
-    1: {"full": way(full=True)},
+    1: {"one": way()},
     2: {
-        "full": way(full=True),
-        "sequence": way(full=True, sequence_parallel=2),
-        "padded": way(packed=False),
+        "padded, checkpointing, offload": way(packed=False, gradient_checkpointing=True, cpu_offload=True),
         "shared prompts": way(share_prefix=True),
         "float32": way(dtype="float32"),
-        "checkpointing, offload": way(gradient_checkpointing=True, cpu_offload=True),
     },
     4: {
         "full": way(full=True),
         "sequence": way(full=True, sequence_parallel=2),
-        "sequence of all": way(sequence_parallel=4),
-        "shared prompts, sequence, checkpointing": way(
-            share_prefix=True, sequence_parallel=2, gradient_checkpointing=True
+        "shared prompts, sequence of all, checkpointing": way(
+            share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
         ),
-        "padded": way(packed=False),
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
-        "replicas": way(shard=2),
+        "replicas, padded": way(shard=2, packed=False),
         "replicas, sequence, checkpointing, offload": way(
             shard=2, sequence_parallel=2, gradient_checkpointing=True, cpu_offload=True
         ),
     },
 }
+"""What does not depend on the number of ranks is tried on one number; what does not depend on one another, together."""
 CASES = [(size, name) for size, ways in WAYS.items() for name in ways]
 
 # --------------------------------------------------------------------------- training it

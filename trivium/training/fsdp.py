@@ -5,13 +5,14 @@ What it needs of torch and transformers takes a second to import, which reading 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from trivium.models.filling import is_sharded
+from trivium.models.filling import is_sharded, local_part
 from trivium.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -78,3 +79,17 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def full_scalar(value: torch.Tensor) -> torch.Tensor:
     """A scalar of sharded tensors, reduced over all ranks."""
     return value.full_tensor() if is_sharded(value) else value
+
+
+class OnShards(TorchFunctionMode):
+    """Within it, `function`, which changes lists of tensors in place and element by element, gets this rank's shards.
+    DTensor would derive how each argument is sharded, which takes seconds at the first step."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self._function:
+            args = [[*map(local_part, arg)] if isinstance(arg, list) else arg for arg in args]
+        return func(*args, **(kwargs or {}))

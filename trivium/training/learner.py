@@ -421,7 +421,7 @@ class _Tally:
         loss = {f"train/loss/{name}": float(torch.stack(self._loss).sum())} if self._loss else {}
         sums = {key: float(torch.stack(values).sum()) for key, values in self._sums.items()}
         maxima = {key: float(torch.stack(values).max()) for key, values in self._maxima.items()}
-        losses, all_sums, all_maxima = (ranks.all_gather(each) for each in (loss, sums, maxima))
+        losses, all_sums, all_maxima = zip(*ranks.all_gather((loss, sums, maxima)), strict=True)
         return {
             **_merged(losses, sum),
             **{key: value / totals.tokens for key, value in _merged(all_sums, sum).items()},

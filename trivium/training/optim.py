@@ -18,7 +18,7 @@ from trivium.config import Config, changeable
 from trivium.errors import RunDirError, TriviumError
 from trivium.models.filling import local_part, read_like
 from trivium.models.saved_tensors import SavedTensors
-from trivium.training.fsdp import full_scalar
+from trivium.training.fsdp import OnShards, full_scalar
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -123,11 +123,13 @@ class Optimizer:
                 f"the gradient norm is {float(norm)}{self._origin(origin)}; the weights are as they were before",
                 "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
             )
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
+        with OnShards(torch._foreach_mul_):
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
         for group in self._optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         self.steps_started += 1
-        self._optimizer.step()
+        with OnShards(torch._fused_adamw_):
+            self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
         return float(norm)
