@@ -72,6 +72,12 @@ def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArra
     return result
 
 
+def _frozen_column(array: npt.ArrayLike) -> AnyArray:
+    """The same in float32, or in float64 where that is what it is."""
+    given = np.asarray(array)
+    return _frozen(given, None if given.dtype == np.float64 else np.float32)
+
+
 class RunningStatus(StrEnum):
     """What a role is doing, as the other side sees it."""
 
@@ -501,7 +507,7 @@ class Experience:
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.response_mask.sum())
+        return int(np.count_nonzero(self.response_mask))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -518,16 +524,14 @@ class Batch:
     """Metrics of preparing these experiences for an update; logged with it."""
 
     def __post_init__(self) -> None:
-        frozen = {
-            name: tuple(_frozen(a, np.float32 if np.asarray(a).dtype != np.float64 else None) for a in arrays)
-            for name, arrays in self.columns.items()
-        }
+        frozen = {name: tuple(map(_frozen_column, arrays)) for name, arrays in self.columns.items()}
         object.__setattr__(self, "columns", frozen)
+        lengths = [len(e.tokens) for e in self.experiences]
         for name, arrays in frozen.items():
-            if [len(a) for a in arrays] != [len(e) for e in self.experiences]:
+            if [*map(len, arrays)] != lengths:
                 raise DataError(
                     f"column {name!r} with one entry per token of each experience",
-                    f"lengths {[len(a) for a in arrays][:8]}, experiences {[len(e) for e in self.experiences][:8]}",
+                    f"lengths {[len(a) for a in arrays][:8]}, experiences {lengths[:8]}",
                     "keep the columns in the order and length of the experiences",
                 )
 

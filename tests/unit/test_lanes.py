@@ -200,3 +200,17 @@ def test_rows_of_a_step_have_the_same_bits_in_lanes(model_dir: Path) -> None:
         check_decoder(two, 64)
         for rows in (8, 72, 128):
             assert torch.equal(logits(one, rows), logits(two, rows)), rows
+
+
+def test_micro_batches_that_are_too_large_together_go_one_after_the_other(tmp_path: Path) -> None:
+    long = make_batch([3000, 3000, 3000, 20], advantages=0.3)
+    engine, metrics = train(write_model(tmp_path, max_position_embeddings=3000), long, max_tokens_per_micro_batch=8192)
+    assert lanes_of(engine).number == 2
+    assert lanes_of(engine)._pool is not None
+    longer = make_batch([4200, 4200, 20], advantages=0.3)
+    engine, metrics = train(
+        write_model(tmp_path / "longer", max_position_embeddings=4200), longer, max_tokens_per_micro_batch=8192
+    )
+    assert lanes_of(engine).number == 2
+    assert lanes_of(engine)._pool is None
+    assert metrics["train/grad_norm/policy"] > 0

@@ -66,6 +66,8 @@ class _Part:
     rows: list[int]
     tree: Tree | None = None
     """What they share; None: nothing."""
+    lane: bool = False
+    """Whether it is computed beside others."""
 
 
 _Computed = tuple[LossOutputs, torch.Tensor | None]
@@ -234,7 +236,7 @@ class Learner:
         self.optimizer.zero_grad()
         compute = partial(self._outputs, batch, objective, totals, step)
         parts = [*self._passes(batch, objective.unit)]
-        if self._lanes is not None and len(parts) >= self._lanes.number:
+        if self._lanes is not None and any(part.lane for part in parts):
             for outputs, entropy, gradients in self._lanes.map(partial(self._differentiated, compute), parts):
                 self.optimizer.add_gradients(gradients)
                 tally.add(outputs, entropy)
@@ -271,7 +273,7 @@ class Learner:
         if self._lanes is None:
             return map(compute, parts)
         parts = [*parts]
-        return self._lanes.map(compute, parts) if len(parts) >= self._lanes.number else map(compute, parts)
+        return self._lanes.map(compute, parts) if any(part.lane for part in parts) else map(compute, parts)
 
     def _check(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
@@ -334,7 +336,8 @@ class Learner:
                 return [_Part(rows, tree)]
 
         def parts(limit: int, **how: int) -> list[_Part]:
-            return [_Part(rows, None if prefixes is None else prefixes.tree(rows)) for rows in cutting(limit, **how)]
+            cuts = cutting(limit, **how)
+            return [_Part(rows, None if prefixes is None else prefixes.tree(rows), bool(how)) for rows in cuts]
 
         return self._side_by_side(batch, parts) or parts(limit)
 
@@ -345,7 +348,7 @@ class Learner:
         lanes = self._lanes.number
         even = parts(_LANE_TOKENS, lanes=lanes)
         largest = max((work_of(batch, part.rows, part.tree)[0] for part in even), default=0)
-        return even if len(even) >= lanes and lanes * largest <= self.max_tokens else []
+        return even if len(even) > 1 and 2 * len(even) >= lanes and lanes * largest <= self.max_tokens else []
 
     def _empty_pass(self) -> None:
         """Takes part in a collective pass, with two tokens that have no weight."""
