@@ -154,6 +154,15 @@ def test_lines_say_how_far_the_run_is_how_fast_and_how_long_it_takes(tmp_path: P
     ]
 
 
+def test_a_stage_after_one_that_ended_early_has_a_pace_of_its_own(tmp_path: Path) -> None:
+    planned(tmp_path / "x", 900)
+    monitor, out = console(run_dir=tmp_path / "x")
+    for step, seconds in ((1, 1.0), (600, 100.0)):  # the first stage was planned for 599 steps
+        monitor.log(step, {"time/step": seconds})
+    monitor.close()
+    assert out.getvalue().splitlines()[1] == "step 600/900  seconds 100.00  left 8:20:00"
+
+
 def test_a_table_has_the_columns_that_have_numbers_and_says_what_is_left(tmp_path: Path) -> None:
     planned(tmp_path / "x", 7)
     monitor, out = console(terminal=True, run_dir=tmp_path / "x", width=200)

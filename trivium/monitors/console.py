@@ -189,6 +189,8 @@ class _Remaining:
     def observe(self, step: int, seconds: float) -> None:
         """A step that took so long was logged."""
         now = time.monotonic()
+        if self._times and step > self._times[-1][0] + 1:  # a stage ended early, and the next has another pace
+            self._times.clear()
         if not self._times:
             self._times.append((step - 1, now - seconds))
         self._times.append((step, now))
