@@ -422,6 +422,8 @@ class TestAnotherMachine:
         assert rank["ranks"] == 8
         assert rank["policy optimizer"] * MIB == pytest.approx(number, rel=1e-3)  # 8 N over 8 ranks
         assert memory["each engine"]["engine"] * MIB == pytest.approx(2 * number, rel=1e-3)
+        assert memory["each engine"]["engines"] == 8
+        assert memory["each rank, host"]["weights received"] * MIB == pytest.approx(2 * number, rel=1e-3)
         assert "of the memory of a GPU" in error
         ray = {"kind": "ray", "ranks": 6, "engines": 2}
         code, memory, error = checked(train=ADAPTED, cluster=ray)

@@ -12,6 +12,7 @@ from trivium.algorithms import build_algorithm
 from trivium.algorithms.presets import SFT
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
+from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
 from trivium.types import Batch, Media
 
@@ -359,6 +360,15 @@ class TestWeights:
         names = [name for name, _ in exported]
         assert names == [n for n in expected if not (tied and n == "lm_head.weight")]
         assert all(torch.equal(tensor, expected[name]) and not tensor.requires_grad for name, tensor in exported)
+
+    @pytest.mark.parametrize(("engine_dtype", "dtype"), [("bfloat16", torch.bfloat16), ("", torch.float32)])
+    def test_they_are_offered_in_the_type_of_the_engines(self, model_dir, engine_dtype, dtype):
+        engine, channel = make_engine(model_dir), MemoryChannel()
+        engine.channel, engine.engine_dtype = channel, engine_dtype
+        assert engine.sync_weight()
+        offered = dict(channel.collect(0))
+        assert {tensor.dtype for tensor in offered.values()} == {dtype}
+        assert all(torch.equal(tensor.to(dtype), offered[name]) for name, tensor in engine.export_weights())
 
     def test_saved_policy_is_a_plain_model_directory(self, model_dir, tmp_path, batch):
         (model_dir / "tokenizer.json").write_text("{}")

@@ -42,6 +42,7 @@ _KNOBS = {
     "engine": "set engine.dtype: bfloat16, give engines a GPU of their own (cluster.kind: ray), or use a smaller model",
     "loading": "use fewer ranks on this machine",
     "versions": "set sync.method: checkpoint, or lower schedule.max_staleness",
+    "received": "use fewer ranks on this machine, or set engine.dtype: bfloat16",
     "copy": "set checkpoint.asynchronous: false",
     "runtime": "use fewer processes on this machine",
 }
@@ -360,9 +361,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         kept["checkpoint copy"] = sum(held[f"{role} {part}"] for role in trained for part in state)
         if lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
-    if config.sync.method is SyncMethod.MEMORY and not (lora is not None and lora.push == "adapter"):
-        exported = _BYTES[_planned_engine(config, batch, machine)[1]]
-        kept["published versions"] = kept_versions(config) * shape.parameters * exported // batch.ranks
+    if lora is None or lora.push != "adapter":
+        kept |= _travelling(config, batch, shape.parameters * _BYTES[_planned_engine(config, batch, machine)[1]])
     local = config.cluster.kind == "local"
     explores = config.run.mode in ("both", "explore", "serve", "bench")
     samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
@@ -376,6 +376,16 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         engines=_engines(config, batch.ranks),
         together=local,
     )
+
+
+def _travelling(config: RunConfig, batch: BatchPlan, size: int) -> dict[str, int]:
+    """Bytes by item, for one rank, of weights of this size between trainer and engines, in host memory."""
+    items: dict[str, int] = {}
+    if config.sync.method is SyncMethod.MEMORY:
+        items["published versions"] = kept_versions(config) * size // batch.ranks
+    if config.cluster.kind == "local" and _engines(config, batch.ranks) > 1:
+        items["weights received"] = size  # an engine adopts them once it has all
+    return items
 
 
 def _engines(config: RunConfig, ranks: int) -> int:
