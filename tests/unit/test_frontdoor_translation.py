@@ -109,6 +109,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "train.share_prefix", True),
     ({ACTOR + "use_prefix_grouper": False}, "train.share_prefix", False),
     ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
+    ({"actor_rollout_ref__ref__fsdp_config__model_dtype": "bf16"}, "train.frozen_dtype", "bfloat16"),
     ({ACTOR + "fsdp_config__mixed_precision": {"param_dtype": "bf16"}}, "train.dtype", "bfloat16"),
     ({"trainer__critic_warmup": 3}, "algorithm.critic_warmup", 3),
     ({ACTOR + "policy_loss__loss_mode": "cispo", ACTOR + "clip_ratio_low": 10}, "algorithm.policy_loss.clip_low", 1.0),

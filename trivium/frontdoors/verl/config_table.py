@@ -174,6 +174,7 @@ _KEYS: dict[str, Entry] = {
     f"{_ROLE}.actor.megatron": Ignored("Megatron is not built here; actor.strategy must be fsdp or fsdp2"),
     **under(f"{_ROLE}.ref", REFERENCE),
     **under(f"{_ROLE}.ref.fsdp_config", _FOLLOWS),
+    f"{_ROLE}.ref.fsdp_config.model_dtype": Mapped("train.frozen_dtype, without LoRA", "fp32"),
     **under(f"{_ROLE}.rollout", ROLLOUT),
     **under(f"{_ROLE}.rollout.val_kwargs", VAL),
     **under("critic", CRITIC),

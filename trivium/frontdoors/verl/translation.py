@@ -272,6 +272,8 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
         targets = verl[f"{model}.target_modules"]
         train["lora"] = {"rank": verl[f"{model}.lora_rank"], "alpha": verl[f"{model}.lora_alpha"]}
         train["lora"] |= {} if targets == "all-linear" else {"targets": targets}
+    elif (frozen := verl["actor_rollout_ref.ref.fsdp_config.model_dtype"]) not in ("fp32", "float32"):
+        train["frozen_dtype"] = _DTYPES.get(frozen, frozen)
     return train
 
 
