@@ -10,9 +10,9 @@ from tests.e2e.trinity_savers import Start, forked, on_ray
 
 
 @pytest.fixture(scope="session")
-def ray_address() -> Iterator[str]:
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Ray instance with four CPUs that only tests use."""
-    with ray_instance() as address:
+    with ray_instance(tmp_path_factory.mktemp("ray")) as address:
         yield address
 
 

@@ -1,12 +1,10 @@
 """A Ray instance whose workers are forked from a process that has everything imported: each starts within a fraction of
-a second, where Ray imports itself twice and what the actor needs once more.
-
-As a program, it prints the instance's address; the instance ends with the program's standard input.
-"""
+a second, where Ray imports itself twice and what the actor needs once more."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import runpy
 import signal
@@ -14,6 +12,8 @@ import socket
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,9 @@ START = Path(__file__).with_name("ray_worker.py")
 """What Ray runs to start a worker: a request to `serve`."""
 
 
-def main() -> None:
+def instance(test: Connection) -> None:
+    """Sends the instance's address to the test; the instance ends when the test closes the connection, or dies. The
+    preloaded process forks this one."""
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         os.environ["TRIVIUM_RAY_WORKERS"] = f"{directory}/socket"
         listening.bind(os.environ["TRIVIUM_RAY_WORKERS"])
@@ -30,21 +32,21 @@ def main() -> None:
         if server == 0:
             serve(listening)
         try:
-            host()
+            host(test)
         finally:
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
 
 
-def host() -> None:
-    """The instance, until standard input ends."""
+def host(test: Connection) -> None:
     import ray
     from ray._private import ray_constants
 
     ray_constants.SETUP_WORKER_FILENAME = str(START)
     context = ray.init("local", include_dashboard=False, num_cpus=4, logging_level="ERROR")
-    print(context.address_info["address"], flush=True)  # noqa: T201
-    sys.stdin.read()
+    test.send(context.address_info["address"])
+    with suppress(EOFError):
+        test.recv()
     ray.shutdown()
 
 
@@ -55,9 +57,11 @@ def serve(listening: socket.socket) -> None:
     from ray._private.workers import default_worker, setup_worker
 
     import trivium.cluster.roles  # noqa: F401
-    from tests import preloaded  # noqa: F401  (the last one: it asserts that there is no thread)
 
-    sys.path.remove(str(ROOT))  # a worker learns from its driver where modules are
+    assert len(os.listdir("/proc/self/task")) == 1, "what is forked would miss a thread"
+    gc.freeze()
+    of_tests = (ROOT, ROOT / "tests", ROOT / "tools")  # a worker learns from its driver where modules are
+    sys.path[:] = [path for path in sys.path if Path(path) not in of_tests]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = listening.accept()
@@ -86,7 +90,3 @@ def serve(listening: socket.socket) -> None:
         status = 1
     finally:
         os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

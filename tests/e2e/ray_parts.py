@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.processes import Forked, trivium
+from tests.e2e.ray_instance import instance
+from tests.processes import Forked, eventually, fork_server, trivium
 from trivium.cluster.session import PRIVATE
 
-ROOT = Path(__file__).parents[2]
 os.environ |= PRIVATE  # for Ray in this process, where nothing has imported it yet, and in those that it starts
 
 
 @contextmanager
-def ray_instance() -> Iterator[str]:
-    """The address of a Ray instance that lives as long as the block."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.ray_instance"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.stdin.close()
-            process.wait(60)
+def ray_instance(directory: Path) -> Iterator[str]:
+    """The address of a Ray instance that lives as long as the block; what it prints goes into `directory`."""
+    ours, theirs = fork_server().Pipe()
+    with ours:
+        with theirs:
+            process = Forked("ray", directory / "ray.out", instance, theirs)
+        eventually(ours.poll, 120, lambda: process.text, process)
+        yield ours.recv()
+    process.wait(60)
 
 
 def run_command(run_dir: Path, *arguments: str, meanwhile: Callable[[Run], Any] = lambda run: None) -> Run:
