@@ -21,14 +21,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 FOR_DEMO := $(VENV)/.installed-demo
 FOR_DEV := $(VENV)/.installed-dev
 FOR_SITE := $(VENV)/.installed-site
+# vLLM wants an older transformers: it has an environment of its own.
+VLLM_VENV ?= .venv-vllm
+FOR_VLLM := $(VLLM_VENV)/.installed
 # Where `make site` puts the pages.
 SITE ?= site
 
-.PHONY: help demo test lint format types docs site house words clean
+.PHONY: help demo test test-vllm lint format types docs site house words clean
 
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
 	@echo "make test    all tests"
+	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
@@ -41,6 +45,9 @@ demo: $(FOR_DEMO)
 
 test: $(FOR_DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-vllm: $(FOR_VLLM)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .
@@ -67,7 +74,7 @@ words: $(FOR_DEV)
 	@$(BIN)/python tools/words.py $(WORDS_ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -83,4 +90,10 @@ $(FOR_SITE): pyproject.toml constraints.txt | $(BIN)/python
 
 $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(FOR_VLLM): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--requirement constraints-vllm.txt --editable .
 	touch $@

@@ -72,11 +72,12 @@ class DataError(TriviumError, ValueError):
 class MissingPackage(TriviumError, ImportError):
     """An optional package that is needed and not installed."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
+    def __init__(self, package: str, extra: str, purpose: str, otherwise: str = "") -> None:
+        """`otherwise`: where the command is another one."""
         super().__init__(
             purpose,
             f"the package {package!r} is not installed",
-            f"pip install 'trivium[{extra}]'",
+            f"pip install 'trivium[{extra}]'{otherwise}",
         )
 
 

@@ -65,6 +65,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "torch": "trivium.engines.torch:TorchEngine",
         "scripted": "trivium.engines.scripted:ScriptedEngine",
         "endpoint": "trivium.engines.endpoint:EndpointEngine",
+        "vllm": "trivium.engines.vllm:VllmEngine",
     },
     "algorithms": {
         "grpo": "trivium.algorithms.presets:GRPO",

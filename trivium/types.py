@@ -663,6 +663,9 @@ class Capabilities:
     """The per-position uniforms of a request's key are honoured."""
     batch_invariant: bool = False
     """Log-probabilities do not depend on what shares the batch, bit for bit."""
+    exact_log_prob: bool = True
+    """Its log-probabilities are the trainer's for the same weights, up to rounding. Where they are not, the correction
+    `auto` weighs tokens even where groups are fresh."""
     updates_in_flight: bool = False
     """`load` can change the weights in the middle of completions."""
     adopts_adapters: bool = False

@@ -71,6 +71,28 @@ def test_stale_groups_are_corrected_and_check_says_how() -> None:
     assert "rollout_is_weights" in policy.needs
 
 
+def test_fresh_groups_of_an_inexact_engine_are_corrected_and_check_says_why() -> None:
+    config = config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": "grpo",
+            "rewards": ["exact"],
+            "engine": {"kind": "vllm"},
+        }
+    )
+    assert line(config) == (
+        "token importance weights truncated at 2.0, old log-probabilities recomputed "
+        "(default: engine.kind vllm computes log-probabilities of its own)"
+    )
+    assert built(config).needs == {"old"}
+    assert (
+        not config.model_copy(update={"algorithm": configured({"kind": "grpo", "correction": "none"}).algorithm})
+        .algorithm.settled(config)
+        .correction.active
+    )
+
+
 def test_a_loss_without_a_ratio_is_weighed_at_every_update_instead() -> None:
     config = configured("reinforce", max_staleness=2)
     assert line(config).startswith("token importance weights of the current policy truncated at 2.0 (default:")

@@ -54,6 +54,15 @@ def config_of(config: Any, rows: int = 20, *, has_validation: bool = False) -> R
     return config_from_mapping({**mapping, "tasks": tasks, "rewards": ["exact"]})
 
 
+def test_vllm_on_a_gpu_takes_what_it_is_told_of_gpus(model: str) -> None:
+    rollout = {"name": "vllm", "enforce_eager": True, "max_num_batched_tokens": 4096, "enable_chunked_prefill": True}
+    settings = settings_of(said(model, **GRPO, **{ROLLOUT + name: value for name, value in rollout.items()}))
+    engine = translated(settings, rows=20, has_validation=False, device="cuda")["engine"]
+    wanted = {"kind": "vllm", "gpu_memory_utilization": 0.5, "enforce_eager": True, "prefill_tokens": 4096}
+    assert engine.items() >= {**wanted, "device": "cuda", "dtype": "bfloat16"}.items()
+    assert engine["options"] == {"enable_chunked_prefill": True}
+
+
 def problems_of(config: Any) -> dict[str, str]:
     with pytest.raises(ConfigError) as error:
         config_of(config)
@@ -128,6 +137,19 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "engine.sampling.max_new_tokens", 4),
     ({ROLLOUT + "temperature": 0.7}, "engine.sampling.temperature", 0.7),
     ({ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
+    ({ROLLOUT + "name": "vllm"}, "engine.kind", "vllm"),
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
+    (
+        {
+            ROLLOUT + "name": "vllm",
+            ROLLOUT + "enable_prefix_caching": False,
+            ROLLOUT + "enable_chunked_prefill": True,
+            ROLLOUT + "gpu_memory_utilization": 0.4,
+            ROLLOUT + "engine_kwargs": {"vllm": {"swap_space": None, "block_size": 32}, "sglang": {"a": 1}},
+        },
+        "engine.options",
+        {"enable_prefix_caching": False, "block_size": 32},
+    ),
     ({"trainer__save_freq": 5}, "checkpoint.save_every", 5),
     ({"trainer__max_actor_ckpt_to_keep": 2}, "checkpoint.keep", 2),
     ({"trainer__resume_mode": "disable"}, "run.resume", False),
@@ -195,7 +217,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not built here"),
     ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not built here"),
     ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not built here"),
-    ({ROLLOUT + "name": "vllm"}, "actor_rollout_ref.rollout.name", "vLLM is not built here"),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
     ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),

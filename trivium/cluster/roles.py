@@ -102,7 +102,7 @@ async def start_engines(name: str, stage: Stage, spec: StageSpec, namespace: str
         namespace,
         max_restarts=cluster.max_restarts,
         deadline_s=stage.config.sync.deadline_s,
-        num_gpus=float(samples_on_gpus(stage.config)),
+        num_gpus=float(samples_on_gpus(stage.config)) * getattr(stage.config.engine, "tensor_parallel_size", 1),
     )
     return await ReplicatedEngine.start(
         engine_spec, [f"engine-{number}-{replica}" for replica in range(cluster.engines)]

@@ -25,6 +25,7 @@ from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, padded_length
+from trivium.engines.requests import check_request
 from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
@@ -202,11 +203,8 @@ class TorchEngine:
     # ------------------------------------------------------------------ the caller's side
 
     def _ticket(self, request: Request, future: asyncio.Future[Completion]) -> Ticket:
-        problem = _problem(request, self._max_context, self._vocab_size)
-        if problem is not None:
-            raise RolloutError(*problem)
+        limit = check_request(request, self._max_context, self._vocab_size)
         prompt = np.asarray(request.prompt_tokens, np.int32)
-        limit = min(request.sampling.max_new_tokens, self._max_context - len(prompt))
         images = (f"{item.sha256}{item.span}".encode() for item in request.media)
         return Ticket(request, limit, future, request.key.digest(), prompt=b"".join([prompt.tobytes(), *images]))
 
@@ -415,21 +413,6 @@ def _resolve(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _problem(request: Request, max_context: int, vocab_size: int) -> tuple[str, str, str] | None:
-    """Why a request cannot be served: asked, found, do."""
-    prompt, sampling = request.prompt_tokens, request.sampling
-    if not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab_size:
-        found = f"{len(prompt)} tokens, ids up to {prompt.max(initial=-1)}, vocabulary {vocab_size}"
-        return "a prompt of token ids below the vocabulary's size", found, "use the model's own tokenizer"
-    if len(prompt) >= max_context:
-        found = f"{len(prompt)} tokens, and the context holds {max_context}"
-        return "a prompt that leaves context for a completion", found, "shorten the prompt, or raise engine.max_context"
-    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        do = "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-        return "sampling that yields tokens", str(sampling), do
-    return None
 
 
 def _resolve_invariance(config: TorchEngine.Config) -> bool:

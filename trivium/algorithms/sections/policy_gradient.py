@@ -50,6 +50,7 @@ from trivium.config import Plugin, RunConfig
 from trivium.config.checks import SETTLED
 from trivium.errors import Problem
 from trivium.registry import resolve
+from trivium.types import capabilities_of
 
 
 class SupervisedConfig(UpdateConfig):
@@ -104,7 +105,8 @@ class PolicyGradientConfig(UpdateConfig):
     two."""
     correction: CorrectionPlugin = Field(default={"kind": "auto"})  # pyright: ignore[reportAssignmentType]
     """What is done about tokens that the trainer's weights did not sample: a name, or what to do (`{weights: token}`).
-    `auto` does nothing for fresh groups and takes truncated token weights where groups may be stale."""
+    `auto` does nothing for fresh groups of an engine that computes what the trainer computes, and takes truncated token
+    weights where groups may be stale or the engine differs (vLLM)."""
     filters: tuple[FilterPlugin, ...] = ()
     """Rules that refuse groups, applied in this order: names, or functions of yours. They see the rewards before
     shaping."""
@@ -135,7 +137,7 @@ class PolicyGradientConfig(UpdateConfig):
         return self.has_critic and self.critic.trunk == "shared"
 
     def settled(self, run: RunConfig) -> PolicyGradientConfig:
-        if self.correction.kind != "auto" or run.max_age == 0:
+        if self.correction.kind != "auto" or (run.max_age == 0 and _samples_exactly(run)):
             return self
         metadata = metadata_or_problem(self.policy_loss, "policy_losses", PolicyLossMetadata, "policy_loss")
         has_ratio = isinstance(metadata, Problem) or "old_log_prob" in metadata.needs
@@ -163,10 +165,11 @@ class PolicyGradientConfig(UpdateConfig):
         recomputed = ", old log-probabilities recomputed" if correction.decoupled else ""
         if self.correction.kind != "auto":
             why = f"algorithm.correction: {self.correction.kind}"
-        elif run.max_age == 0:
+        elif run.max_age == 0 and _samples_exactly(run):
             why = "default: groups are fresh"
         else:
-            why = f"default: groups may be {run.max_age} version(s) old"
+            inexact = f"engine.kind {run.engine.kind} computes log-probabilities of its own"
+            why = f"default: {f'groups may be {run.max_age} version(s) old' if run.max_age else inexact}"
             by_ratio = ", and old_log_prob: rollout takes the ratio against the engine"
             made_for = f", and {' and '.join(self._made_for_stale_groups)} are made for them"
             why += "" if correction.active else by_ratio if self.old_log_prob == "rollout" else made_for
@@ -386,6 +389,11 @@ class PolicyGradientConfig(UpdateConfig):
                 f"the estimator {self.advantage.kind!r} reads no values, so there is no critic",
                 "leave the key out, or use advantage.kind gae",
             )
+
+
+def _samples_exactly(run: RunConfig) -> bool:
+    """Whether the engine's log-probabilities are the trainer's, for the same weights."""
+    return capabilities_of(resolve("engines", run.engine.kind)).exact_log_prob
 
 
 def policy_gradient(config: PolicyGradientConfig, seed: int) -> GroupAlgorithm:

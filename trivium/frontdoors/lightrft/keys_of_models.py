@@ -30,7 +30,7 @@ MODELS: dict[str, Entry] = {
 }
 
 ENGINE: dict[str, Entry] = {
-    "engine_type": Ignored("engine.kind torch samples; vLLM and SGLang are not built here"),
+    "engine_type": Ignored("the trainer samples in its own process; engine.kind vllm is for `trivium run`"),
     "engine_tp_size": Ignored("every process samples with an engine of its own"),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
     "top_p": Restricted((None, 1.0), "a truncated distribution is not the one that is trained: leave it out", 1.0),

@@ -123,7 +123,9 @@ _BUFFER: dict[str, Entry] = {
 
 _ROLLOUT_MODEL: dict[str, Entry] = {
     "engine_type": Restricted(
-        (None, "vllm", "vllm_async", "sglang", "torch"), "engine.kind torch samples here: leave it out", "vllm"
+        (None, "vllm", "vllm_async", "sglang", "torch"),
+        "engine.kind vllm samples where vLLM is asked for and installed, else torch: leave it out",
+        "vllm",
     ),
     "engine_num": Mapped("cluster.engines", 1),
     "tensor_parallel_size": Mapped("the GPUs that an engine is counted with: it uses one", 1),

@@ -5,6 +5,7 @@ Everything that cannot be translated is reported at once, by name, before anythi
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -165,11 +166,8 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
     if dtype not in ("auto", "bfloat16", "float32"):
         do = "use bfloat16 or float32"
         trinity.problem("explorer.rollout_model.dtype", repr(dtype), "the engine computes in two types", do)
-    kind = str(trinity["explorer.rollout_model.engine_type"])
-    if kind != "torch" and not trinity.offline and trinity.mode != "train":
-        trinity.notes.append(f"explorer.rollout_model.engine_type: {kind} is not built here: engine.kind torch samples")
     engine: dict[str, Any] = {
-        "kind": "torch",
+        "kind": _engine_kind(trinity),
         "device": device,
         "dtype": "float32" if device == "cpu" or dtype == "float32" else "bfloat16",
     }
@@ -180,6 +178,19 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "max_context": max_context(trinity),
         "sampling": sampling_of(trinity, evaluated[0] if evaluated else None),
     }
+
+
+def _engine_kind(trinity: TrinityConfig) -> str:
+    """vLLM where the config asks for it and it is installed. Unset, the original's default, asks for nothing."""
+    where = "explorer.rollout_model.engine_type"
+    kind = str(trinity[where])
+    if trinity.offline or trinity.mode == "train" or kind == "torch":
+        return "torch"
+    if trinity.has(where) and kind.startswith("vllm") and importlib.util.find_spec("vllm") is not None:
+        return "vllm"
+    found = "engine.kind vllm needs vLLM installed" if kind.startswith("vllm") else f"{kind} is not built here"
+    trinity.notes.append(f"{where}: {found}: engine.kind torch samples")
+    return "torch"
 
 
 def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:

@@ -204,7 +204,6 @@ _NOT_BUILT = {
     "verl_megatron": "Megatron",
     "megatron": "Megatron",
     "sglang": "SGLang",
-    "vllm": "vLLM",
     "trtllm": "TensorRT-LLM",
 }
 

@@ -239,7 +239,7 @@ VAL: dict[str, Entry] = {
 
 ROLLOUT: dict[str, Entry] = {
     "name": Restricted(
-        ("torch", "hf"), "vLLM, SGLang and TensorRT-LLM are not built here: set rollout.name: torch", "torch"
+        ("torch", "hf", "vllm"), "SGLang and TensorRT-LLM are not built here: set rollout.name: torch or vllm", "torch"
     ),
     "mode": Ignored("generation is always asynchronous, weights always pushed between steps"),
     "n": Mapped("schedule.group_size", 1),
@@ -258,7 +258,7 @@ ROLLOUT: dict[str, Entry] = {
     "ignore_eos": Restricted(OFF, "leave it out"),
     "over_sample_rate": Restricted((None, 0), "use schedule.over_rollout in a RunConfig"),
     "tensor_model_parallel_size": Restricted(
-        (None, 1), "one engine per worker; tensor parallelism needs vLLM or SGLang, which are not built here", 1
+        (None, 1), "one engine per worker; over several GPUs: engine.tensor_parallel_size of a RunConfig, with vLLM", 1
     ),
     "data_parallel_size": Restricted((None, 1), "one engine per worker of the actor's group"),
     "expert_parallel_size": Restricted((None, 1), "one engine per worker of the actor's group"),
@@ -287,15 +287,25 @@ ROLLOUT: dict[str, Entry] = {
     "custom": Restricted((None,), "use a RunConfig with workflow.kind"),
     "checkpoint_manager_class": Restricted((None,), "use sync.method in a RunConfig"),
     "quantization": Restricted(
-        (None,), "leave it out: quantised engines need vLLM or SGLang, which are not built here"
+        (None,), "leave it out; with rollout.name vllm: engine_kwargs.vllm.quantization, as vLLM names it"
     ),
     "skip_rollout": Restricted(OFF, "use buffer.kind recorded in a RunConfig"),
     "skip": Restricted((None,), "use buffer.kind recorded in a RunConfig"),
+    "gpu_memory_utilization": Mapped("engine.gpu_memory_utilization, with vLLM on a GPU", 0.5),
+    "enforce_eager": Mapped("engine.enforce_eager, with vLLM on a GPU", type=bool),
+    "max_num_batched_tokens": Mapped("engine.prefill_tokens, with vLLM on a GPU", type=int),
+    "enable_chunked_prefill": Mapped("engine.options.enable_chunked_prefill, with vLLM on a GPU", type=bool),
+    "enable_prefix_caching": Mapped("engine.options.enable_prefix_caching, with vLLM", type=bool),
+    "scheduling_policy": Mapped("engine.options.scheduling_policy, with vLLM", type=str),
+    "engine_kwargs.vllm": Mapped("engine.options, with vLLM", type=dict),
+    "engine_kwargs": Ignored("arguments of another engine"),
+    "logprobs_mode": Ignored("log-probabilities are those of the distribution that was sampled from"),
+    **ignored(
+        "vLLM keeps its memory between steps: lower gpu_memory_utilization", "free_cache_engine enable_sleep_mode"
+    ),
     **ignored(
         ENGINE,
-        "gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine",
-        "max_num_batched_tokens enable_chunked_prefill enable_prefix_caching disable_log_stats",
-        "scheduling_policy logprobs_mode engine_kwargs enable_rollout_routing_replay enable_sleep_mode",
+        "cudagraph_capture_sizes disable_log_stats enable_rollout_routing_replay",
         "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
         "multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
         "sglang_engine_mode standalone_gpu_memory_utilization moe_tensor_parallel_size",

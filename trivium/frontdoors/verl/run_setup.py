@@ -93,10 +93,11 @@ class RunSetup:
         )
 
     def check_machine(self) -> None:
-        """Raises ConfigError for a monitor that cannot log from here."""
+        """Raises ConfigError for a monitor that cannot log from here, and for an engine that is not installed."""
         config = self.run_config
         numbered = enumerate(config.monitors)
-        refuse([p for n, monitor in numbered for p in monitor.machine_problems(config, f"monitors[{n}]")])
+        problems = [p for n, monitor in numbered for p in monitor.machine_problems(config, f"monitors[{n}]")]
+        refuse([*problems, *config.engine.machine_problems(config, "engine")])
 
     # ------------------------------------------------------------------ the RunConfig
 

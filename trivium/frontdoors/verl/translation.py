@@ -193,7 +193,21 @@ def _engine(verl: Settings, device: str) -> dict[str, Any]:
         engine["max_rows"] = verl[f"{ROLLOUT}.max_num_seqs"]
     dtype = verl[f"{ROLLOUT}.dtype"]
     engine["dtype"] = _DTYPES.get(str(dtype), dtype) if dtype else "float32" if device == "cpu" else "bfloat16"
-    return engine
+    return engine | (_vllm(verl, device) if verl[f"{ROLLOUT}.name"] == "vllm" else {})
+
+
+def _vllm(verl: Settings, device: str) -> dict[str, Any]:
+    """What the section of vLLM has beside that of the engine that ships."""
+    names = ("enable_prefix_caching", "scheduling_policy", *(() if device == "cpu" else ("enable_chunked_prefill",)))
+    options = {name: verl[f"{ROLLOUT}.{name}"] for name in names if verl.has(f"{ROLLOUT}.{name}")}
+    given = verl[f"{ROLLOUT}.engine_kwargs.vllm"] or {}
+    options |= {name: value for name, value in given.items() if value is not None}
+    fields: dict[str, Any] = {"kind": "vllm", "options": options}
+    if device != "cpu":
+        fields["prefill_tokens"] = verl[f"{ROLLOUT}.max_num_batched_tokens"]
+        fields["gpu_memory_utilization"] = verl[f"{ROLLOUT}.gpu_memory_utilization"]
+        fields["enforce_eager"] = bool(verl[f"{ROLLOUT}.enforce_eager"])
+    return fields
 
 
 def _longest(verl: Settings) -> int:

@@ -1,0 +1,241 @@
+"""engine.kind vllm. One engine serves the whole file: it samples a short run first, and its last weights are what the
+tests after it expect of it. `make test-vllm` runs them, in an environment that has vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from trivium.config import config_from_mapping
+from trivium.engines.vllm import VllmEngine
+from trivium.errors import RolloutError, SyncError
+from trivium.models.load import load_lm
+from trivium.policy import EngineFailure
+from trivium.randomness import SampleKey
+from trivium.runtime.launch import run
+from trivium.testing import check_engine, reference_policy
+from trivium.text.renderer import ChatRenderer
+from trivium.text.tiny import TinyModel, tiny_tokenizer
+from trivium.types import Completion, Request, Sampling, StopReason
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here; `make test-vllm` has it"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # those of vLLM and what it imports
+    pytest.mark.timeout(600),
+]
+STEPS = 3
+
+
+class Kept(VllmEngine):
+    """An engine that outlives its run."""
+
+    keep = True
+    engines: list[Kept] = []  # noqa: RUF012
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engines.append(self)
+
+    async def close(self) -> None:
+        if not self.keep:
+            await super().close()
+
+
+def parity(prompt: str, completion: str) -> float:
+    """A reward that some completions of any policy earn."""
+    return float(len(completion) % 2)
+
+
+class Ran(NamedTuple):
+    engine: Kept
+    run_dir: Path
+    models: list[Path]
+    """The model that the run began with, and another."""
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if "mismatch/kl" in row]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    folder = tmp_path_factory.mktemp("vllm")
+    models = [sharp_model(folder / f"model-{seed}", seed) for seed in range(2)]
+    config = {
+        "run": {"dir": str(folder / "run")},
+        "cluster": {"threads": 1},
+        "model": {"kind": "hf", "path": str(models[0])},
+        "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
+        "rewards": [{"kind": "tests.e2e.test_vllm:parity"}],
+        "engine": {"kind": "tests.e2e.test_vllm:Kept", "max_rows": 64, "sampling": {"max_new_tokens": 6}},
+        "algorithm": "grpo",
+        "train": {"optimizer": {"lr": 1e-2}},
+        "schedule": {"steps": STEPS, "groups_per_step": 4, "group_size": 4},
+        "monitors": [{"kind": "jsonl"}],
+    }
+    run(config_from_mapping(config))
+    yield Ran(Kept.engines[0], folder / "run", models)
+    for engine in Kept.engines:
+        engine.keep = False
+        asyncio.run(engine.close())
+
+
+def sharp_model(path: Path, seed: int) -> Path:
+    """A policy that knows what it wants. Its output layer is tied to its table: both are one tensor."""
+    config = TinyModel.Config(alphabet="bytes", hidden=64, heads=2, kv_heads=1, mlp=96, max_position=256)
+    TinyModel(config, seed=seed).materialize(path)
+    model = load_lm(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 4 if parameter.ndim > 1 else 1
+    model.save_pretrained(path)
+    return path
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return load_lm(directory, dtype=torch.float32).state_dict()
+
+
+def asked(prompt: Sequence[int], index: int = 0, **sampling: Any) -> Request:
+    how = Sampling(**{"max_new_tokens": 24, **sampling})
+    return Request(np.array(prompt, np.int32), how, SampleKey(0, "test", "t", "x", index=index))
+
+
+def check_log_probs(ran: Ran, model_dir: Path, request: Request, done: Completion) -> None:
+    """Against transformers' own forward pass, for sampling that may not end before `min_new_tokens`."""
+    tokens = torch.tensor([[*request.prompt_tokens.tolist(), *done.tokens.tolist()]])
+    with torch.no_grad():
+        logits = load_lm(model_dir, dtype=torch.float32)(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
+    logits[: request.sampling.min_new_tokens, sorted(ran.engine._eos)] = -torch.inf
+    expected = logits.log_softmax(-1)[range(len(done.tokens)), done.tokens.tolist()].numpy()
+    np.testing.assert_allclose(done.log_prob, expected, atol=1e-4)
+
+
+def test_a_run_learns_with_it_and_logs_how_far_apart_they_are(ran: Ran) -> None:
+    assert [row["step"] for row in ran.rows] == [1, 2, 3]
+    assert all(row["train/grad_norm/policy"] > 0 for row in ran.rows)
+    assert all(abs(row["mismatch/kl"]) < 1e-6 for row in ran.rows), "it samples with weights that were replaced"
+    assert all("mismatch/weight/mean" in row for row in ran.rows)
+    assert "computes log-probabilities of its own" in (ran.run_dir / "plan.yaml").read_text()
+    assert ran.engine.version >= STEPS - 1
+
+
+async def test_completions_end_where_they_are_told_with_exact_tokens(ran: Ran) -> None:
+    engine, prompt = ran.engine, [5, 6, 7]
+    whole = await engine.generate(asked(prompt, temperature=0.0, min_new_tokens=8))
+    assert not whole.log_prob.any()
+    text = engine._decode(whole.tokens[:5].tolist())
+    stop = text[-2:]
+    stopped = await engine.generate(asked(prompt, temperature=0.0, min_new_tokens=8, stop=(stop,)))
+    first = next(n for n in range(1, 25) if stop in engine._decode(whole.tokens[:n].tolist()))
+    assert (stopped.stop_reason, stopped.tokens.tolist()) == (StopReason.STOP, whole.tokens[:first].tolist())
+    many = await asyncio.gather(*(engine.generate(asked(prompt, i, max_new_tokens=80)) for i in range(32)))
+    ends = [done for done in many if done.stop_reason is StopReason.EOS]
+    assert ends
+    assert all(int(done.tokens[-1]) in engine._eos for done in ends)
+    one = await engine.generate(asked(prompt, max_new_tokens=1, min_new_tokens=1))
+    assert (one.stop_reason, len(one.tokens)) == (StopReason.LENGTH, 1)
+    full = await engine.generate(asked([5] * (engine.max_context - 2), max_new_tokens=80, min_new_tokens=80))
+    assert (full.stop_reason, len(full.tokens)) == (StopReason.LENGTH, 2)
+    for bad in (asked([]), asked([5] * engine.max_context), asked([10**6]), asked([5], top_p=0.0)):
+        with pytest.raises(RolloutError):
+            await engine.generate(bad)
+
+
+async def test_the_same_key_repeats_and_another_differs(ran: Ran) -> None:
+    first, again, other = [await ran.engine.generate(asked([5], i, min_new_tokens=20)) for i in (1, 1, 2)]
+    assert first.tokens.tolist() == again.tokens.tolist()
+    assert first.tokens.tolist() != other.tokens.tolist()
+
+
+def uniform(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights that a sample shows at once: every token is equally likely."""
+    return {name: torch.zeros_like(value) if name == "model.norm.weight" else value for name, value in weights.items()}
+
+
+async def test_an_update_in_flight_samples_with_the_new_weights_from_one_token_on(ran: Ran) -> None:
+    old, new = STEPS, STEPS + 1
+    weights = weights_of(ran.models[0])
+    await ran.engine.load(old, weights.items())
+    calls = [
+        asyncio.ensure_future(ran.engine.generate(asked([5, 6], i, max_new_tokens=90, min_new_tokens=90)))
+        for i in range(8)
+    ]
+    await asyncio.sleep(0.1)
+    await ran.engine.load(new, uniform(weights).items(), in_flight="update")
+    late = await ran.engine.generate(asked([5, 6], 9, min_new_tokens=24))
+    done = await asyncio.gather(*calls)
+    even = -np.log(len(weights["model.embed_tokens.weight"]) - len(ran.engine._eos))  # which may not end yet
+    for each in (*done, late):
+        np.testing.assert_allclose(each.log_prob[each.policy_version == new], even, atol=1e-5)
+        assert (np.diff(each.policy_version) >= 0).all()
+    assert (late.policy_version == new).all()
+    assert any({*each.policy_version.tolist()} == {old, new} for each in done)
+    assert all(np.abs(each.log_prob[each.policy_version == old] - even).max(initial=1) > 1e-3 for each in done)
+
+
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(ran: Ran) -> None:
+    weights = weights_of(ran.models[0])
+    short = {name: value for name, value in weights.items() if "layers.0" not in name}
+    wide = weights | {"model.norm.weight": torch.zeros(3)}
+    for wrong, named in ((short, "layers.0"), (wide, "model.norm"), (weights | {"other": torch.zeros(1)}, "other")):
+        with pytest.raises(SyncError, match=named):
+            await ran.engine.load(99, wrong.items())
+    assert (await ran.engine.generate(asked([5]))).policy_version[0] == STEPS + 1
+
+
+async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights(ran: Ran) -> None:
+    await ran.engine.load(STEPS + 2, weights_of(ran.models[1]).items())
+    requests = [asked([5, 6, 7], i, max_new_tokens=90, min_new_tokens=90) for i in range(8)]
+    allowed, ran.engine.config = ran.engine.config, ran.engine.config.model_copy(update={"max_restarts": 0})
+    calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
+    await asyncio.wait(calls, timeout=0.05)
+    [core] = [child.pid for child in multiprocessing.active_children() if "EngineCore" in child.name]
+    os.kill(core or 0, signal.SIGKILL)
+    with pytest.raises(EngineFailure, match=r"(?s)died 1 time.*engine.max_restarts"):
+        await ran.engine.generate(requests[0])
+    await asyncio.wait(calls)
+    ran.engine.config = allowed
+    calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
+    for request, done in zip(requests, await asyncio.gather(*calls), strict=True):
+        assert set(done.policy_version.tolist()) == {STEPS + 2}
+        check_log_probs(ran, ran.models[1], request, done)
+
+
+async def test_the_contract(ran: Ran) -> None:
+    first = ran.engine
+    await first.load(STEPS + 3, weights_of(ran.models[0]).items())
+    first.keep = False
+    made: list[VllmEngine] = []
+
+    def make() -> VllmEngine:
+        how: dict[str, Any] = {"eos_token_ids": first._eos, "decode": first._decode, "threads": 1}
+        made.append(VllmEngine(first.config, model_dir=ran.models[0], **how) if made else first)
+        return made[-1]
+
+    await check_engine(
+        make,
+        [np.arange(3, 3 + length, dtype=np.int32) for length in (1, 6, 20)],
+        eos_token_ids=first._eos,
+        policies=[*map(reference_policy, ran.models)],
+        decode=first._decode,
+        renderer=ChatRenderer(tiny_tokenizer("bytes")),
+        max_new_tokens=12,
+        patience_s=200,
+    )

@@ -1,0 +1,30 @@
+"""What every engine asks of a request before it computes anything."""
+
+from __future__ import annotations
+
+from trivium.errors import RolloutError
+from trivium.types import Request
+
+
+def check_request(request: Request, max_context: int, vocab_size: int) -> int:
+    """How many tokens its completion may have. Raises RolloutError for a request that cannot be served."""
+    prompt, sampling = request.prompt_tokens, request.sampling
+    if not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise RolloutError(
+            "a prompt of token ids below the vocabulary's size",
+            f"{len(prompt)} tokens, ids up to {prompt.max(initial=-1)}, vocabulary {vocab_size}",
+            "use the model's own tokenizer",
+        )
+    if len(prompt) >= max_context:
+        raise RolloutError(
+            "a prompt that leaves context for a completion",
+            f"{len(prompt)} tokens, and the context holds {max_context}",
+            "shorten the prompt, or raise engine.max_context",
+        )
+    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise RolloutError(
+            "sampling that yields tokens",
+            str(sampling),
+            "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+        )
+    return min(sampling.max_new_tokens, max_context - len(prompt))
