@@ -92,7 +92,7 @@ class EndpointEngine:
                 "use engine.kind torch",
             )
 
-    capabilities = Capabilities(adopts_weights=False)
+    capabilities = Capabilities(adopts_weights=False, exact_log_prob=False)
 
     def __init__(
         self,

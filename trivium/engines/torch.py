@@ -25,9 +25,9 @@ from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, padded_length
-from trivium.engines.requests import check_request
 from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
+from trivium.engines.servable import check_request
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
 from trivium.models.placement import device_of, dtype_of
 from trivium.policy import EngineFailure

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.engines.loads import LoadOrder
-from trivium.engines.requests import check_request
+from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
 from trivium.engines.weight_files import check_names, fast_directory, tensors_in, write_weights
 from trivium.errors import ConfigError, MissingPackage, Problem, RolloutError
