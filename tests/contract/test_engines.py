@@ -22,7 +22,7 @@ from trivium.engines.torch import TorchEngine
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine
 from trivium.randomness import SampleKey
-from trivium.testing import ReferencePolicy, check_engine, reference_policy
+from trivium.testing import ReferencePolicy, Tolerance, check_engine, reference_policy
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.types import Capabilities, Completion, Request, Sampling, StopReason
@@ -52,7 +52,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         TinyModel(config, seed=seed).materialize(path)
         model = Qwen3ForCausalLM.from_pretrained(path)
         with torch.no_grad():
-            model.lm_head.weight *= 12
+            model.lm_head.weight *= 6
         sharp = path.with_name("sharp")
         model.save_pretrained(sharp)
         paths.append(sharp)
@@ -73,12 +73,13 @@ def pooled(make: Callable[[], RolloutEngine]) -> ProcessPool:
     return ProcessPool(make(), [("rank 1", EngineHost(make(), "127.0.0.1", b"secret").address)], b"secret")
 
 
-@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "torch-on-ranks"])
+@pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "torch-bfloat16", "torch-on-ranks"])
 async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: list[ReferencePolicy]) -> None:
     config: dict[str, Any] = {
         "torch": {},
         "torch-one-row": {"max_rows": 1},
         "torch-no-promise": {"batch_invariant": False},
+        "torch-bfloat16": {"dtype": "bfloat16"},
         "torch-on-ranks": {},
     }[name]
 
@@ -90,7 +91,8 @@ async def test_the_torch_engine(name: str, model_dirs: list[Path], policies: lis
         PROMPTS,
         eos_token_ids=EOS,
         policies=policies,
-        tolerance=config.get("dtype", "float32"),
+        # A large output layer on a small model makes rounding large.
+        tolerance=Tolerance(0.05, 0.8) if "dtype" in config else "float32",
         decode=decode,
         renderer=RENDERER,
         crowd=12 if name == "torch-one-row" else 500,

@@ -218,6 +218,33 @@ def test_layers_without_modules_are_used_where_they_are_the_models(
         assert "slower layers" in caplog.text
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
+    models: dict[str, Path], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16, with an output layer that makes differences of more than half a nat."""
+    model = AutoModelForCausalLM.from_pretrained(models[name])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(4)
+    model.save_pretrained(tmp_path)
+    decoder = Decoder(tmp_path, dtype=torch.bfloat16, device="cpu", exact=False)
+    with torch.inference_mode():
+        check_decoder(decoder, 256)
+        assert not caplog.text
+        if decoder.layers is not None:
+            decoder.layers._scale *= 1.5
+            check_decoder(decoder, 256)
+            assert decoder.layers is None
+        step = decoder.step
+
+        def late(tokens: np.ndarray, positions: np.ndarray, *more: object) -> torch.Tensor:
+            return step(tokens, positions + (positions > 12), *more)
+
+        decoder.step = late
+        with pytest.raises(ConfigError, match="more than rounding in bfloat16 explains"):
+            check_decoder(decoder, 256)
+
+
 async def test_a_cpu_without_bfloat16_is_named_and_uses_the_model_itself(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

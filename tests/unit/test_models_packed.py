@@ -58,6 +58,28 @@ def test_packed_equals_alone(directory, dtype):
     assert found[0].std() > 0.1  # the model says something
 
 
+def test_rounding_does_not_make_a_model_pad_and_padding_is_said(directory, caplog):
+    LanguageModel(directory, dtype=torch.float32, device=CPU, temperature=1.0)
+    assert ("is run padded, which takes more time" in caplog.text) == (directory.name == "bloom")
+    if directory.name == "bloom":
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        model = LanguageModel(directory, dtype=torch.float32, weights=dtype, device=CPU, temperature=1.0)
+        caplog.clear()
+        model.backbone.module.set_attn_implementation("eager")
+        with torch.no_grad():
+            model.backbone.settle(1e-12)  # below any rounding
+        assert model.backbone.packs
+        assert not caplog.text
+        attention = model.backbone._packed
+        model.backbone._packed = lambda batch, attention=attention: attention(batch) * 1.1
+        model.backbone.module.set_attn_implementation("eager")
+        with torch.no_grad():
+            model.backbone.settle(1e-12)
+        assert not model.backbone.packs
+        assert "more than rounding explains" in caplog.text
+
+
 def test_a_neighbour_changes_nothing(directory):
     model = LanguageModel(directory, dtype=torch.float32, device=CPU, temperature=1.0)
     many = sequences()

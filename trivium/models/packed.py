@@ -17,6 +17,7 @@ width, S cells of the grids.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,7 @@ from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
 from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
 from trivium.models.prefixes import Segment, Tree, separate
+from trivium.models.rounding import explained_by_rounding
 from trivium.models.sequence_parallel import (
     LocalStates,
     SequenceGroup,
@@ -45,6 +47,8 @@ from trivium.models.vision import PlacedImages, refuse_images, vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger("trivium")
 
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
@@ -317,9 +321,13 @@ class Backbone:
             self._check_sequence(self.sequence.size)
 
     def settle(self, tolerance: float) -> None:
-        """Packs from now on where the model, packed, gives what it gives padded, up to this part of the largest number.
-        Raises ConfigError where the ranks of `sequence` cannot run it together."""
-        self.packs = self.packs and self._probe(tolerance)
+        """Packs from now on where the model, packed, gives what it gives padded, up to this part of the largest number
+        or what rounding explains; else it pads, and says so. Raises ConfigError where the ranks of `sequence` cannot
+        run it together."""
+        reason = self._probe(tolerance) if self.packs else "its attention is more than packed attention computes"
+        self.packs = not reason
+        if reason:
+            _log.warning("%s is run padded, which takes more time: %s", type(self.module).__name__, reason)
         if self.sequence is not None:
             self._check_sequence(self.sequence.size)
 
@@ -406,8 +414,9 @@ class Backbone:
         check_heads(name, self.module.config.get_text_config().num_attention_heads, size)
 
     @torch.no_grad()
-    def _probe(self, tolerance: float) -> bool:
-        """Whether this model, packed, gives what it gives padded: its code may ignore positions or the interface."""
+    def _probe(self, tolerance: float) -> str:
+        """Why this model, packed, does not give what it gives padded: its code may ignore positions or the interface.
+        Empty where it does."""
         from transformers import AttentionInterface
 
         batch = probe_pack(self.module)
@@ -416,12 +425,16 @@ class Backbone:
         AttentionInterface.register(PACKED, packed_attention)
         self.module.set_attn_implementation(PACKED)
         try:
-            agrees = (self._packed(batch) - expected).abs().max() <= tolerance * expected.abs().max()
-        except CannotPack:
-            agrees = False
-        if not agrees:
-            self.module.set_attn_implementation(before)
-        return bool(agrees)
+            packed = self._packed(batch)
+            difference = (packed - expected).abs().max()
+            agrees = bool(difference <= tolerance * expected.abs().max())
+            if agrees or explained_by_rounding(self.module, lambda: self._packed(batch), expected, packed):
+                return ""
+            reason = f"packed, its hidden states differ by {float(difference):.2g}, more than rounding explains"
+        except CannotPack as error:
+            reason = str(error)
+        self.module.set_attn_implementation(before)
+        return reason
 
 
 def probe_pack(module: PreTrainedModel) -> Pack:
