@@ -9,6 +9,7 @@ import gc
 import os
 from pathlib import Path
 
+import torch
 import torch.distributed.fsdp
 import transformers.models.auto.modeling_auto
 import transformers.models.auto.processing_auto
@@ -26,9 +27,13 @@ import trivium.sync.memory
 import trivium.sync.tensors
 import trivium.text.tiny
 import trivium.training.engine
+from trivium.concurrency import usable_cores
 from trivium.config import load_config
+from trivium.training.flops import measured_peak
 
 get_checkpoint_conversion_mapping("qwen3")
 load_config(Path(__file__).parent / "e2e" / "tiny.yaml")
+for threads in {1, usable_cores()}:
+    measured_peak(torch.device("cpu"), torch.float32, threads)
 assert len(os.listdir("/proc/self/task")) == 1, "the fork server has threads"
 gc.freeze()  # what is forked shares these pages
