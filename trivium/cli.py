@@ -360,6 +360,22 @@ def doctor(
         print("nothing wrong was found")
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File to write.  [default: report.html in RUN]", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Writes RUN as one HTML file to send: curves, what is wrong, rollouts with their tokens, config, machine."""
+    with Outcome(debug):
+        from trivium.viewer.report import write_report
+
+        print(f"wrote {write_report(run, out or run / 'report.html')}")
+
+
 def main() -> None:
     """The `trivium` command. It ends also where threads of user code do not."""
     try:
@@ -389,6 +405,7 @@ def show_demo(result: Mapping[str, Any]) -> None:
     print(f"steps:          {result['steps']} in {result['seconds']:.0f} s")
     print(f"run directory:  {result['run_dir']}")
     print(f"learning curve: {result['learning_curve']}")
+    print(f"report:         {result['report']}")
 
 
 class Outcome:

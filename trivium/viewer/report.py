@@ -1,0 +1,296 @@
+"""`trivium report`: a run as one HTML file that can be sent: curves, verdict, rollouts token by token, config, machine.
+
+The file holds all that it shows and asks nothing of a network; its policy for content allows the one script in it, so
+what a model wrote cannot run. It holds at most `_EXAMPLES` rollouts of each kind and `_TOKENS` tokens of each, whatever
+the run's size.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trivium.checkpoint.atomic import atomic_write
+from trivium.errors import RunDirError, TriviumError
+from trivium.monitors.health import Finding
+from trivium.monitors.identity import settings_of
+from trivium.runtime.build import explain
+from trivium.runtime.doctor import diagnose
+from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.rollout_view import decoder
+from trivium.types import Group, Trajectory
+from trivium.viewer.line_chart import line_chart, shown
+from trivium.viewer.rollout_data import VALUES, Place, RecordedGroups, piecewise, rollout_values
+from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, run_verdict
+
+_EXAMPLES = 3
+"""Rollouts of each kind."""
+_TOKENS = 600
+"""Of an example, the prompt included; what follows is left out."""
+_KEYS = 6
+"""Curves of one chart."""
+_FAILED_STEPS = 5
+"""Newest steps in which failed rollouts are looked for."""
+_IMAGE_BYTES = 200_000
+_MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_TITLES = {value.name: value.title for value in VALUES}
+
+
+def write_report(run_dir: Path, out: Path) -> Path:
+    """Writes the report of a run directory, finished or in progress. Raises RunDirError where it holds no run."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, report_of(run_dir))
+    return out
+
+
+def report_of(run_dir: Path) -> str:
+    """The file's text."""
+    run = RecordedRun.open(run_dir)
+    style, script = (
+        files("trivium.viewer").joinpath(f"pages/report.{kind}").read_text("utf-8") for kind in ("css", "js")
+    )
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
+    title = escape(run_dir.resolve().name)
+    sections = [_summary(run), _verdict(run), _curves(run), _examples(run), _objective(run), _setup(run)]
+    return "".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" ',
+            f'content="light dark"><title>{title}: report</title><style>{style}</style></head>',
+            f"<body><header><p>Trivium report</p><h1>{title}</h1></header><main>{''.join(sections)}</main>",
+            f"<script>{script}</script></body></html>\n",
+        )
+    )
+
+
+# --------------------------------------------------------------------------- the run as a whole
+
+
+def _summary(run: RecordedRun) -> str:
+    """What it came to, in a row of figures."""
+    path = run.path / "summary.json"
+    summary: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else {}
+    rows = run.rows()
+    stages = run.config.stage_configs()
+    facts = {"model": _model(run), "algorithm": " → ".join(stage.algorithm.kind for stage in stages)}
+    for name in ("accuracy", "reward", "held_out"):
+        before, after = (summary.get(f"{name}_{end}") for end in ("before", "after"))
+        if before is not None and after is not None:
+            both = [f"{value:.1%}" if name == "accuracy" else shown(value) for value in (before, after)]
+            facts[{"held_out": "held-out loss"}.get(name, name)] = " → ".join(both)
+    done = max((int(row["step"]) for row in rows), default=0)
+    facts["steps"] = f"{done} of {sum(stage.schedule.steps for stage in stages)}" + ("" if summary else ", unfinished")
+    facts["time"] = _duration(summary["seconds"]) if "seconds" in summary else "–"
+    facts["seed"] = str(run.config.run.seed)
+    return (
+        '<dl class="facts">'
+        + "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+        + "</dl>"
+    )
+
+
+def _model(run: RecordedRun) -> str:
+    path = getattr(run.config.model, "path", None)
+    return Path(str(path)).name if path else run.config.model.kind
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.1f} min" if minutes >= 2 else f"{seconds:.0f} s"
+
+
+def _verdict(run: RecordedRun) -> str:
+    rows = run.rows()
+    findings = diagnose(run.path).findings if rows else []
+    items = "".join(map(_finding, findings)) or '<li class="fine">doctor found nothing wrong</li>'
+    bound = escape(run_verdict(run.path, rows))
+    return f'<section><h2>Verdict</h2><p>{bound}</p><ul class="findings">{items}</ul></section>'
+
+
+def _finding(finding: Finding) -> str:
+    return f"<li><b>{escape(finding.rule)}</b> {escape(finding.figures)}<br><em>do:</em> {escape(finding.do)}</li>"
+
+
+def _curves(run: RecordedRun) -> str:
+    rows = run.rows()
+    keys, where = keys_of(rows), marks(run)
+    charts = list[str]()
+    for chart in CHARTS:
+        chosen = curves(rows, matching(keys, chart)[:_KEYS])
+        if chosen:
+            charts.append(line_chart(chart.title, list(chosen.values()), where))
+    listed = ", ".join(f"step {mark.step}: {escape(mark.text)}" for mark in where)
+    note = f'<p class="dim">Dashed lines: {listed}.</p>' if listed else ""
+    return f'<section><h2>Curves</h2>{note}<div class="charts">{"".join(charts) or "no metrics"}</div></section>'
+
+
+def _objective(run: RecordedRun) -> str:
+    try:
+        text = explain(run.config)
+    except TriviumError as error:  # code of the run that is not here
+        text = f"cannot be shown here: {error}"
+    return f"<section><h2>Objective</h2><pre>{escape(text)}</pre></section>"
+
+
+def _setup(run: RecordedRun) -> str:
+    """Config and machine."""
+    machine = next((record.machine for record in reversed(run.steps.values()) if record.machine), {})
+    config = "".join(_table_row(key, value) for key, value in settings_of(run.path).items() if value not in (None, ""))
+    return (
+        f"<section><h2>Environment</h2><table>{''.join(_table_row(*item) for item in machine.items()) or 'not noted'}"
+        f"</table></section><section><h2>Config</h2><details><summary>{config.count('<tr>')} values, secrets left out"
+        f"</summary><table>{config}</table></details></section>"
+    )
+
+
+def _table_row(key: str, value: object) -> str:
+    return f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>"
+
+
+# --------------------------------------------------------------------------- examples
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """A rollout that the report shows."""
+
+    step: int
+    place: Place
+    index: int
+    """Its place in the group's rollouts."""
+    task: str
+    reward: float
+    weight: float
+    """The size of its mean advantage; 0 where that was not kept."""
+
+
+def _examples(run: RecordedRun) -> str:
+    recorded = RecordedGroups(run.path)
+    steps = recorded.steps()
+    if not steps:
+        return '<section><h2>Rollouts</h2><p class="dim">None are recorded.</p></section>'
+    alive = [each for each, rollout in _members(recorded, steps[-1]) if rollout.failure is None]
+    # Of equal rewards those that the step learned most from.
+    alive.sort(key=lambda each: (-each.reward, -each.weight))
+    best = list(islice(_of_different_tasks(alive), _EXAMPLES))
+    alive.sort(key=lambda each: (each.reward, -each.weight))
+    lower = (each for each in _of_different_tasks(alive) if each.reward < best[0].reward and each not in best)
+    worst = list(islice(lower, _EXAMPLES))
+    failed = (
+        each
+        for step in reversed(steps[-_FAILED_STEPS:])
+        for each, rollout in _members(recorded, step)
+        if rollout.failure is not None
+    )
+    kinds = (("best", best), ("worst", worst), ("failed", list(islice(failed, _EXAMPLES))))
+    pieces = _pieces(run.path)
+    articles = [_example(kind, each, recorded, pieces, run) for kind, examples in kinds for each in examples]
+    number = f"{len(alive)} rollouts of step {steps[-1]}"
+    return (
+        f'<section><h2>Rollouts</h2><p class="dim">Of the {number}: the best, the worst, and those that failed lately. '
+        'Tokens are shaded by <i class="p" style="--a:.6">advantage above</i> or <i class="n" style="--a:.6">below 0'
+        "</i>, or by how improbable they were where no advantages were kept (run.keep: tokens).</p>"
+        f"{''.join(articles)}</section>"
+    )
+
+
+def _members(recorded: RecordedGroups, step: int) -> Iterator[tuple[_Example, Trajectory]]:
+    """The rollouts of a step, group by group."""
+    advantages = recorded.advantages(step)
+    for place in recorded.of_step(step):
+        group = recorded.group(place)
+        for index, rollout in enumerate(group.rollouts):
+            weight = abs(advantages.get((group.slot, group.attempt, rollout.index), 0.0))
+            yield _Example(step, place, index, group.task.task_id, rollout.reward, weight), rollout
+
+
+def _of_different_tasks(examples: Sequence[_Example]) -> Iterator[_Example]:
+    seen = set[str]()
+    for each in examples:
+        if each.task not in seen:
+            seen.add(each.task)
+            yield each
+
+
+def _pieces(run_dir: Path) -> Callable[[Sequence[int]], list[str]]:
+    """The text of each token; their numbers where the tokenizer is gone."""
+    try:
+        return piecewise(decoder(run_dir))
+    except RunDirError:
+        return lambda tokens: [f"[{token}]" for token in tokens]
+
+
+def _example(
+    kind: str,
+    example: _Example,
+    recorded: RecordedGroups,
+    pieces: Callable[[Sequence[int]], list[str]],
+    run: RecordedRun,
+) -> str:
+    group = recorded.group(example.place)
+    rollout = group.rollouts[example.index]
+    values = rollout_values(recorded.rollout(example.place, group, rollout, example.step), pieces)
+    body = "".join(_sequence(each, run) for each in values["sequences"])
+    if not values["sequences"]:
+        body = f'<p class="tokens">{escape(chr(10).join(each["content"] for each in values["messages"]))}</p>'
+    return f'<article class="{kind}"><h3>{_heading(kind, example, group, rollout)}</h3>{body}</article>'
+
+
+def _heading(kind: str, example: _Example, group: Group, rollout: Trajectory) -> str:
+    parts = [f"step {example.step}", f"task {group.task.task_id}"]
+    if (failure := rollout.failure) is not None:
+        parts.append(f"{failure.side}: {failure.kind}: {failure.message[:500]}")
+    else:
+        components = ", ".join(f"{name} {shown(value)}" for name, value in rollout.rewards.items())
+        parts.append(f"reward {shown(rollout.reward)}" + (f" ({components})" if len(rollout.rewards) > 1 else ""))
+        parts += [f"{rollout.num_tokens} tokens", rollout.stop_reason.value]
+    return f"<b>{kind}</b> {escape(' · '.join(parts))}"
+
+
+def _sequence(sequence: Mapping[str, Any], run: RecordedRun) -> str:
+    """The tokens of a sequence: those of the policy shaded, each with its numbers as its title."""
+    values: dict[str, list[float | None]] = sequence["values"]
+    name = "advantages" if "advantages" in values else "log_prob"
+    largest = max((abs(value) for value in values[name] if value is not None), default=0.0) or 1.0
+    images = [_image(media, run) for turn in sequence["turns"] for media in turn["media"]]
+    spans = [
+        _token(text, {each: numbers[t] for each, numbers in values.items()}, name, largest)
+        for t, text in enumerate(sequence["text"][:_TOKENS])
+    ]
+    more = len(sequence["text"]) - _TOKENS
+    rest = f'<span class="dim"> … {more} more tokens</span>' if more > 0 else ""
+    return f'{"".join(images)}<p class="tokens">{"".join(spans)}{rest}</p>'
+
+
+def _token(text: str, numbers: Mapping[str, float | None], name: str, largest: float) -> str:
+    text = escape(text.replace("\n", "↵\n")) or "​"
+    value = numbers[name]
+    if value is None:
+        return text
+    title = ", ".join(
+        f"{_TITLES.get(key, key)} {shown(number)}"
+        for key, number in numbers.items()
+        if number is not None and key != "response_mask"
+    )
+    kind = "p" if value > 0 else "n" if name == "advantages" else "u"
+    return f'<i class="{kind}" style="--a:{0.7 * abs(value) / largest:.2f}" title="{escape(title)}">{text}</i>'
+
+
+def _image(media: Mapping[str, Any], run: RecordedRun) -> str:
+    """An image of the prompt, where it is small enough to be sent."""
+    path = run.path / "rollouts" / "media" / str(media["sha256"])
+    if media["mime"] not in _MIMES or not path.is_file() or path.stat().st_size > _IMAGE_BYTES:
+        return f'<p class="dim">{escape(str(media["mime"]))} {escape(str(media["sha256"])[:12])}</p>'
+    content = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="" src="data:{media["mime"]};base64,{content}">'
