@@ -278,6 +278,8 @@ class TrainEngine(ABC):
     """The type that the explorers' engines keep weights in, as far as it is known: wider ones need not be offered."""
     version: int = 0
     """The policy version: how many train steps this policy has behind it."""
+    keeps_updates: bool = False
+    """Whether what updates of the policy see of each token is kept for `take_updates`."""
     updating: bool = False
     """Whether a train step has come to its updates, and not to their end."""
 
@@ -339,6 +341,11 @@ class TrainEngine(ABC):
         """How well a step of these phases used the machine, in metrics of the area `perf/`; nothing: not known."""
         del phases
         return {}
+
+    def take_updates(self) -> Batch | None:
+        """The experiences of the policy's updates since the last call, each with what the first of them saw
+        (`types.AT_UPDATE`), where `keeps_updates` is set; None: this engine keeps nothing."""
+        return None
 
     def offered_hash(self) -> str:
         """The hash of the weights that `sync_weight` offered last; empty where the channel makes none."""

@@ -68,6 +68,8 @@ class Trainer:
     """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
     """Gets (train step, the groups it took, its experiences with what was computed for them) of every step."""
+    keep_updates: Callable[[int, Sequence[Group], Batch], None] | None = None
+    """Gets the same of every step whose engine kept what the updates saw of each token."""
     published: Callable[[int, str], None] | None = None
     """Gets (version, hash of its weights) of every version that was offered."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -167,6 +169,8 @@ class Trainer:
         with self._timed("train"), activity(f"step {version + 1}: training"):
             keep = None if self.keep is None else partial(self.keep, version + 1, groups)
             metrics = await asyncio.to_thread(self._learn, groups, keep)
+            if keep is not None and self.keep_updates is not None and (seen := self.engine.take_updates()) is not None:
+                await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
         self.score = None  # of this step nothing has been measured yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}

@@ -51,6 +51,9 @@ SCORES: Mapping[str, str] = {
 moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
 p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
 K most probable tokens and their log-probabilities."""
+AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
+"""What the first pass of a train step's updates sees of each token: the log-probability by the weights of that moment,
+their entropy, and 1 where the loss clips the ratio."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,34 @@ def test_ratios_follow_from_recorded_log_probs_and_unknown_numbers_are_none(run_
     assert "advantages" not in values
 
 
+def test_what_the_loss_saw_of_each_token_adds_up_to_what_the_step_logged(tmp_path: Path) -> None:
+    algorithm = {"kind": "grpo", "mini_batches": 2, "epochs": 2, "policy_loss": {"kind": "ppo", "clip_low": 0.0}}
+    train = {"optimizer": {"lr": 0.05}, "max_tokens_per_micro_batch": 32}
+    run(config_from_mapping({**CONFIG, "algorithm": algorithm, "train": train, "run": run_section(tmp_path)}))
+    sequences = [each.sequences[0] for each in read_rollouts(tmp_path / "run", step=2)]
+    first = sequences[: GROUPS * SIZE // 2]  # of the first mini-batch: the weights are still those of the old policy
+    for sequence in first:
+        seen, old = sequence.columns["update_log_prob"], sequence.columns["old_log_prob"]
+        np.testing.assert_allclose(seen[sequence.response_mask], old[sequence.response_mask], atol=1e-6)
+    second = sequences[GROUPS * SIZE // 2 :]
+    gaps = [np.abs(s.columns["update_log_prob"] - s.columns["old_log_prob"])[s.response_mask].max() for s in second]
+    assert max(gaps) > 1e-3
+    for sequence in sequences:
+        values = token_values(sequence)
+        clipped, ratio, advantage = (values[name] for name in ("clipped", "ratio", "advantages"))
+        for mask, each, r, a in zip(sequence.response_mask, clipped, ratio, advantage, strict=True):
+            if mask:
+                assert r is not None
+                assert a is not None
+                decided = -a * min(max(r, 1.0), 1.2) > -a * r
+                assert each == decided or abs(r - 1) < 1e-5  # as the loss defines it: its low clip is 0 here
+        assert all(each is None or 0 <= each <= np.log(20) for each in values["update_entropy"])
+
+
+def run_section(path: Path) -> dict[str, Any]:
+    return {"dir": str(path / "run"), "keep": "tokens"}
+
+
 def test_curves_and_where_stages_begin_and_sessions_resume(run_dir: Path) -> None:
     recorded = RecordedRun.open(run_dir)
     rows = recorded.rows()

@@ -148,7 +148,7 @@ class PolicyObjective:
         if len(terms) > 1:  # sums are divided by the tokens, and these are means already
             sums |= {f"train/loss_term/{name}": term.detach() * denominators.tokens for name, term in terms.items()}
         mismatch_sums, maxima = _mismatch(x, denominators)
-        return LossOutputs(loss, sums | mismatch_sums, maxima)
+        return LossOutputs(loss, sums | mismatch_sums, maxima, _seen(x, loss_metrics))
 
     def _token_losses(self, x: PolicyInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(the policy loss of each token, its metrics), (B, L) each; raises DataError for anything else."""
@@ -316,6 +316,12 @@ def _mismatch(x: PolicyInputs, denominators: LossDenominators) -> tuple[dict[str
     sums = {key: values.sum() * per_token for key, values in terms.tokens.items()}
     sums |= {key: values.sum() * per_sequence for key, values in terms.sequences.items()}
     return sums, terms.maxima
+
+
+def _seen(x: PolicyInputs, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the loss saw of each token, (B, L) each, without gradient: columns of `types.AT_UPDATE`."""
+    named = {"update_log_prob": x.log_prob, "update_entropy": x.entropy, "clipped": metrics.get("train/clip_fraction")}
+    return {name: values.detach() for name, values in named.items() if values is not None}
 
 
 def metric_sums(metrics: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:

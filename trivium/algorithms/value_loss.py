@@ -99,7 +99,10 @@ class SharedObjective:
         losses = {"train/loss/policy": policy.loss, "train/loss/value": value.loss}
         alone = {key: loss.detach() * denominators.tokens for key, loss in losses.items()}  # sums are divided by tokens
         return LossOutputs(
-            policy.loss + self.coef * value.loss, {**policy.sums, **value.sums, **alone}, {**policy.maxima}
+            policy.loss + self.coef * value.loss,
+            {**policy.sums, **value.sums, **alone},
+            {**policy.maxima},
+            policy.tokens,
         )
 
 

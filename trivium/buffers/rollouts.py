@@ -129,7 +129,7 @@ def read_rollouts(
                 if failed and each.failure is None:
                     continue
                 places = () if each is group.greedy else [taker for taker in takers if taker in steps.kept]
-                columns = {taker: kept_columns(run_dir, taker, group, each.index) for taker in places}
+                columns = {taker: kept_values(run_dir, taker, group, each.index) for taker in places}
                 yield Rollout(stage, planned, group, each, columns, () if each is group.greedy else tuple(takers))
 
 
@@ -191,6 +191,15 @@ def keep_step(run_dir: Path, log: StepLog, step: int, groups: Sequence[Group], b
 def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
     """Writes `tokens/step-NNNNNN.safetensors`: the batch that a train step learns from, with its columns. `groups` are
     all that the step took."""
+    _keep(_tokens_file(run_dir, step), schedule, groups, batch)
+
+
+def keep_updates(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    """Writes `tokens/update-NNNNNN.safetensors`: what the first pass of a step's updates saw of each token."""
+    _keep(_tokens_file(run_dir, step, "update"), schedule, groups, batch)
+
+
+def _keep(path: Path, schedule: Schedule, groups: Sequence[Group], batch: Batch) -> None:
     by_id = {group.group_id: group for group in groups}
     rows: list[list[int]] = []
     for e in batch.experiences:
@@ -200,18 +209,27 @@ def keep_tokens(run_dir: Path, schedule: Schedule, step: int, groups: Sequence[G
     tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if len(parts)}
     taken = [[group.slot, group.attempt, schedule.step_of(group.slot)] for group in groups]
     about = {"stage": str(schedule.stage), "groups": json.dumps(taken), "sequences": json.dumps(rows)}
-    path = _tokens_file(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, save(tensors, {"format": _FORMAT, **about}))
 
 
-def _tokens_file(run_dir: Path, step: int) -> Path:
-    return run_dir / "tokens" / f"step-{step:06d}.safetensors"
+def _tokens_file(run_dir: Path, step: int, when: str = "step") -> Path:
+    return run_dir / "tokens" / f"{when}-{step:06d}.safetensors"
 
 
-def kept_columns(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
-    """What a train step computed for a member of a group; empty where it left the member out, or nothing was kept."""
-    kept = _kept(_tokens_file(run_dir, step))
+def kept_values(run_dir: Path, step: int, group: Group, index: int) -> tuple[Columns, ...]:
+    """What a train step computed for a member of a group, before its updates (`kept_columns`) and in the first pass of
+    them (`types.AT_UPDATE`)."""
+    before = kept_columns(run_dir, step, group, index)
+    seen = kept_columns(run_dir, step, group, index, when="update")
+    seen = seen if len(seen) == len(before) else ({},) * len(before)
+    return tuple({**later, **columns} for columns, later in zip(before, seen, strict=True))
+
+
+def kept_columns(run_dir: Path, step: int, group: Group, index: int, *, when: str = "step") -> tuple[Columns, ...]:
+    """What a train step computed for a member of a group before its updates; empty where it left the member out, or
+    nothing was kept."""
+    kept = _kept(_tokens_file(run_dir, step, when))
     places = () if kept is None else kept.places.get((group.slot, group.attempt, index), ())
     return tuple(kept.columns(start, stop) for start, stop in places) if kept is not None else ()
 

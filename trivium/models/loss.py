@@ -103,3 +103,5 @@ class LossOutputs:
     `denominators.tokens`. No gradient."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Metric key -> largest value in this micro-batch; the learner keeps the largest."""
+    tokens: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """What the loss saw of each token, (B, L) each: kept where `TrainEngine.keeps_updates` asks for it."""

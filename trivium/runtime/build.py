@@ -17,7 +17,7 @@ from trivium.algorithms import GroupAlgorithm, build_algorithm
 from trivium.algorithms.explain import explain as explain_algorithm
 from trivium.board import Board, MemoryBoard
 from trivium.buffers.pipeline import Pipeline
-from trivium.buffers.rollouts import keep_step
+from trivium.buffers.rollouts import keep_step, keep_updates
 from trivium.buffers.step_log import StepLog
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
@@ -249,6 +249,7 @@ def build_trainer(
         keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
         enable_preview=config.run.enable_preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
+        keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
         published=log.published,
         record=record,
         name=TRAINER,
@@ -472,11 +473,12 @@ def build_rank_engine(
 
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """The engine with its channel, in which type it offers weights there, and who may write its checkpoints at the same
-    time."""
+    """The engine with its channel, in which type it offers weights there, who may write its checkpoints at the same
+    time, and whether it keeps what updates see."""
     if channel is not None:
         engine.channel = channel
     engine.save_strategy = stage.config.checkpoint.save_strategy
+    engine.keeps_updates = stage.config.run.keep == "tokens" and stage.config.run.mode != "explore"
     engine.engine_dtype = engine_dtype(stage.config)
     return engine
 

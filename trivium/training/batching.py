@@ -6,6 +6,7 @@ memory one forward and backward pass takes, and which sequences can share the to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -213,6 +214,39 @@ class MicroBatch:
     def trained(self, grid: torch.Tensor) -> torch.Tensor:
         """The inverse: (B, L, ...) numbers as (N, ...) numbers of the trained tokens."""
         return grid.flatten(0, 1)[self.cells]
+
+
+def first_pass(updates: Sequence[Batch]) -> Batch | None:
+    """The mini-batches of the first pass of a train step's updates as one; None where there are none."""
+    first: list[Batch] = []
+    seen = set[tuple[str, int]]()
+    for batch in updates:
+        members = _members(batch)
+        if members.isdisjoint(seen):
+            first.append(batch)
+            seen |= members
+    return _joined(first)
+
+
+def joined_shares(shares: Sequence[Batch]) -> Batch | None:
+    """The shares of all data ranks as one, without the members whose sequences are spread over several: their order is
+    not known. None where there are no shares."""
+    ranks = Counter(member for share in shares for member in _members(share))
+    whole = [[row for row, e in enumerate(s.experiences) if ranks[e.group_id, e.index] == 1] for s in shares]
+    return _joined([share.select(rows) for share, rows in zip(shares, whole, strict=True)])
+
+
+def _members(batch: Batch) -> set[tuple[str, int]]:
+    return {(e.group_id, e.index) for e in batch.experiences}
+
+
+def _joined(parts: Sequence[Batch]) -> Batch | None:
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return None
+    names = set[str].intersection(*(set(part.columns) for part in parts))
+    columns = {name: [array for part in parts for array in part.columns[name]] for name in sorted(names)}
+    return Batch(tuple(e for part in parts for e in part.experiences)).with_columns(**columns)
 
 
 def collate(

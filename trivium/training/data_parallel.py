@@ -17,7 +17,7 @@ from trivium.models.loss import LossDenominators
 from trivium.phases import TRAINER_LANE, Phase, span
 from trivium.protocols import Algorithm, Objective, TrainEngine
 from trivium.training.balance import partition, workload
-from trivium.training.batching import count, prefixes_of, units
+from trivium.training.batching import count, joined_shares, prefixes_of, units
 from trivium.training.engine import SCORED_BY, TorchTrainEngine
 from trivium.training.snapshot import wait_until_written
 from trivium.types import AnyArray, Batch, Metrics
@@ -156,6 +156,11 @@ class DistributedTrainEngine(TrainEngine):
 
     def measure(self, role: str, batch: Batch, objective: Objective) -> Metrics:
         return self._on_shares("measure", role, batch, objective)
+
+    def take_updates(self) -> Batch | None:
+        group = self._group_of("policy")
+        shares = group.scatter("take_updates", [()] * group.data_size) if self.keeps_updates else []
+        return joined_shares([share for share in shares if share is not None])
 
     def _on_shares(self, method: str, role: str, batch: Batch, objective: Objective) -> Metrics:
         group, denominators = self._group_of(role), count(batch, self._max_response_length)

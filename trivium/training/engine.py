@@ -33,6 +33,7 @@ from trivium.models.placement import device_of
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
+from trivium.training.batching import first_pass
 from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
@@ -121,6 +122,8 @@ class TorchTrainEngine(TrainEngine):
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()
+        self._updates: list[Batch] = []
+        """The mini-batches of the policy's updates, with what their losses saw, until they are taken."""
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
@@ -168,6 +171,7 @@ class TorchTrainEngine(TrainEngine):
         """
         torch.set_num_threads(self._threads)
         learner = self._learner(role)
+        learner.keeps_tokens = self.keeps_updates and role == "policy"
         taken = self.version - self._first_version
         lr = learning_rate(self._optimizer_config(role), taken, self._total_steps)
         optimizer = cast(Optimizer, learner.optimizer)
@@ -183,10 +187,16 @@ class TorchTrainEngine(TrainEngine):
                 totals=totals,
             )
             self._work.add(self.version, f"update/{role}", learner.work)
+            if learner.seen:
+                self._updates.append(Batch(batch.experiences).with_columns(**learner.seen))
             return metrics
         finally:
             if optimizer.steps_started > before:
                 self._moved_from = self.version
+
+    def take_updates(self) -> Batch | None:
+        updates, self._updates = self._updates, []
+        return first_pass(updates)
 
     def holds_version(self) -> bool:
         return not self.updating or self._moved_from != self.version

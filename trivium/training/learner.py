@@ -117,6 +117,10 @@ class Learner:
         lanes = self._most_lanes(threads)
         self._lanes = Lanes(lanes, threads) if lanes > 1 else None
         self._asking = threading.Lock()
+        self.keeps_tokens = False
+        """Whether `seen` is kept."""
+        self.seen: dict[str, list[AnyArray]] = {}
+        """What the last update's loss saw of each token, leading axis L, NaN where it saw nothing."""
         self.work = np.zeros((2, 4), np.int64)
         """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
 
@@ -191,6 +195,7 @@ class Learner:
         if totals.tokens == 0:
             return tokens
         tally = self._backward(batch, objective, totals, step)
+        self.seen = tally.tokens(batch) if self.keeps_tokens else {}
         rate = self.optimizer.lr if lr is None else lr
         norm = self.optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         self.optimizer.zero_grad()
@@ -232,14 +237,15 @@ class Learner:
     def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> _Tally:
         """Leaves the gradient of the loss over the whole batch on the parameters, and nothing of an earlier one."""
         assert self.optimizer is not None, f"{self.name} is frozen"
-        tally = _Tally()
+        tally = _Tally(self.keeps_tokens)
         self.optimizer.zero_grad()
         compute = partial(self._outputs, batch, objective, totals, step)
         parts = [*self._passes(batch, objective.unit)]
         if self._lanes is not None and any(part.lane for part in parts):
-            for outputs, entropy, gradients in self._lanes.map(partial(self._differentiated, compute), parts):
+            results = self._lanes.map(partial(self._differentiated, compute), parts)
+            for part, (outputs, entropy, gradients) in zip(parts, results, strict=True):
                 self.optimizer.add_gradients(gradients)
-                tally.add(outputs, entropy)
+                tally.add(outputs, entropy, part.rows)
             return tally
         for part in parts:
             if not part.rows:
@@ -247,7 +253,7 @@ class Learner:
                 continue
             outputs, entropy = compute(part)
             outputs.loss.backward()
-            tally.add(outputs, entropy)
+            tally.add(outputs, entropy, part.rows)
         return tally
 
     def _differentiated(
@@ -399,18 +405,34 @@ def _not_finite(batch: Batch, tally: _Tally) -> str:
 class _Tally:
     """Adds up what the micro-batches report; nothing leaves the device before the last of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_tokens: bool = False) -> None:
+        self._keeps_tokens = keeps_tokens
+        self._tokens: list[tuple[Sequence[int], Mapping[str, torch.Tensor]]] = []
         self._loss: list[torch.Tensor] = []
         self._sums: dict[str, list[torch.Tensor]] = {}
         self._maxima: dict[str, list[torch.Tensor]] = {}
 
-    def add(self, outputs: LossOutputs, entropy: torch.Tensor | None) -> None:
+    def add(self, outputs: LossOutputs, entropy: torch.Tensor | None, rows: Sequence[int] = ()) -> None:
         self._loss.append(outputs.loss.detach())
+        if self._keeps_tokens:
+            self._tokens.append((rows, outputs.tokens))
         if entropy is not None:
             self._sums.setdefault("train/entropy", []).append(entropy.detach().sum())
         for tally, values in ((self._sums, outputs.sums), (self._maxima, outputs.maxima)):
             for key, value in values.items():
                 tally.setdefault(key, []).append(value.detach())
+
+    def tokens(self, batch: Batch) -> dict[str, list[AnyArray]]:
+        """What the losses saw of each token of the batch, leading axis L."""
+        names = dict.fromkeys(name for _, values in self._tokens for name in values)
+        seen: dict[str, list[AnyArray]] = {
+            name: [np.full(len(e), np.nan, np.float32) for e in batch.experiences] for name in names
+        }
+        for rows, values in self._tokens:
+            for name, grid in values.items():
+                for row, numbers in zip(rows, grid.float().cpu().numpy(), strict=True):
+                    seen[name][row] = numbers[: len(batch.experiences[row])]
+        return seen
 
     def not_finite(self) -> str:
         """Which losses and sums are not finite, in words; empty where all of them are."""

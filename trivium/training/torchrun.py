@@ -36,6 +36,8 @@ class _CommandGroups:
     """A secret of this run's ranks."""
 
 
+_GIVES_RESULTS = ("score", "update", "sampler", "take_updates")
+"""Commands whose result the driver reads from every rank."""
 _OPEN: list[_CommandGroups] = []
 """Those of this process, once they are open."""
 
@@ -127,7 +129,7 @@ def serve_rank(device: str, build: Callable[[Any], RankVerbs]) -> None:
         assert verbs is not None
         method, args = command
         result = getattr(verbs, method)(*args)
-        dist.gather_object(result if method in ("score", "update", "sampler") else None, group=groups.results)
+        dist.gather_object(result if method in _GIVES_RESULTS else None, group=groups.results)
 
 
 def stop_ranks(device: str) -> None:

@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 
 from trivium.buffers.journal import read_record
-from trivium.buffers.rollouts import Rollout, TokenSequence, kept_columns, kept_means, kept_steps
+from trivium.buffers.rollouts import Rollout, TokenSequence, kept_means, kept_steps, kept_values
 from trivium.buffers.step_log import STEPS, read_steps
 from trivium.errors import RunDirError
 from trivium.types import EXPERT_VERSION, AnyArray, Group, Media, Trajectory
@@ -60,7 +60,7 @@ VALUES = (
     Value("update_log_prob", "log-prob at the update", "by the weights that the loss saw", _TOKENS),
     Value("ratio", "ratio", "current / old probability, as the loss saw it", _TOKENS),
     Value("clipped", "clipped", "1 where the loss clipped the ratio", f"{_TOKENS}, and a loss that clips"),
-    Value("entropy", "entropy", "of the trainer's distribution at the update, in nats", _TOKENS),
+    Value("update_entropy", "entropy", "of the trainer's distribution at the update, in nats", _TOKENS),
     Value("returns", "return", "what values are regressed on", f"{_TOKENS}, and a critic"),
     Value("values", "value", "by the critic before the step", f"{_TOKENS}, and a critic"),
     Value("response_mask", "mask", "1 where the token is trained on"),
@@ -149,7 +149,7 @@ class RecordedGroups:
         )
 
     def _columns(self, group: Group, trajectory: Trajectory, steps: Sequence[int]) -> Any:
-        return ((step, kept_columns(self.run_dir, step, group, trajectory.index)) for step in steps)
+        return ((step, kept_values(self.run_dir, step, group, trajectory.index)) for step in steps)
 
     def _journals(self) -> list[tuple[int, int | None, Path]]:
         """(stage, planned step, file), in order."""

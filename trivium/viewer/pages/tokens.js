@@ -11,7 +11,7 @@ export const VALUES = [
   ["update_log_prob", "log-prob at the update", "low", "set run.keep: tokens"],
   ["ratio", "ratio (update / old)", "around1", "set run.keep: tokens"],
   ["clipped", "clipped", "flag", "set run.keep: tokens, and a loss that clips"],
-  ["entropy", "entropy", "high", "set run.keep: tokens"],
+  ["update_entropy", "entropy", "high", "set run.keep: tokens"],
   ["returns", "return", "diverging", "set run.keep: tokens, and a critic"],
   ["values", "value", "diverging", "set run.keep: tokens, and a critic"],
   ["response_mask", "mask", "flag", ""],
