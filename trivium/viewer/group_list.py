@@ -56,20 +56,22 @@ class GroupList:
 
     def page(self, step: int, query: Query) -> dict[str, Any]:
         """The rows that a query asks for; `total` groups are in the step, and `matching` of them match."""
-        places, means = self._recorded.of_step(step), self._recorded.advantages(step)
+        places = self._recorded.of_step(step)
         total = len(places)
         if query.text:
             wanted = query.text.casefold()
             places = [place for place in places if self._holds(place, wanted)]
-        bounded = query.least is not None or query.most is not None
-        window = slice(query.first, query.first + query.count)
-        if not (query.sort in SORTS or query.show in FILTERS or bounded):
-            rows = [self.row(place, means) for place in places[window]]
-            return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
-        rows = [row for place in places if _matches(row := self.row(place, means), query)]
-        if query.sort in SORTS:
-            rows.sort(key=SORTS[query.sort], reverse=query.descending)
-        return {"total": total, "matching": len(rows), "first": query.first, "rows": rows[window]}
+        if query.sort in SORTS or query.show in FILTERS or query.least is not None or query.most is not None:
+            means = self._recorded.advantages(step) if query.sort == "advantage" else {}
+            rows = [(self.row(place, means), place) for place in places]
+            rows = [(row, place) for row, place in rows if _matches(row, query)]
+            if query.sort in SORTS:
+                rows.sort(key=lambda each: SORTS[query.sort](each[0]), reverse=query.descending)
+            places = [place for _, place in rows]
+        shown = places[query.first : query.first + query.count]
+        means = self._recorded.advantages(step, shown)
+        rows = [self.row(place, means) for place in shown]
+        return {"total": total, "matching": len(places), "first": query.first, "rows": rows}
 
     def row(self, place: Place, means: Means) -> dict[str, Any]:
         """The row of a group, with the advantages that a step computed."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -126,9 +126,11 @@ class RecordedGroups:
         """A recorded group; its media have their hashes alone."""
         return read_record(place.path, place.offset, media=False)
 
-    def advantages(self, step: int) -> Means:
-        """The mean advantage of each rollout that a train step trained on; empty where they were not kept."""
-        return kept_means(self.run_dir, step, "advantages")
+    def advantages(self, step: int, places: Iterable[Place] | None = None) -> Means:
+        """The mean advantage of each rollout that a train step trained on, or of those in these groups alone; empty
+        where they were not kept."""
+        groups = None if places is None else {(place.slot, place.attempt) for place in places}
+        return kept_means(self.run_dir, step, "advantages", groups)
 
     def rollout(self, place: Place, group: Group, trajectory: Trajectory, step: int | None = None) -> Rollout:
         """A rollout of a group with what a train step computed for it; None: the first one that took it."""

@@ -122,7 +122,7 @@ class WatchedRun:
         members = [*group.rollouts]
         trajectory = members[min(index, len(members) - 1)]
         rollout = self.recorded.rollout(recorded, group, trajectory, step)
-        row = member_row(group, trajectory, self.recorded.advantages(step))
+        row = member_row(group, trajectory, self.recorded.advantages(step, [recorded]))
         about = {"task": group.task.task_id, "epoch": group.epoch, "dropped": group.dropped, "size": len(members)}
         return {**row, **rollout_values(rollout, self._pieces), **about}
 
