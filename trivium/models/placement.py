@@ -24,3 +24,9 @@ def dtype_of(name: str, device: str) -> str:
         return name
     halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bfloat16" if halved else "float32"
+
+
+def narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor in the type of this name, where that takes less memory."""
+    wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
+    return tensor.to(wanted) if tensor.is_floating_point() and wanted.itemsize < tensor.itemsize else tensor

@@ -29,7 +29,7 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators, ScoreHead
-from trivium.models.placement import device_of
+from trivium.models.placement import device_of, narrowed
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
@@ -256,7 +256,7 @@ class TorchTrainEngine(TrainEngine):
         lora = self.config.lora
         if lora is not None and lora.push == "adapter":
             return pushed_adapter(self._policy.module)
-        return ((name, _narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
+        return ((name, narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;
@@ -476,9 +476,3 @@ class TorchTrainEngine(TrainEngine):
             share_prefix=self.config.share_prefix,
             threads=self._threads,
         )
-
-
-def _narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A tensor in the type of this name, where that takes less memory."""
-    wanted: torch.dtype = getattr(torch, dtype) if dtype else tensor.dtype
-    return tensor.to(wanted) if tensor.is_floating_point() and wanted.itemsize < tensor.itemsize else tensor

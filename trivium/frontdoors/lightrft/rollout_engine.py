@@ -18,6 +18,7 @@ from trivium.explorer import Explorer, check_failures
 from trivium.frontdoors.lightrft.arguments import MAX_NEW_TOKENS
 from trivium.frontdoors.lightrft.loaded_prompts import PromptBatch, PromptRenderer, task_of
 from trivium.models.images import Images, images_of
+from trivium.models.placement import narrowed
 from trivium.randomness import SampleKey
 from trivium.types import Group, Sampling, Task, Trajectory
 from trivium.workflows.single_turn import SingleTurn
@@ -160,9 +161,11 @@ class Rollouts:
                 decode=self._renderer.decode,
                 threads=torch.get_num_threads(),
             )
-            await self._engine.load(version, list(self._weights()))
-        elif self._engine.version != version:
-            await self._engine.load(version, list(self._weights()))
+        elif self._engine.version == version:
+            return self._engine
+        # Gathered from all ranks one by one; the engine wants them together, in no more bytes than it keeps.
+        weights = [(name, narrowed(tensor, self._engine.config.dtype)) for name, tensor in self._weights()]
+        await self._engine.load(version, weights)
         return self._engine
 
     def close(self) -> None:
