@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import numpy as np
 from pydantic import Field
 
+from trivium.concurrency import ProcessLife
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.engines.loads import LoadOrder
 from trivium.engines.servable import check_request
@@ -384,6 +386,7 @@ class VllmEngine:
                     "its log above says why: a context may need more than engine.cache_gib, and on a CPU the heads of "
                     "attention have 32, 64, 80, 96, 112, 128 or more numbers; or use engine.kind torch",
                 ) from error
+        await llm.collective_rpc("end_with", args=(*astuple(ProcessLife.of(os.getpid())), str(self._directory)))
         await self._give(llm, self._version, self._weights)
         _log.info("vLLM is ready after %.0f s", time.monotonic() - began)
         return llm
@@ -416,7 +419,7 @@ def _arguments(config: VllmEngine.Config, model_dir: Path) -> dict[str, Any]:
         "max_num_batched_tokens": config.prefill_tokens,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "worker_extension_cls": "trivium.engines.vllm_worker.WeightReader",
+        "worker_extension_cls": "trivium.engines.vllm_worker.TriviumWorker",
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
