@@ -20,6 +20,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trivium.errors import ConfigError, TriviumError
+from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
 from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
@@ -97,7 +99,7 @@ class Pack:
     copies: bool = False
     """Whether a token may have several cells: those of the segments that others attend to copies of."""
     order: torch.Tensor | None = None
-    """(T,) int64: where the tokens lie when ranks share sequences that share tokens; None: as they are listed."""
+    """(T,) int64: where the tokens lie when ranks share sequences; None: as they are listed."""
     images: PlacedImages | None = None
     """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
 
@@ -260,7 +262,11 @@ def packed_attention(
         tokens = [x.to(dtype) for x in tokens]
     if trivium_sequence is not None:
         tokens = heads_apart(tokens, trivium_sequence)
-    attend = _attend_in_tree if trivium_pack.trunks else _attend_in_grids
+    backend = None if device == "cpu" else backend_for(tokens[0], tokens[2])
+    if backend in KERNELS:
+        attend = partial(_attend_in_runs, kernel=KERNELS[backend])
+    else:
+        attend = _attend_in_tree if trivium_pack.trunks else _attend_in_grids
     with torch.autocast(device, enabled=False):
         output = attend(tokens, trivium_pack, scaling, sliding_window)
     return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
@@ -276,9 +282,12 @@ def _attend_in_grids(
     for rows, length in batch.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
         window = _window(length, sliding_window, q.device)
-        grid = scaled_dot_product_attention(
-            q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if q.is_cuda:
+            grid = dense_attention(q, k, v, window, scaling)
+        else:
+            grid = scaled_dot_product_attention(
+                q, k, v, attn_mask=window, is_causal=window is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
         outputs.append(grid.transpose(1, 2).flatten(0, 1))
         offset += rows * length
     return torch.cat(outputs).index_select(0, batch.collect)
@@ -291,10 +300,23 @@ def _attend_in_tree(
     number, positions = len(batch.tokens), batch.positions if batch.positions.dim() == 1 else batch.positions[0]
     rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
-    output = tree_attention(q, k, v, rows, scaling, sliding_window)
-    whole = output.new_zeros(len(tokens[0]), *output.shape[1:])
+    return _at_rows(batch, tree_attention(q, k, v, rows, scaling, sliding_window), len(tokens[0]))
+
+
+def _attend_in_runs(
+    tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None, kernel: Kernel
+) -> torch.Tensor:
+    """The same by a kernel that takes sequences of any lengths; rows that hold no token of the pack are zero."""
+    number, runs = len(batch.tokens), runs_of(batch.segments, batch.tokens.device)
+    listed = [x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens]
+    return _at_rows(batch, attend_in_runs(listed, runs, scaling, sliding_window, kernel), len(tokens[0]))
+
+
+def _at_rows(batch: Pack, output: torch.Tensor, count: int) -> torch.Tensor:
+    """(T, H, D) of the tokens as they are listed -> (count, H, D), where they lie."""
+    whole = output.new_zeros(count, *output.shape[1:])
     if batch.order is None:
-        return torch.cat([output, whole[number:]])
+        return torch.cat([output, whole[len(output) :]])
     return whole.index_copy(0, batch.order, output)
 
 
@@ -349,7 +371,8 @@ class Backbone:
             spread = replace(batch, order=places)
         else:
             cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
-            spread = replace(batch, spread=places[batch.spread], collect=cells.index_copy(0, places, batch.collect))
+            cells.index_copy_(0, places, batch.collect)
+            spread = replace(batch, spread=places[batch.spread], collect=cells, order=places)
         hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
