@@ -516,6 +516,15 @@ class Monitor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class FileMonitor(Protocol):
+    """A monitor that keeps tables and files beside metrics."""
+
+    def keep_file(self, path: Path) -> None:
+        """Keeps a copy of a file of the run directory: the report of a run that is finished."""
+        ...
+
+
 class TrainerProtocol(Protocol):
     """What `loops.train_loop` needs of a trainer; see `trivium.trainer.Trainer`."""
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -500,11 +501,11 @@ def _origin(groups: Sequence[Group]) -> Metrics:
 
 
 def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """The best and the worst rollout of a step, as rows of a table."""
+    """The best and the worst rollout of a step, and one that failed, as rows of a table."""
     rollouts = [(trajectory.reward, group, trajectory) for group in groups for trajectory in group.alive]
-    if not rollouts:
-        return []
-    extremes = {id(row[2]): row for row in (pick(rollouts, key=lambda row: row[0]) for pick in (max, min))}
+    chosen = [pick(rollouts, key=lambda row: row[0]) for pick in (max, min) if rollouts]
+    failed = ((0.0, group, each) for group in groups for each in group.trajectories if each.failure is not None)
+    extremes = {id(row[2]): row for row in (*chosen, *islice(failed, 1))}
     return [
         {
             "task": group.task.task_id,
@@ -514,6 +515,9 @@ def examples_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
             **trajectory.rewards,
             "version": group.oldest_version,
             "tokens": trajectory.num_tokens,
+            **(
+                {} if trajectory.failure is None else {"reward": None, "failure": described_failure(trajectory.failure)}
+            ),
         }
         for reward, group, trajectory in extremes.values()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,11 +36,9 @@ def graded(prompt: str, completion: str) -> float:
     return sum(map(ord, completion)) % 7 / 7
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose tasks, rewards and name try to break out of the page."""
-    path = tmp_path_factory.mktemp("report") / "run <b>&"
-    config: dict[str, Any] = {
+def config_of(path: Path) -> dict[str, Any]:
+    """Tasks and rewards that try to break out of the page."""
+    return {
         "run": {"dir": str(path), "keep": "tokens"},
         "model": {
             "kind": "tiny",
@@ -56,7 +55,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "schedule": {"steps": 3, "groups_per_step": 2, "group_size": 6},
         "monitors": [{"kind": "jsonl"}],
     }
-    run(config_from_mapping(config))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "run <b>&"
+    run(config_from_mapping(config_of(path)))
     return path
 
 
@@ -135,3 +139,31 @@ def test_curves_are_broken_where_steps_are_missing() -> None:
     assert drawn.count("<polyline") == 2
     assert "&lt;stage&gt;" in drawn
     assert line_chart("one", [Curve("a", "", "", [5], [2.0])], []).count("<circle") == 1
+
+
+# SQLAlchemy warns about a feature that MLflow's own queries use.
+@pytest.mark.filterwarnings("ignore:.*noload.*:DeprecationWarning")
+def test_wandb_and_mlflow_get_the_rollouts_of_each_step_and_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monitors = [{"kind": "jsonl"}, {"kind": "wandb", "mode": "offline"}, {"kind": "mlflow"}]
+    path = tmp_path / "run"
+    run(config_from_mapping({**config_of(path), "monitors": monitors}))
+    report = (path / "report.html").read_text(encoding="utf-8")
+    assert "3 of 3" in report
+    (kept,) = path.glob("wandb/**/*.html")
+    assert kept.read_text(encoding="utf-8") == report
+    (kept,) = path.glob("mlflow-artifacts/**/*.html")
+    assert kept.read_text(encoding="utf-8") == report
+    theirs = [json.loads(each.read_text()) for each in path.glob("wandb/**/rollout_examples*.table.json")]
+    ours = [json.loads(each.read_text()) for each in path.glob("mlflow-artifacts/**/step-00000*.json")]
+    assert len(theirs) == len(ours) == 3
+    for table in (*theirs, *ours):
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        assert {"task", "prompt", "reply", "reward", "tokens", "version"} <= set(rows[0])
+        assert rows[0]["reward"] >= rows[1]["reward"]
+    assert any("failure" in table["columns"] for table in theirs)

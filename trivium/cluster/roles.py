@@ -31,6 +31,7 @@ from trivium.runtime.build import (
     open_store,
 )
 from trivium.runtime.main_loop import run_in_loop
+from trivium.viewer.report import send_report
 
 
 def make_buffer(spec: StageSpec) -> Buffer:
@@ -58,6 +59,8 @@ def train(name: str, spec: StageSpec, shared: SharedActors, record: dict[str, An
             parts = build_parts(stage, endpoints, trainer)
             running = run(parts if ranks is None else replace(parts, watch=ranks.actors.watch))
             run_in_loop(running, stage.config.workflow.deadline_s)
+            if stage.is_last:
+                send_report(monitor, stage.run_dir)
             return trainer.run_record
         finally:
             trainer.engine.close()

@@ -242,8 +242,9 @@ class RunSection(Config):
     too unless the buffer is shared; `bench` evaluates every checkpoint of the run, in order."""
     explorer: str = free("", pattern=r"^[\w.-]*$")
     """Name of the explorer that this command starts; empty generates a unique one."""
-    enable_preview: bool = free(False)
-    """Whether monitors get a table of rollouts (best and worst of each step) whenever weights are published."""
+    enable_preview: bool | None = free(None)
+    """Whether monitors get a table of rollouts (best, worst and a failed one of each step) whenever weights are
+    published; unset: where a monitor keeps tables and files (`wandb`, `mlflow`)."""
     keep: Literal["rollouts", "tokens"] = free("rollouts")
     """What the run directory keeps of each step: the rollouts, or with `tokens` also what the step computed for each
     of their tokens (advantages, log-probabilities of trainer and reference, ...), which `trivium rollouts` shows."""

@@ -7,7 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from trivium.metrics import checked
-from trivium.protocols import Monitor
+from trivium.protocols import FileMonitor, Monitor
+
+
+def file_monitors(monitor: Monitor) -> list[FileMonitor]:
+    """Those behind a monitor that keep files."""
+    behind = monitor.monitors if isinstance(monitor, FanOut) else (monitor,)
+    return [each for each in behind if isinstance(each, FileMonitor)]
 
 
 class FanOut:

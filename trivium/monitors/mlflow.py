@@ -81,6 +81,10 @@ class MlflowMonitor:
         table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
         self._client.log_dict(self._run_id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
 
+    def keep_file(self, path: Path) -> None:
+        """As an artifact."""
+        self._client.log_artifact(self._run_id, str(path))
+
     def state(self) -> dict[str, Any]:
         """Nothing: MLflow cannot forget values, and the run directory remembers the run."""
         return {}

@@ -95,6 +95,10 @@ class WandbMonitor:
         table = self._wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
         self._run.log({"step": step, name: table})
 
+    def keep_file(self, path: Path) -> None:
+        """As a page of the run, and among its files."""
+        self._run.log({path.stem: self._wandb.Html(str(path), inject=False)})
+
     def state(self) -> dict[str, Any]:
         """Nothing: W&B cannot forget rows, and the run directory remembers the run."""
         return {}

@@ -28,7 +28,7 @@ from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
-from trivium.monitors.fanout import FanOut
+from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
 from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
@@ -228,7 +228,7 @@ def build_trainer(
         tasks=partial(build_tasks, config),
         algorithm=algorithm,
     )
-    explored = capabilities_of(buffer).explored
+    explored, preview = capabilities_of(buffer).explored, config.run.enable_preview
     log = StepLog(stage.run_dir, schedule, described_machine(config, stage.threads))
     keep = partial(keep_step, stage.run_dir, log, tokens=config.run.keep == "tokens")
     return make(
@@ -247,7 +247,7 @@ def build_trainer(
         max_failed_fraction=config.workflow.max_failed_fraction,
         saves_asynchronously=config.checkpoint.asynchronous,
         keeps_versions=capabilities_of(resolve("channels", config.sync.method)).uses_directory,
-        enable_preview=config.run.enable_preview,
+        enable_preview=bool(file_monitors(monitor)) if preview is None else preview,
         keep=keep if explored and not capabilities_of(buffer).shared else None,
         keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
         published=log.published,

@@ -49,6 +49,7 @@ from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, ranks_here, this_rank
 from trivium.types import TRAINER
+from trivium.viewer.report import send_report
 
 _log = logging.getLogger("trivium")
 _CARRIED = (
@@ -181,6 +182,7 @@ def _local_session(
 
     try:
         yield train_stage
+        send_report(monitor, run_dir)
     finally:
         monitor.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,8 +22,10 @@ import yaml
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.errors import RunDirError, TriviumError
+from trivium.monitors.fanout import file_monitors
 from trivium.monitors.health import Finding
 from trivium.monitors.identity import settings_of
+from trivium.protocols import Monitor
 from trivium.runtime.build import explain
 from trivium.runtime.doctor import diagnose
 from trivium.runtime.recorded_run import RecordedRun
@@ -32,6 +35,7 @@ from trivium.viewer.line_chart import line_chart, shown
 from trivium.viewer.rollout_data import VALUES, Place, RecordedGroups, piecewise, rollout_values
 from trivium.viewer.run_data import CHARTS, curves, keys_of, marks, matching, run_verdict
 
+_log = logging.getLogger("trivium")
 _EXAMPLES = 3
 """Rollouts of each kind."""
 _TOKENS = 600
@@ -50,6 +54,18 @@ def write_report(run_dir: Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(out, report_of(run_dir))
     return out
+
+
+def send_report(monitor: Monitor, run_dir: Path) -> None:
+    """Gives the monitors that keep files the report of a run; what goes wrong with it is logged, as the run is done."""
+    keeping = file_monitors(monitor)
+    try:
+        path = write_report(run_dir, run_dir / "report.html") if keeping else None
+    except (TriviumError, OSError) as error:
+        _log.error("no report was written: %s", error)
+        return
+    for each in keeping if path is not None else ():
+        each.keep_file(path)
 
 
 def report_of(run_dir: Path) -> str:
@@ -85,19 +101,27 @@ def _summary(run: RecordedRun) -> str:
     stages = run.config.stage_configs()
     facts = {"model": _model(run), "algorithm": " → ".join(stage.algorithm.kind for stage in stages)}
     for name in ("accuracy", "reward", "held_out"):
-        before, after = (summary.get(f"{name}_{end}") for end in ("before", "after"))
+        before, after = (summary.get(f"{name}_{end}", value) for end, value in _ends(rows, name).items())
         if before is not None and after is not None:
             both = [f"{value:.1%}" if name == "accuracy" else shown(value) for value in (before, after)]
             facts[{"held_out": "held-out loss"}.get(name, name)] = " → ".join(both)
     done = max((int(row["step"]) for row in rows), default=0)
-    facts["steps"] = f"{done} of {sum(stage.schedule.steps for stage in stages)}" + ("" if summary else ", unfinished")
-    facts["time"] = _duration(summary["seconds"]) if "seconds" in summary else "–"
+    facts["steps"] = f"{done} of {sum(stage.schedule.steps for stage in stages)}"
+    measured = sum(row.get("time/step", 0.0) + row.get("time/evaluate", 0.0) for row in rows)
+    facts["time"] = _duration(summary.get("seconds", measured))
     facts["seed"] = str(run.config.run.seed)
     return (
         '<dl class="facts">'
         + "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
         + "</dl>"
     )
+
+
+def _ends(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, float | None]:
+    """What the first and the last evaluation measured, for a run without a summary."""
+    keys = (f"/{name}",) if name != "held_out" else ()
+    values = [row[key] for row in rows for key in row if key.startswith("eval/") and key.endswith(keys)]
+    return {"before": values[0] if values else None, "after": values[-1] if values else None}
 
 
 def _model(run: RecordedRun) -> str:
