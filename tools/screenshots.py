@@ -13,7 +13,7 @@ from browser import Page, browser
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 READY = {
-    "overview": "document.querySelectorAll('figure canvas').length >= 6 && document.querySelector('.card pre')",
+    "overview": "document.querySelectorAll('figure canvas').length >= 6 && document.querySelector('.verdict pre')",
     "rollouts": "document.querySelector('.member .t')",
     "timeline": "document.querySelector('table.plain')",
     "compare": "document.querySelectorAll('.compare .member').length === 2",
@@ -37,6 +37,9 @@ def take(page: Page, url: str) -> None:
             page.open("about:blank")
             page.open(url + address)
             page.wait(READY[view])
+            if view == "timeline":
+                for _ in range(5):  # a few steps of it
+                    page.press("+")
             if view == "rollouts":
                 x, y = page.evaluate(
                     "(({x, y}) => [x + 3, y + 3])(document.querySelector('.member .t').getBoundingClientRect())"

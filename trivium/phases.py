@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from trivium.checkpoint.atomic import writing
+from trivium.errors import StorageError
 
 if TYPE_CHECKING:
     from trivium.types import Batch, Metrics
@@ -214,13 +215,16 @@ def spans_to(path: Path) -> Generator[None]:
     """The spans of this process go to a file while the block runs."""
     file = SpanFile(path)
     _span_files.append(file)
+    failed = True
     try:
         yield
+        failed = False
     finally:
         for each in tuple(_busy):
             each.cut()
         _span_files.remove(file)
-        file.flush()
+        with suppress(StorageError) if failed else nullcontext():  # the first error is the one to be told
+            file.flush()
 
 
 def add_span(lane: str, name: str, start: float, stop: float, **about: float) -> None:

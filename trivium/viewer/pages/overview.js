@@ -145,7 +145,7 @@ export function overview(root, runs) {
       legend: { show: false },
       cursor: { sync: { key: "step" }, drag: { x: true, y: false }, points: { size: 7 } },
       hooks: {
-        drawClear: [(chart) => marks(chart, runs)],
+        draw: [(chart) => marks(chart, runs)],
         setCursor: [(chart) => legend(plot, chart.cursor.idx)],
       },
     }, data, plot.area);

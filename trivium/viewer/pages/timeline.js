@@ -91,7 +91,9 @@ export function timeline(root, runs) {
           hits.push({ left, right, top: y + depth * ROW, lane: lane.name, name, number, about, seconds: stop - start, start });
           if (right - left > 60 && number === 1) {
             ctx.fillStyle = name === "wait" || name === "train" ? variable("--text") : theme() === "dark" ? "#10141a" : "#fff";
-            ctx.fillText(`${name} ${seconds(stop - start)}`, Math.max(left, LABEL) + 5, y + depth * ROW + ROW / 2, right - Math.max(left, LABEL) - 8);
+            const room = right - Math.max(left, LABEL) - 8;
+            const label = [`${name} ${seconds(stop - start)}`, name, ""].find((text) => ctx.measureText(text).width <= room);
+            ctx.fillText(label, Math.max(left, LABEL) + 5, y + depth * ROW + ROW / 2);
           }
         }
       });
