@@ -252,6 +252,8 @@ function marks(chart, runs) {
   const { ctx, bbox } = chart;
   ctx.save();
   ctx.font = `${10 * devicePixelRatio}px system-ui`;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
   ctx.lineWidth = devicePixelRatio;
   const seen = new Map();
   for (const run of runs) for (const mark of run.marks) {
