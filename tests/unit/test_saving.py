@@ -20,7 +20,7 @@ from trivium.errors import RoleFailed, RunDirError
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
 from trivium.training import snapshot as saving
-from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import ALONE, Ranks, join_ranks
 from trivium.training.snapshot import TensorFile
@@ -181,7 +181,7 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         return ranks, engine
 
     if rank > 0:
-        serve_rank("cpu", lambda dtype: build(dtype)[1])
+        serve_rank("cpu", lambda dtype: RankVerbs(build(dtype)[1]))
         return {}
     found: dict[str, Any] = {}
     for dtype in TYPES:
