@@ -5,7 +5,7 @@ What it needs of torch and transformers takes a second to import, which reading 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,12 +82,12 @@ def full_scalar(value: torch.Tensor) -> torch.Tensor:
 
 
 class OnShards(TorchFunctionMode):
-    """Within it, `function`, which changes lists of tensors in place and element by element, gets this rank's shards.
-    DTensor would derive how each argument is sharded, which takes seconds at the first step."""
+    """Within it, torch's function of this name, which changes lists of tensors in place and element by element, gets
+    this rank's shards. DTensor would derive how each argument is sharded, which takes seconds at the first step."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._function = function
+        self._function = getattr(torch, name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self._function:

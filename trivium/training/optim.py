@@ -123,12 +123,12 @@ class Optimizer:
                 f"the gradient norm is {float(norm)}{self._origin(origin)}; the weights are as they were before",
                 "look at the losses and log-probabilities of the last steps; lower the learning rate or max_grad_norm",
             )
-        with OnShards(torch._foreach_mul_):
+        with OnShards("_foreach_mul_"):
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_grad_norm, norm)
         for group in self._optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         self.steps_started += 1
-        with OnShards(torch._fused_adamw_):
+        with OnShards("_fused_adamw_"):
             self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
