@@ -185,7 +185,7 @@ def _refused(port: int) -> str:
         try:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
-            return error.strerror
+            return error.strerror or str(error)
     return ""
 
 

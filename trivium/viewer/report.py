@@ -59,12 +59,14 @@ def write_report(run_dir: Path, out: Path) -> Path:
 def send_report(monitor: Monitor, run_dir: Path) -> None:
     """Gives the monitors that keep files the report of a run; what goes wrong with it is logged, as the run is done."""
     keeping = file_monitors(monitor)
+    if not keeping:
+        return
     try:
-        path = write_report(run_dir, run_dir / "report.html") if keeping else None
+        path = write_report(run_dir, run_dir / "report.html")
     except (TriviumError, OSError) as error:
         _log.error("no report was written: %s", error)
         return
-    for each in keeping if path is not None else ():
+    for each in keeping:
         each.keep_file(path)
 
 
@@ -169,7 +171,7 @@ def _objective(run: RecordedRun) -> str:
 
 def _setup(run: RecordedRun) -> str:
     """Config and machine."""
-    machine = next((record.machine for record in reversed(run.steps.values()) if record.machine), {})
+    machine = next((record.machine for record in reversed([*run.steps.values()]) if record.machine), {})
     config = "".join(_table_row(key, value) for key, value in settings_of(run.path).items() if value not in (None, ""))
     return (
         f"<section><h2>Environment</h2><table>{''.join(_table_row(*item) for item in machine.items()) or 'not noted'}"
