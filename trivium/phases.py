@@ -179,7 +179,7 @@ class SpanFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._began = path, time.monotonic()
-        self._lines = [json.dumps({"session": round(time.time(), 3), "pid": os.getpid()})]
+        self._lines = [json.dumps({"session": round(time.time(), 6), "pid": os.getpid()})]
         self._flushed, self._lock = self._began, Lock()
 
     def add(self, lane: str, name: str, start: float, stop: float, about: Mapping[str, float]) -> None:

@@ -15,12 +15,14 @@ from trivium.buffers.journal import write_groups
 from trivium.buffers.rollouts import Rollout, read_rollouts
 from trivium.config import config_from_mapping
 from trivium.errors import RunDirError
+from trivium.phases import SPANS, Busy, span, spans_to
 from trivium.runtime.launch import run
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.rollout_view import decoder
 from trivium.types import Group, StopReason, Task, Trajectory, Turn
 from trivium.viewer.rollout_data import RecordedGroups, group_row, piecewise, rollout_values, token_values
 from trivium.viewer.run_data import CHARTS, Mark, curves, keys_of, marks, matching, run_verdict
+from trivium.viewer.timeline import chrome_trace, lanes, read_spans
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +159,28 @@ def test_tokens_that_make_one_character_together_have_it_at_the_first() -> None:
     pieces = piecewise(decode)
     assert pieces([1, 2, 3, 1]) == ["a", "é", "", "a"]
     assert pieces([4, 1]) == ["\ufffd", "a"]
+
+
+def test_spans_of_two_sessions_are_lanes_and_what_goes_on_at_once_is_one_span(tmp_path: Path) -> None:
+    path = tmp_path / SPANS / "main.jsonl"
+    with spans_to(path):
+        busy = Busy("explorer-0", "generate")
+        with busy, busy, span("trainer", "wait", step=1):
+            pass
+    path.write_bytes(path.read_bytes() + b'["trainer", "upd')  # killed while it wrote
+    with spans_to(path), span("trainer", "train", step=1), span("trainer", "update/policy"):
+        pass
+    spans = read_spans(tmp_path)
+    assert [(each.lane, each.name, each.about) for each in spans] == [
+        ("explorer-0", "generate", {"count": 2}),
+        ("trainer", "wait", {"step": 1}),
+        ("trainer", "train", {"step": 1}),
+        ("trainer", "update/policy", {}),
+    ]
+    drawn = lanes(tmp_path, None, None)
+    assert [lane["name"] for lane in drawn["lanes"]] == ["trainer", "explorer-0"]
+    events = [event for event in chrome_trace(tmp_path)["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in events] == ["wait", "train", "update/policy", "generate"]
+    with spans_to(tmp_path / SPANS / "other.jsonl"):
+        pass
+    assert not (tmp_path / SPANS / "other.jsonl").exists()  # a process that did nothing of note leaves no file
