@@ -197,11 +197,11 @@ def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
-    """The policy is more than 1 nat a token away from the reference (`train/ref_kl`), or moves more than 0.2 within a
+    """The policy is more than 1 nat a token away from the reference (`train/ref_kl`), or moves more than 0.3 within a
     step (`train/kl`)."""
     for key, bound, what in (
         ("train/ref_kl", 1.0, "away from the reference"),
-        ("train/kl", 0.2, "away within a step"),
+        ("train/kl", 0.3, "away within a step"),
     ):
         now = evidence.recent(key)
         if now is not None and now > bound:
