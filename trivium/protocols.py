@@ -412,7 +412,8 @@ class Buffer(Protocol):
         ...
 
     async def drain(self, version: int) -> None:
-        """Waits until every slot that `version` admits is rolled out, by any explorer."""
+        """Waits until every slot that `version` admits is rolled out, by any explorer, or its groups could only be too
+        stale for the step that is trained."""
         ...
 
     async def advance(self, owner: str, version: int) -> None:

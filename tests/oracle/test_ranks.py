@@ -21,7 +21,7 @@ from unit.training_parts import VOCABULARY, Parts, write_model
 from trivium.algorithms import ValueObjective, catalogue
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import TrainEngine
-from trivium.training.data_parallel import DistributedTrainEngine
+from trivium.training.data_parallel import DistributedTrainEngine, RankVerbs
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.ranks import ALONE, Ranks, join_ranks
 from trivium.training.torchrun import TorchrunRanks, serve_rank, stop_ranks
@@ -249,7 +249,7 @@ def on_ranks(rank: int, size: int, directory: Path, batches: Mapping[str, Batch]
         return ranks, make_engine(directory, how, ranks, max_tokens=30)
 
     if rank > 0:
-        serve_rank("cpu", lambda name: build(name)[1])
+        serve_rank("cpu", lambda name: RankVerbs(build(name)[1]))
         return {}
     done = {}
     for name, how in WAYS[size].items():

@@ -222,11 +222,12 @@ def test_the_demo_tells_people_what_came_out(capsys: pytest.CaptureFixture[str])
             "seconds": 61.2,
             "run_dir": "runs/x",
             "learning_curve": "runs/x/curve.png",
+            "report": "runs/x/report.html",
         }
     )
     shown = capsys.readouterr().out
     assert "50.0% before RL, 97.5% after" in shown
-    for words in ("61 s", "runs/x\n", "runs/x/curve.png"):
+    for words in ("61 s", "runs/x\n", "runs/x/curve.png", "runs/x/report.html"):
         assert words in shown
 
 

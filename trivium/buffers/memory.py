@@ -15,8 +15,8 @@ from trivium.buffers.slots import (
     COUNTERS,
     SlotsState,
     StoredGroup,
-    admitted,
     bound,
+    drained,
     kept_on_resume,
     log_retries,
     may_be_judged_again,
@@ -155,10 +155,12 @@ class MemoryBuffer:
             return self._cancelled.pop(owner)
 
     async def drain(self, version: int) -> None:
-        """Waits until every slot that `version` admits is finished."""
+        """Waits until nothing more is rolled out with `version`."""
         async with self._changed:
             await self._wait(
-                lambda: min((*self._leases, self._free_slot)) >= admitted(self.schedule, self._counts, version),
+                lambda: drained(
+                    self.schedule, self._counts, self._trains, version, min((*self._leases, self._free_slot))
+                ),
                 lambda: waiting_drain(version, len(self._leases)),
             )
 

@@ -35,6 +35,12 @@ def bound(schedule: Schedule, counts: Mapping[str, int], trains: int, loaded: in
     return admitted(schedule, counts, loaded)
 
 
+def drained(schedule: Schedule, counts: Mapping[str, int], trains: int, version: int, lowest: int) -> bool:
+    """Whether no explorer rolls out anything more with `version`; `lowest` is the lowest slot that is leased or free.
+    Where its groups could only be too stale, none does, though groups of later slots that were dropped admit more."""
+    return version < oldest_version(schedule, trains) or lowest >= admitted(schedule, counts, version)
+
+
 def oldest_version(schedule: Schedule, trains: int) -> int:
     """The version that no group may be older than when `trains` is trained on it."""
     return trains - schedule.max_staleness

@@ -167,7 +167,7 @@ class SqlBuffer:
         )
 
     async def drain(self, version: int) -> None:
-        """Waits until every slot that `version` admits is finished."""
+        """Waits until nothing more is rolled out with `version`."""
         await self._when(
             lambda slots: slots.drained(version),
             lambda slots: slots.drained(version) or None,

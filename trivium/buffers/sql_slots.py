@@ -28,8 +28,8 @@ from trivium.buffers.slots import (
     COUNTERS,
     SlotsState,
     StoredGroup,
-    admitted,
     bound,
+    drained,
     kept_on_resume,
     log_retries,
     next_attempt,
@@ -286,11 +286,11 @@ class Slots:
         self._train(self.head["trains"] - 1)  # the next groups are for the same step
 
     def drained(self, version: int) -> bool:
-        """Whether every slot that `version` admits is finished. Raises StopAsyncIteration like `due`."""
+        """Whether nothing more is rolled out with `version`. Raises StopAsyncIteration like `due`."""
         self._check_open()
         leased = self._first(SlotState.LEASED)
         lowest = min(self.free_slot(), self.head["next_slot"] if leased is None else leased.slot)
-        return lowest >= admitted(self._schedule, self.head, version)
+        return drained(self._schedule, self.head, self.head["trains"], version, lowest)
 
     def free_slot(self) -> int:
         """The lowest slot that could be leased."""

@@ -126,6 +126,22 @@ async def _check_admission(make: MakeBuffer) -> None:
     await _refused(buffer.put("other", _group(Lease(4))), "only who leased a slot puts its group")
     await _refused(buffer.put("e", _group(Lease(77))), "only what was leased is put")
 
+    buffer = await _opened(make, "left behind", _schedule())
+    for lease in [await _lease(buffer) for _ in range(2)]:
+        await buffer.put("e", _group(lease))
+    await buffer.take(2, 0)
+    await buffer.advance("ahead", 1)
+    later = [await buffer.lease("ahead") for _ in range(2)]
+    assert later[1] is not None
+    await buffer.put("ahead", _group(later[1], 1).refused("a filter"))
+    await buffer.release("ahead")  # the slot before the one that was dropped is free again
+    draining = asyncio.ensure_future(buffer.drain(0))
+    require(
+        bool((await asyncio.wait({draining}, timeout=5))[0]), "drain returns where a version is too old for any slot"
+    )
+    await buffer.advance("e", 1)
+    require(await buffer.lease("e") == later[0], "a slot is issued again when its explorer is gone")
+
 
 async def _check_eviction(make: MakeBuffer) -> None:
     buffer = await _opened(make, "eviction", _schedule(max_staleness=1, max_attempts=2))
