@@ -102,6 +102,7 @@ class _Classifier:
     """A sequence classifier of transformers."""
 
     def __init__(self, config: ModelReward.Config, path: Path) -> None:
+        import torch
         from transformers import AutoTokenizer
 
         from trivium.models.classifier import head_names_of, head_weights, load_classifier
@@ -113,7 +114,8 @@ class _Classifier:
                 "its tokenizer has no chat template, or no end of sequence",
                 "save chat_template.jinja and eos_token in the directory",
             )
-        self._model = load_classifier(path, dtype=config.dtype, device=_device(config))
+        dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+        self._model = load_classifier(path, dtype=dtype, device=_device(config))
         self._weights = head_weights(head_names_of(self._model), config.heads, f"the reward model {path}")
         self._label = config.label
 
