@@ -89,22 +89,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--of-rank", nargs=2, type=Path, help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    if said.of_rank:
-        print(json.dumps(on_rank(*said.of_rank)))
+    options = parser.parse_args()
+    if options.of_rank:
+        print(json.dumps(on_rank(*options.of_rank)))
         return
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        layers = max(1, round((said.gigabytes * 1e9 - 8 * 1024 * _VOCABULARY) / _LAYER_BYTES))
+        layers = max(1, round((options.gigabytes * 1e9 - 8 * 1024 * _VOCABULARY) / _LAYER_BYTES))
         paths = write_model(Path(folder, "small"), 1, 64), write_model(Path(folder, "large"), layers)
         port = free.getsockname()[1]
         free.close()
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(said.ranks)}
+        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
         command = [sys.executable, __file__, "--of-rank", *map(str, paths)]
         ranks = [
             subprocess.Popen(
                 command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
             )
-            for rank in range(said.ranks)
+            for rank in range(options.ranks)
         ]
         rows = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
     for rank, row in enumerate(rows):

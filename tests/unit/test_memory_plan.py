@@ -303,9 +303,9 @@ class TestPlan:
         assert there["each rank, host"]["checkpoint copy"] == here["each rank, host"]["checkpoint copy"]
         assert there["needed"]["host"] > here["needed"]["host"]
 
-    @pytest.mark.parametrize(("said", "gpu"), [(QWEN_1B5, 24), (QWEN_7B, 80)])
-    def test_the_preset_fits_its_gpu(self, said: dict[str, Any], gpu: int, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(said))
+    @pytest.mark.parametrize(("shape", "gpu"), [(QWEN_1B5, 24), (QWEN_7B, 80)])
+    def test_the_preset_fits_its_gpu(self, shape: dict[str, Any], gpu: int, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(shape))
         (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
         (tmp_path / "model.safetensors").touch()
         rows = [f"tasks.{name}.path={tmp_path / 'rows.jsonl'}" for name in ("train", "test")]

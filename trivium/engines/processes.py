@@ -16,6 +16,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from trivium.engines.pool import EnginePool, Replica
+from trivium.errors import TriviumError
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
@@ -70,9 +71,17 @@ class EngineHost:
                 version, in_flight = value
                 result = await self._engine.load(version, weights, in_flight=in_flight)
             answer = number, result, None
-        except Exception as error:  # raised in the other process
-            answer = number, None, error
+        except Exception as error:  # raised in the other process, which may not know its class
+            answer = number, None, _portable(error)
         connection.send_bytes(pickle.dumps(answer))
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that any process can unpickle: one of Trivium's as it is, another as the failure of this engine."""
+    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
+        return error
+    _log.error("the engine of this process failed", exc_info=error)
+    return EngineFailure("a completion", f"{type(error).__name__}: {error}", "look at the log of its process")
 
 
 def _received(connection: Connection) -> Any:

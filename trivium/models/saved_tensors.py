@@ -183,7 +183,7 @@ def _header(path: Path) -> dict[str, Entry]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= size - 8:
-            raise _damaged(path, f"its header is said to have {length} bytes of {size}")
+            raise _damaged(path, f"it declares a header of {length} bytes; the file has {size}")
         text = file.read(length)
     entries = dict[str, Entry]()
     try:

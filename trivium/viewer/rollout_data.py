@@ -310,7 +310,7 @@ def _sequence(
 
 
 def token_values(sequence: TokenSequence) -> dict[str, list[float | None]]:
-    """Every value of the sequence's tokens by name: None where it says nothing about a token."""
+    """Every value of the sequence's tokens by name: None for a token that has no such value."""
     sampled, trained = sequence.policy_version != EXPERT_VERSION, sequence.response_mask
     columns = {name: array for name, array in sequence.columns.items() if array.ndim == 1}
     old = columns.get("old_log_prob")
