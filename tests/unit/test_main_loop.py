@@ -38,30 +38,55 @@ def test_the_loop_goes_on_where_a_task_would_end_it(error: BaseException) -> Non
     assert run_in_loop(main(), 60) == "finished"
 
 
-@pytest.mark.parametrize("before", [700, 0, 10**6])
-def test_the_garbage_collector_runs_seldom_in_the_loop_and_as_before_afterwards(before: int) -> None:
-    async def main() -> int:
-        return gc.get_threshold()[0]
+def settings() -> tuple[int, float]:
+    """Of the whole process: the garbage collector's first threshold, and the seconds a thread keeps the interpreter."""
+    return gc.get_threshold()[0], sys.getswitchinterval()
 
-    others = gc.get_threshold()
-    try:
-        gc.set_threshold(before, *others[1:])
-        assert run_in_loop(main(), 60) == (max(before, 50_000) if before else 0)
+
+async def settings_in_loop() -> tuple[int, float]:
+    return settings()
+
+
+# These run in processes of their own: loops that other tests left running would hold the settings.
+def settings_of_a_loop(started: Path) -> None:
+    for before in (700, 0, 10**6):
+        gc.set_threshold(before, 10, 10)
+        sys.setswitchinterval(0.005)
+        assert run_in_loop(settings_in_loop(), 60) == (max(before, 50_000) if before else 0, 0.0005)
         with pytest.raises(ZeroDivisionError):
             run_in_loop(raises(ZeroDivisionError()), 60)
-        assert gc.get_threshold() == (before, *others[1:])
-    finally:
-        gc.set_threshold(*others)
+        assert settings() == (before, 0.005)
 
 
-def test_threads_that_compute_do_not_wait_for_a_busy_loop() -> None:
-    before = sys.getswitchinterval()
+def settings_of_loops_that_overlap(started: Path) -> None:
+    """The first to begin ends first: what the second found is not what there was before both."""
+    before = settings()
+    began, ended = threading.Event(), threading.Event()
 
-    async def main() -> float:
-        return sys.getswitchinterval()
+    async def main() -> tuple[int, float]:
+        began.set()
+        await asyncio.to_thread(ended.wait, 60)
+        return settings()
 
-    assert run_in_loop(main(), 60) < before / 5
-    assert sys.getswitchinterval() == before
+    async def first() -> None:
+        other.start()
+        await asyncio.to_thread(began.wait, 60)
+
+    results: list[tuple[int, float]] = []
+    other = threading.Thread(target=lambda: results.append(run_in_loop(main(), 60)))
+    run_in_loop(first(), 60)
+    ended.set()
+    other.join(60)
+    assert results == [(50_000, 0.0005)]
+    assert settings() == before
+
+
+@pytest.mark.parametrize("work", [settings_of_a_loop, settings_of_loops_that_overlap])
+def test_the_process_collects_seldom_and_switches_often_only_while_a_loop_runs(
+    work: Callable[[Path], None], tmp_path: Path
+) -> None:
+    process = start(tmp_path, work)
+    assert process.wait(120) == 0, process.text
 
 
 class Odd(BaseException):
