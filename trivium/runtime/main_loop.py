@@ -75,9 +75,9 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
 
 
 class _Process:
-    """Settings of the whole process while at least one loop runs in it: the garbage collector searches seldom (unless its
-    first threshold is higher already, or 0: off), and a thread that computes gets the interpreter soon. Loops of several
-    threads overlap in any order: the first changes the settings, the last restores them.
+    """Settings of the whole process while at least one loop runs in it: the garbage collector searches seldom (unless
+    its first threshold is higher already, or 0: off), and a thread that computes gets the interpreter soon. Loops of
+    several threads overlap in any order: the first changes the settings, the last restores them.
     """
 
     def __init__(self) -> None:
