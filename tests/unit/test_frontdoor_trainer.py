@@ -9,24 +9,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trivium.algorithms import build_algorithm
 from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
+from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.monitors.jsonl import JsonlMonitor
+from trivium.runtime.build import Stage
 from trivium.tasks.drawings import png
 from trivium.tasks.pictures import read_image
 from trivium.text import hf_processor, hf_tokenizer
 from trivium.text.tiny import TinyModel
 from trivium.text.tiny_vision import TinyVisionModel
-from trivium.types import Batch, Message
+from trivium.types import Batch, Experience, Message
 
 pytest.importorskip("ray")
 
-from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, Role
+from trivium.cluster.stage_spec import StageSpec
+from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, RewardModelWorker, Role
+from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.dashboard import Dashboard
+from trivium.frontdoors.verl.model_workers import Work, WorkerConfig
 from trivium.frontdoors.verl.overridable import numbers
 from trivium.frontdoors.verl.run_setup import RunSetup
+from trivium.frontdoors.verl.sourced_sections import reward_model_dtype
 from trivium.frontdoors.verl.user_data import Sources
 
 
@@ -34,6 +42,16 @@ from trivium.frontdoors.verl.user_data import Sources
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = TinyModel.Config(alphabet="0123456789+=", layers=1, hidden=8, heads=1, mlp=8, max_position=64)
     return str(TinyModel(config, seed=0).materialize(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def plain_config(model: str, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"kind": "hf", "path": model},
+        "rewards": ["exact"],
+        "tasks": {"train": {"kind": "arithmetic"}},
+        "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
+    }
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -44,18 +62,43 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "says"), REFUSED)
 def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], says: str) -> None:
-    said = {
-        "run": {"dir": str(tmp_path / "run")},
-        "model": {"kind": "hf", "path": model},
-        "rewards": ["exact"],
-        "tasks": {"train": {"kind": "arithmetic"}},
-        "schedule": {"steps": 2, "groups_per_step": 4, "group_size": 2},
-    }
+    said = plain_config(model, tmp_path)
     roles = {Role.ActorRollout: ActorRolloutRefWorker}
     assert RayPPOTrainer(config_from_mapping(said), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
     with pytest.raises(ConfigError, match=says):
         RayPPOTrainer(config_from_mapping(merged(said, more)), hf_tokenizer(model), roles, None)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"reward_model": {"rollout": {"name": "vllm", "dtype": "bfloat16"}}}, torch.bfloat16),
+        ({"reward": {"reward_model": {"rollout": {"name": "vllm", "dtype": "bf16"}}}}, torch.bfloat16),
+        ({"reward_model": {"model": {"fsdp_config": {"dtype": "bf16"}}, "rollout": {"dtype": None}}}, torch.bfloat16),
+        (
+            {"reward_model": {"model": {"fsdp_config": {"model_dtype": "fp32"}}, "rollout": {"dtype": "bf16"}}},
+            torch.float32,
+        ),
+    ],
+)
+def test_a_reward_model_has_the_type_that_its_keys_name(
+    model: str, tmp_path: Path, section: dict[str, Any], dtype: torch.dtype
+) -> None:
+    scorer = ScoreModel(Path(model), dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    scorer.module.save_pretrained(tmp_path)
+    save_file(scorer.value_head.state_dict(), tmp_path / f"{VALUE_HEAD}.safetensors")
+    stage = Stage(config_from_mapping(plain_config(model, tmp_path)), 0, 0, True, tmp_path, Path(model))
+    chosen = reward_model_dtype(TABLE.read(section)) or "auto"
+    worker = RewardModelWorker(WorkerConfig(StageSpec.of(stage), tmp_path, chosen), "reward_model")
+    worker.init_model()
+    assert worker._learner is not None
+    assert {each.dtype for each in worker._learner.model.module.parameters()} == {dtype}
+    tokens = np.arange(6, dtype=np.int32)
+    one = Experience(tokens, tokens > 2, np.zeros(6, np.float32), np.zeros(6, np.int32), "g", 0)
+    (score,) = worker.compute_rm_score(Work(0, Batch((one,))))
+    assert np.isfinite(score)
 
 
 def test_long_validation_prompts_are_left_out_of_their_one_batch(model: str, tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "both are the same",
     ),
     ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
+    ({"reward_model__rollout__dtype": "float16"}, "reward_model.rollout.dtype", "float32 or bfloat16"),
     ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
     (
         {"reward_model__model__input_tokenizer": "/elsewhere"},

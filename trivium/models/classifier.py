@@ -72,7 +72,8 @@ def head_names_of(model: PreTrainedModel) -> tuple[str, ...]:
 def load_score_model(
     path: Path, *, dtype: torch.dtype, device: torch.device, heads: Mapping[str, float] | None = None
 ) -> ScoreModel:
-    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a sequence classifier.
+    """The reward model in a directory of either kind: a checkpoint's `reward/`, or a sequence classifier. Its weights
+    are of the type `dtype`; scores are float32.
 
     It has one output: of several heads the sum, weighted by `heads`. Raises DataError where it is neither kind, where
     the classifier's head is not one linear layer, and where `heads` names none of its heads, or has to and does not.
@@ -81,7 +82,7 @@ def load_score_model(
     if not saved.is_file() and not (path / "config.json").is_file():
         do = "name what `algorithm.kind: reward_model` trained (`reward/` of its checkpoint), or a sequence classifier"
         raise DataError(f"the reward model {path}", f"no config.json and no {saved.name} there", do)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "seed": 0}
+    how: dict[str, Any] = {"dtype": torch.float32, "weights": dtype, "device": device, "seed": 0}
     if saved.is_file():
         model = ScoreModel(path, **how)
     else:

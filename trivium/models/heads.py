@@ -335,13 +335,14 @@ class ValueModel(FilledModel):
         sequence: SequenceGroup | None = None,
         head: Mapping[str, torch.Tensor] | None = None,
         empty: bool = False,
+        weights: torch.dtype | None = None,
     ) -> None:
         """`source` is a Hugging Face directory, or a backbone of this type on this device, whose attention is replaced
         in place. `sequence` are the ranks that share every pack. `head` is the state of its head; None: what lies in
-        the directory, or else is drawn. `empty`: the weights of the directory are not read yet. Raises TriviumError for
-        a head of several outputs."""
+        the directory, or else is drawn. `empty`: the weights of the directory are not read yet. `weights` is the type
+        of a frozen backbone; values are computed in `dtype`. Raises TriviumError for a head of several outputs."""
         super().__init__()
-        how: dict[str, Any] = {"dtype": dtype, "device": device, "empty": empty}
+        how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "empty": empty}
         self.module = source if isinstance(source, nn.Module) else load_backbone(source, **how)
         self.device, self.dtype, self.autocast = device, dtype, False
         self._choose_arithmetic(autocast)

@@ -20,7 +20,7 @@ from trivium.frontdoors.verl.keys_of_models import (
     ROLLOUT,
     VAL,
 )
-from trivium.frontdoors.verl.keys_of_rewards import REWARDS, WHOLE
+from trivium.frontdoors.verl.keys_of_rewards import REWARD_MODEL_TYPES, REWARDS, WHOLE
 
 DATA: dict[str, Entry] = {
     "train_files": Mapped("tasks.train", type=Path),
@@ -187,6 +187,7 @@ _KEYS: dict[str, Entry] = {
     "critic.megatron": Ignored("Megatron is not built here; critic.strategy must be fsdp or fsdp2"),
     **REWARDS,
     **under("reward_model.model.fsdp_config", dict.fromkeys(FSDP, Ignored(WHOLE))),
+    **under("reward_model", REWARD_MODEL_TYPES),
     **under("algorithm", ALGORITHM),
     **under("trainer", TRAINER),
     "hydra": Ignored("settings of Hydra itself"),

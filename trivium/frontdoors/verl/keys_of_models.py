@@ -38,6 +38,16 @@ OPTIM: dict[str, Entry] = {
     "override_optimizer_config": Restricted(({},), "set the optimizer's own keys"),
 }
 
+DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp64": "float64",
+    "float64": "float64",
+}
+"""A type of numbers by the names that verl gives it."""
+
 FSDP: dict[str, Entry] = {
     "param_offload": Mapped("train.cpu_offload", False),
     "optimizer_offload": Mapped("train.cpu_offload", False),

@@ -36,6 +36,21 @@ def _moved(prefix: str, entries: Iterable[str], to: str) -> dict[str, Entry]:
 
 
 WHOLE = "the reward model is whole on every rank"
+_TYPE = Restricted(
+    (None, "auto", "fp32", "float32", "bf16", "bfloat16"), "a reward model is loaded in float32 or bfloat16, or by auto"
+)
+REWARD_MODEL_TYPES: dict[str, Entry] = dict.fromkeys(
+    (
+        "model.fsdp_config.model_dtype",
+        "model.fsdp_config.dtype",
+        "model.fsdp_config.mixed_precision.param_dtype",
+        "rollout.dtype",
+    ),
+    _TYPE,
+)
+"""The keys, of any version, for the type of the reward model: the first that is set counts."""
+
+_SAMPLES_NOTHING = "a reward model scores, and samples nothing"
 
 _REWARD_MODEL: dict[str, Entry] = {
     "enable": Mapped("whether Role.RewardModel must be mapped", False),
@@ -63,7 +78,7 @@ _REWARD_MODEL: dict[str, Entry] = {
     "enable_resource_pool": Restricted(OFF, "give Role.RewardModel a pool of its own in resource_pool_manager"),
     "n_gpus_per_node": Ignored("the resource_pool_manager places it"),
     "nnodes": Ignored("the resource_pool_manager places it"),
-    "rollout": Ignored("a reward model scores, and samples nothing"),
+    "rollout": Ignored(_SAMPLES_NOTHING),
     "profiler": Ignored("phases are timed in every step"),
     "ulysses_sequence_parallel_size": Ignored(WHOLE),
     **ignored(
@@ -89,7 +104,8 @@ REWARDS: dict[str, Entry] = {
     "reward.reward_model.model_path": Moved("reward_model.model.path"),
     **_moved(
         "reward.reward_model",
-        ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout"),
+        ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout.dtype"),
         "reward_model",
     ),
+    "reward.reward_model.rollout": Ignored(_SAMPLES_NOTHING),
 }

@@ -25,6 +25,7 @@ from trivium.frontdoors.verl.worker_group import RayWorkerGroup
 from trivium.metrics import declare_missing
 from trivium.models.classifier import load_score_model
 from trivium.models.loss import LossDenominators
+from trivium.models.placement import dtype_of
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RolloutEngine, TrainEngine, WeightHandle, Weights
 from trivium.registry import give
@@ -58,6 +59,8 @@ class WorkerConfig:
     """The stage it works for."""
     reward_model: Path | None = None
     """The directory of the reward model, where there is one."""
+    reward_model_dtype: str = "auto"
+    """The type that it is loaded in; `auto` is bfloat16 on a GPU that computes in it, else float32."""
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
     """What `registered.functions_here` gave on the driver."""
 
@@ -243,7 +246,8 @@ class RewardModelWorker(Worker):
         if path is None:
             raise ConfigError("reward_model.model.path", "nothing", "name the reward model of Role.RewardModel")
         device = torch.device(train_device(stage.config))
-        model = load_score_model(path, dtype=torch.float32, device=device)
+        dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
+        model = load_score_model(path, dtype=dtype, device=device)
         model.requires_grad_(False)
         budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
         longest = stage.config.engine.sampling.max_new_tokens

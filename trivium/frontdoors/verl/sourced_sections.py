@@ -10,6 +10,8 @@ from trivium.errors import Problem
 from trivium.frontdoors.tables import Settings
 from trivium.frontdoors.verl.data import read_files
 from trivium.frontdoors.verl.group_filter import OF_REWARD
+from trivium.frontdoors.verl.keys_of_models import DTYPES
+from trivium.frontdoors.verl.keys_of_rewards import REWARD_MODEL_TYPES
 from trivium.frontdoors.verl.reward_loading import reward_kwargs_of
 
 _HERE = "set it, or use RayPPOTrainer (python -m trivium.frontdoors.verl)"
@@ -54,7 +56,8 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
         found = "a RunConfig keeps the score of a completion alone"
         problems.append(Problem("algorithm.filter_groups.metric", repr(metric), found, f"use reward, or {_HERE}"))
     if verl["reward_model.enable"]:
-        return [{"kind": "model", "path": verl["reward_model.model.path"]}]
+        dtype = reward_model_dtype(verl)
+        return [{"kind": "model", "path": verl["reward_model.model.path"]} | ({"dtype": dtype} if dtype else {})]
     if path := verl["custom_reward_function.path"]:
         function = f"{path.removeprefix('pkg://').removeprefix('file://')}:{verl['custom_reward_function.name']}"
         options = verl["custom_reward_function.reward_kwargs"] or {}
@@ -62,6 +65,12 @@ def rewards_of(verl: Settings, problems: list[Problem]) -> list[Any]:
         return [{"kind": kind, "function": function} | ({"options": options} if options else {})]
     limit = verl["reward_model.sandbox_fusion.memory_limit_mb"]
     return [{"kind": "by_source", "memory_limit_mb": limit} if limit != 1024 else "by_source"]
+
+
+def reward_model_dtype(verl: Settings) -> str:
+    """The type that the config names for its reward model; empty where it names none."""
+    dtype = str(verl.first(*(f"reward_model.{key}" for key in REWARD_MODEL_TYPES)) or "")
+    return DTYPES.get(dtype, dtype)
 
 
 def shaping_of(verl: Settings) -> list[dict[str, Any]]:

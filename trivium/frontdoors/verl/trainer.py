@@ -43,6 +43,7 @@ from trivium.frontdoors.verl.resource_pools import ResourcePoolManager, Role
 from trivium.frontdoors.verl.reward_loading import compute_reward as call_manager
 from trivium.frontdoors.verl.roles import by_model, chosen_roles, start_groups
 from trivium.frontdoors.verl.run_setup import RunSetup
+from trivium.frontdoors.verl.sourced_sections import reward_model_dtype
 from trivium.frontdoors.verl.translation import settings_of
 from trivium.frontdoors.verl.user_data import RowLoader, Sources
 from trivium.frontdoors.verl.validation import Validator
@@ -152,7 +153,8 @@ class RayPPOTrainer(Attributes):
         threads = self.run_config.cluster.threads or max(1, usable_cores() // self.resource_pool_manager.get_n_gpus())
         reward_model = self._verl["reward_model.model.path"]
         reward_model = None if reward_model is None else Path(reward_model).expanduser().resolve()
-        worker_config = WorkerConfig(StageSpec.of(self._stage(run_dir, threads)), reward_model, functions_here())
+        spec, dtype = StageSpec.of(self._stage(run_dir, threads)), reward_model_dtype(self._verl) or "auto"
+        worker_config = WorkerConfig(spec, reward_model, dtype, functions_here())
         with logging_to(run_dir, "log.txt"):
             self._views, self._groups = start_groups(
                 self._roles,

@@ -18,6 +18,7 @@ from trivium.frontdoors.tables import Settings, Translation, refuse
 from trivium.frontdoors.verl.algorithm_section import algorithm_of
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.conflicts import ACTOR, ROLLOUT, conflicts, max_grad_norm, sequence_parallel
+from trivium.frontdoors.verl.keys_of_models import DTYPES
 from trivium.frontdoors.verl.registered import advantage_address, loss_address
 from trivium.frontdoors.verl.sourced_sections import (
     listed,
@@ -30,14 +31,6 @@ from trivium.frontdoors.verl.sourced_sections import (
 
 _KEEP_ALL = 1_000_000
 _MONITORS = {"console": "console", "file": "jsonl", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-_DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp64": "float64",
-    "float64": "float64",
-}
 
 
 def settings_of(config: object) -> Settings:
@@ -192,7 +185,7 @@ def _engine(verl: Settings, device: str) -> dict[str, Any]:
     if verl.has(f"{ROLLOUT}.max_num_seqs"):
         engine["max_rows"] = verl[f"{ROLLOUT}.max_num_seqs"]
     dtype = verl[f"{ROLLOUT}.dtype"]
-    engine["dtype"] = _DTYPES.get(str(dtype), dtype) if dtype else "float32" if device == "cpu" else "bfloat16"
+    engine["dtype"] = DTYPES.get(str(dtype), dtype) if dtype else "float32" if device == "cpu" else "bfloat16"
     return engine | (_vllm(verl, device) if verl[f"{ROLLOUT}.name"] == "vllm" else {})
 
 
@@ -264,7 +257,7 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
     train: dict[str, Any] = {
         "kind": "torch",
         "device": device,
-        "dtype": _DTYPES.get(str(dtype), dtype),
+        "dtype": DTYPES.get(str(dtype), dtype),
         "max_tokens_per_micro_batch": verl[f"{ACTOR}.ppo_max_token_len_per_gpu"],
         "gradient_checkpointing": bool(verl[f"{model}.enable_gradient_checkpointing"]),
         "max_grad_norm": max_grad_norm(verl),
@@ -287,7 +280,7 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
         train["lora"] = {"rank": verl[f"{model}.lora_rank"], "alpha": verl[f"{model}.lora_alpha"]}
         train["lora"] |= {} if targets == "all-linear" else {"targets": targets}
     elif (frozen := verl["actor_rollout_ref.ref.fsdp_config.model_dtype"]) not in ("fp32", "float32"):
-        train["frozen_dtype"] = _DTYPES.get(frozen, frozen)
+        train["frozen_dtype"] = DTYPES.get(frozen, frozen)
     return train
 
 
