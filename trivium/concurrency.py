@@ -401,7 +401,7 @@ class Threads:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            outcome = _outcome(job.context, job.function)
+            outcome = job.context.run(outcome_of, job.function)
             with self._changed:
                 self._finished += 1
                 job.running = False
@@ -444,9 +444,10 @@ class Threads:
             return job
 
 
-def _outcome(context: contextvars.Context, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What user code returned, and what it raised, as an error that ends neither a task nor the process."""
     try:
-        return context.run(function), None
+        return function(), None
     except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning
         return None, RuntimeError(f"{type(raised).__name__} raised by user code")
     except BaseException as raised:  # raised again in the caller

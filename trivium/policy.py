@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from trivium.errors import RewardError, RolloutError, TriviumError, described, text_of
-from trivium.types import Completion, Message, Prompt, Request, Sampling, StopReason, Turn
+from trivium.types import Completion, IntArray, Message, Prompt, Request, Sampling, StopReason, Turn
 
 if TYPE_CHECKING:
     from trivium.concurrency import Threads
@@ -32,6 +32,8 @@ _MAX_NAME, _MAX_STATE = 200, 1 << 20
 def finite_number(value: object, largest: float = MAX_REWARD) -> float:
     """The number that user code gave (a Python number, or a NumPy or torch scalar). Raises ValueError, which says what
     came instead of a finite number of at most `largest`."""
+    if type(value) is float and -largest <= value <= largest:
+        return value
     try:
         item = getattr(value, "item", None)
         number = item() if item is not None and getattr(value, "shape", None) == () else value
@@ -121,7 +123,8 @@ class Policy:
         self._calls = 0
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
-        self._seen = Prompt(np.empty(0, np.int32))
+        self._seen: tuple[Prompt, IntArray] | None = None
+        """What the last completion continued, and its tokens."""
         self._stop_reason = StopReason.EOS
 
     async def generate(self, messages: Sequence[Message], *, max_new_tokens: int | None = None) -> Turn:
@@ -156,7 +159,7 @@ class Policy:
         )
         self._rollout.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))
-        self._seen = prompt.then(Prompt(turn.tokens))
+        self._seen = prompt, turn.tokens
         self._stop_reason = turn.stop_reason
         return turn
 
@@ -247,8 +250,9 @@ class Policy:
 
     def _prompt(self, conversation: tuple[Message, ...]) -> Prompt:
         known = len(self._history)
-        if known and conversation[:known] == self._history and len(conversation) > known:
-            return self._renderer.extend(self._history, self._seen, self._stop_reason, conversation[known:])
+        if self._seen and conversation[:known] == self._history and len(conversation) > known:
+            seen = self._seen[0].then(Prompt(self._seen[1]))
+            return self._renderer.extend(self._history, seen, self._stop_reason, conversation[known:])
         return self._renderer.render(conversation)
 
 

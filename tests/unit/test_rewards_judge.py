@@ -19,7 +19,7 @@ from trivium.rewards.functions import Exact
 from trivium.types import Message, StopReason, Task, Trajectory, Turn
 
 USER_FILE = """
-import asyncio, ctypes, functools, os, threading, time
+import asyncio, ctypes, functools, os, sys, threading, time
 import numpy as np
 from trivium.config import RewardConfig
 
@@ -56,6 +56,12 @@ class Twice:
         return 2 * len(completion)
 
 partial = functools.partial(mine, bonus=7)
+
+def quick(prompt, completion):
+    threads.append(threading.current_thread())
+    return len(completion) if completion else sys.exit(3)
+
+quick.brief = True
 
 def backwards(response, truth):
     return 0.0
@@ -221,6 +227,14 @@ def test_booleans_and_numbers_of_any_kind_are_scores(rewards, value, number):
     (scores,) = score(rewards("returns"), task(what=value), "2")
     assert scores == {"returns": number}
     assert type(scores["returns"]) is float
+
+
+def test_a_brief_reward_runs_on_the_event_loop_and_what_ends_it_is_an_error(rewards, tmp_path):
+    assert score(rewards("quick"), task(), "abc") == [{"quick": 3.0}]
+    assert resolve("rewards", f"{tmp_path / 'my_rewards.py'}:threads") == [threading.current_thread()]
+    (error,) = score(rewards("quick"), task(), "")
+    assert isinstance(error, RewardError)
+    assert "SystemExit" in error.found
 
 
 def test_a_weight_that_overflows_is_an_error(rewards):

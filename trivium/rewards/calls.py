@@ -1,9 +1,11 @@
 """How a reward function is called, by the judge and by every other caller.
 
 A plain function runs in a thread, an `async` one on the event loop, one with `workers` in child processes: only there
-can a function be stopped that holds the interpreter. A function that handles signals needs a main thread: its first
-such call, wherever it is caught, ends that attempt, and the function runs in a fork of this process from then on. An
-exception is an outcome, which the caller gives its context.
+can a function be stopped that holds the interpreter. A plain function that takes microseconds, whatever it is given,
+says so by an attribute `brief = True`: it runs on the event loop, since a thread would take longer to start on it. A
+function that handles signals needs a main thread: its first such call, wherever it is caught, ends that attempt, and
+the function runs in a fork of this process from then on. An exception is an outcome, which the caller gives its
+context.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from trivium.concurrency import Threads, wait_for
+from trivium.concurrency import Threads, outcome_of, wait_for
 from trivium.rewards.forked import Forks
 from trivium.rewards.isolated import InProcesses
 from trivium.rewards.signals import MainThreadWanted, main_thread_wanted
@@ -46,12 +48,16 @@ class RewardCall:
         self._label, self._limit = label, limit
         self._forked: InProcesses | None = None
         self.is_async = _is_async(function)
+        self._is_brief = not self.is_async and getattr(function, "brief", False) is True
 
     async def __call__(self, /, **arguments: object) -> object:
         """What the function returned, or the exception that it ended with.
 
         Cancelling the call gives up its thread, which cannot be stopped, and kills its process.
         """
+        if self._is_brief:
+            result, error = outcome_of(functools.partial(self._function, **arguments))
+            return result if error is None else error
         if self._patience_s is None:
             return await self._outcome(arguments)
         try:

@@ -27,6 +27,8 @@ RegularExpression = Annotated[str, AfterValidator(_compiles)]
 class Exact:
     """1 where the completion is the column `answer`, else 0."""
 
+    brief = True
+
     class Config(RewardConfig):
         kind: str = "exact"
         strip: bool = True
@@ -65,6 +67,8 @@ class Regex:
 
 class Format:
     """1 where the completion is the sections in order, each tag once, nothing but white space around them; else 0."""
+
+    brief = True
 
     class Config(RewardConfig):
         kind: str = "format"
@@ -110,6 +114,8 @@ def gsm8k_score(
 
 class Gsm8k:
     """1 where the final number is that of the column `answer` (a number, or a whole solution ending in `#### n`)."""
+
+    brief = True
 
     class Config(RewardConfig):
         kind: str = "gsm8k"

@@ -58,6 +58,7 @@ class _Component:
     """One reward and what its signature asks for."""
 
     part: Part
+    label: str
     call: RewardCall
     required: frozenset[str]
     optional: frozenset[str]
@@ -67,12 +68,8 @@ class _Component:
     compares: bool
     """Whether it judges the members of a group against each other."""
 
-    @property
-    def label(self) -> str:
-        return self.part.reward.label
-
     def missing(self, columns: Collection[str]) -> list[str]:
-        return sorted(self.required - set(columns))
+        return [] if self.required.issubset(columns) else sorted(self.required - set(columns))
 
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
         """What the reward returned, or the exception it ended with."""
@@ -213,14 +210,12 @@ async def _outcomes(
 ) -> list[Any]:
     """What each reward returned, or the exception it ended with: plain ones one after the other, then `async` ones
     concurrently."""
-    outcomes: dict[str, Any] = {}
-    for component in components:
-        if not component.call.is_async:
-            outcomes[component.label] = await component.outcome(task, completion)
-    waiting = [component for component in components if component.call.is_async]
-    results = await asyncio.gather(*(component.outcome(task, completion) for component in waiting))
-    outcomes |= {component.label: result for component, result in zip(waiting, results, strict=True)}
-    return [outcomes[component.label] for component in components]
+    outcomes = [None if each.call.is_async else await each.outcome(task, completion) for each in components]
+    if waiting := [place for place, each in enumerate(components) if each.call.is_async]:
+        results = await asyncio.gather(*(components[place].outcome(task, completion) for place in waiting))
+        for place, result in zip(waiting, results, strict=True):
+            outcomes[place] = result
+    return outcomes
 
 
 def make_judge(configs: Sequence[RewardConfig], deadline_s: float = 3600.0) -> Judge:
@@ -251,6 +246,7 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
     required = frozenset(name for name, p in columns.items() if p.default is p.empty)
     return _Component(
         part,
+        config.label,
         RewardCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
         required,
         frozenset(columns) - required,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +68,7 @@ class ChatRenderer:
                 "(for texts without roles: plain)",
             )
         self._tokenizer, self._template, self._images = tokenizer, chat_template, images
+        self._decode = _decode_of(tokenizer)
         self._by_parts = images is not None and self._takes_parts()
         self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
         self._end_of_turn = self._find_end_of_turn()
@@ -117,9 +118,8 @@ class ChatRenderer:
 
     def decode(self, tokens: Sequence[int] | IntArray) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        text = self._tokenizer.decode(
-            np.asarray(tokens, np.int64).tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        ids = np.asarray(tokens, np.int64).tolist()
+        text = self._decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
@@ -341,6 +341,15 @@ def _eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     token = tokenizer.eos_token_id
     assert token is None or isinstance(token, int)
     return token
+
+
+def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
+    """What decodes one sequence: `decode` of the base class first looks at every token, to see whether it is a batch,
+    which takes longer than to decode it."""
+    from transformers import PreTrainedTokenizerBase
+
+    plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
+    return getattr(tokenizer, "_decode", tokenizer.decode) if plain else tokenizer.decode
 
 
 def _generation_eos(name_or_path: str) -> set[int]:
