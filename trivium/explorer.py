@@ -205,7 +205,7 @@ class Explorer:
         sampling = sampling or self.sampling
         specs = [(key, sampling) for key in keys]
         if greedy is not None:
-            specs.append((greedy, replace(sampling, temperature=0.0)))
+            specs.append((greedy, replace(sampling, temperature=0.0, extra=())))
         rollouts = await gather_or_cancel(self._rollout_one(task, key, how) for key, how in specs)
         # The deadline covers a rollout whole: a comparison gets what the longest one left of it.
         left_s = self.deadline_s - max(seconds for _, seconds in rollouts)

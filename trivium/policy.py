@@ -156,6 +156,7 @@ class Policy:
             done.stop_reason,
             self._renderer.decode(done.tokens) if done.text is None else done.text,
             prompt.media,
+            extra=done.extra,
         )
         self._rollout.turns[key.path] = turn
         self._history = (*conversation, Message("assistant", turn.text))

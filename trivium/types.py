@@ -51,6 +51,9 @@ SCORES: Mapping[str, str] = {
 moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
 p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
 K most probable tokens and their log-probabilities."""
+EXTRAS = ("routing",)
+"""What an engine may record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: the number
+plus one of each of the K experts that the router of each layer with experts chose for the token; 0: not known."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
 """What the first pass of a train step's updates sees of each token: the log-probability by the weights of that moment,
 their entropy, and 1 where the loss clips the ratio."""
@@ -199,6 +202,8 @@ class Sampling:
     """End-of-sequence is impossible before this many tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn; the tokens up to and including the one that completes the string are kept."""
+    extra: tuple[str, ...] = ()
+    """What else is to be recorded of each completion: names of `EXTRAS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +261,15 @@ class Completion:
     stop_reason: StopReason
     text: str | None = None
     """What was written, from an engine that is given text; None: the tokens, decoded."""
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
+    """What `Sampling.extra` asked for, by name: the rows of an array are about the last tokens, the prompt's before the
+    completion's."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
         object.__setattr__(self, "log_prob", _frozen(self.log_prob, np.float32))
         object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
+        object.__setattr__(self, "extra", {name: _frozen(array) for name, array in self.extra.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +289,15 @@ class Turn:
     """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
     state: str = ""
     """Identifies the environment's state before the turn: equal where the state was equal. Empty: unknown."""
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
+    """As `Completion.extra`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_tokens", _frozen(self.prompt_tokens, np.int32))
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
         object.__setattr__(self, "log_prob", _frozen(self.log_prob, np.float32))
         object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
+        object.__setattr__(self, "extra", {name: _frozen(array) for name, array in self.extra.items()})
         if not len(self.tokens) == len(self.log_prob) == len(self.policy_version):
             raise DataError(
                 "a turn with one log-probability and one policy version per token",
@@ -623,8 +635,21 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         stop_reason=last.stop_reason,
         media=last.media,
         turns=tuple(spans),
+        extra=_joined_extra([turn for _, turn in turns], length),
         greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
     )
+
+
+def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
+    """The turns' further arrays for a sequence of so many tokens: of each token what was recorded first, else 0."""
+    joined: dict[str, AnyArray] = {}
+    for turn in reversed(turns):
+        stop = len(turn.prompt_tokens) + len(turn.tokens)
+        for name, array in turn.extra.items():
+            whole = joined.setdefault(name, np.zeros((length, *array.shape[1:]), array.dtype))
+            known = array.reshape(len(array), -1).any(1)
+            whole[stop - len(array) : stop][known] = array[known]
+    return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -673,6 +698,8 @@ class Capabilities:
     """`load` can change the weights in the middle of completions."""
     adopts_adapters: bool = False
     """`load` takes a LoRA adapter in place of all weights."""
+    extra: frozenset[str] = frozenset()
+    """What else it can record of a completion: names of `EXTRAS`."""
     adopts_weights: bool = True
     """`load` takes weights at all. False: it samples from one policy for ever, and `load` is an error."""
     # train engines

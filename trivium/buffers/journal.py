@@ -317,11 +317,14 @@ def _unpack_trajectory(data: dict[str, Any], unpack_media: _UnpackMedia) -> Traj
 def _pack_turn(turn: Turn, pack_media: _PackMedia) -> list[Any]:
     arrays = (turn.prompt_tokens, turn.tokens, turn.log_prob, turn.policy_version)
     media = pack_media(turn.media)
-    return [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
+    fields = [*(a.tobytes() for a in arrays), turn.stop_reason.value, turn.text, media, turn.reward, turn.state]
+    extra = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in turn.extra.items()}
+    return [*fields, extra] if extra else fields  # records without any are as they always were
 
 
 def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
-    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state = data
+    prompt_tokens, tokens, log_prob, policy_version, stop_reason, text, media, reward, state, *further = data
+    extra: dict[str, tuple[str, list[int], bytes]] = further[0] if further else {}
     return Turn(
         np.frombuffer(prompt_tokens, np.int32),
         np.frombuffer(tokens, np.int32),
@@ -332,6 +335,7 @@ def _unpack_turn(data: list[Any], unpack_media: _UnpackMedia) -> Turn:
         unpack_media(media),
         reward,
         state,
+        {name: np.frombuffer(array, dtype).reshape(shape) for name, (dtype, shape, array) in extra.items()},
     )
 
 

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+from trivium.config.recording import check_recording
 from trivium.config.schema import SETTLED, RunConfig, ThresholdConfig
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine
@@ -366,6 +367,7 @@ CHECKS = (
     _check_replaced,
     _check_in_flight,
     _check_sampling,
+    check_recording,
     _check_evaluation,
     _check_rewards,
     _check_serving,

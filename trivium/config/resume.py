@@ -161,7 +161,8 @@ def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
     evaluated, without it. What is left to the machine is as here."""
     own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
     if own.taskset is not None:
-        used["sampling"] = EvaluationSampling(**asdict(own.sampling.sampling(training, own.samples)))
+        sampling = asdict(own.sampling.sampling(training, own.samples))
+        used["sampling"] = EvaluationSampling(**{name: sampling[name] for name in EvaluationSampling.model_fields})
         used["threshold"] = 1.0 if own.threshold is None else own.threshold
     settled = {"engine": stage.engine.on_this_machine(), "train": stage.train.on_this_machine()}
     return stage.model_copy(update={"evaluation": own.model_copy(update=used), **settled})

@@ -21,7 +21,7 @@ from trivium.engines.seen import PromptImages
 from trivium.engines.stopping import StopScan
 from trivium.errors import DataError
 from trivium.randomness import uniforms
-from trivium.types import Completion, Request, StopReason
+from trivium.types import AnyArray, Completion, Request, StopReason
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,8 @@ class Ticket:
     """What its prompt is known by: tokens, and the hashes of its images."""
     images: Future[PromptImages | None] | None = None
     """What is being read of them; None where it has none."""
+    routing: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
+    """(tokens, layers, K) parts of its `routing`, where that is asked for."""
 
 
 def bucket(rows: int) -> int:
@@ -93,6 +95,8 @@ class Batch:
         self._decoder.place(prefixes, rows.tolist())
         for row, ticket, prefix in zip(rows.tolist(), tickets, prefixes, strict=True):
             self._assign(row, ticket)
+            if prefix.routing is not None and "routing" in ticket.request.sampling.extra:
+                ticket.routing.append(prefix.routing)
             self._ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
@@ -105,6 +109,8 @@ class Batch:
         ahead = self._ahead[:size] if self._ahead[:size].any() else None
         logits = self._decoder.step(self._next[:size], self._position[:size], ahead)
         rows = np.flatnonzero(self._occupied)
+        if self._decoder.recorder is not None:
+            self._record(rows, self._decoder.recorder.take(size, 1))
         self._position[rows] += 1
         whole = len(rows) == rows[-1] + 1
         return self._sample(rows, logits[: len(rows)] if whole else logits[torch.from_numpy(rows)], version)
@@ -149,6 +155,13 @@ class Batch:
         self._next[rows], self._count[rows] = sampled, count + 1
         return self._finished(rows, sampled)
 
+    def _record(self, rows: npt.NDArray[np.int64], routing: AnyArray) -> None:
+        """(rows, 1, layers, K): the experts of the token that each row has just been given."""
+        for row in rows.tolist():
+            ticket = self.tickets[row]
+            if ticket is not None and ticket.routing:
+                ticket.routing.append(routing[row])
+
     def _finished(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]) -> list[tuple[Ticket, Any]]:
         eos, full = self._is_eos[sampled], self._count[rows] >= self._limit[rows]
         stopped = np.zeros(len(rows), np.bool_)
@@ -170,7 +183,11 @@ class Batch:
         ticket, count = self.tickets[row], int(self._count[row])
         assert ticket is not None
         completion = Completion(
-            self._tokens[row, :count], self._log_prob[row, :count], self._version[row, :count], reason
+            self._tokens[row, :count],
+            self._log_prob[row, :count],
+            self._version[row, :count],
+            reason,
+            extra=_extra(ticket),
         )
         self._free(row)
         return ticket, completion
@@ -221,3 +238,10 @@ class Batch:
         more = ((0, 0), (0, width - self._tokens.shape[1]))
         self._tokens, self._log_prob = np.pad(self._tokens, more), np.pad(self._log_prob, more)
         self._version = np.pad(self._version, more)
+
+
+def _extra(ticket: Ticket) -> dict[str, AnyArray]:
+    """What was recorded of a completion. Its last token went through no layer."""
+    if not ticket.routing:
+        return {}
+    return {"routing": np.concatenate([*ticket.routing, np.zeros_like(ticket.routing[-1][-1:])])}

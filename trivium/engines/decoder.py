@@ -24,8 +24,9 @@ from trivium.errors import ConfigError, SyncError
 from trivium.models.lanes import Lanes, size_of
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
+from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
-from trivium.types import IntArray, Media
+from trivium.types import AnyArray, IntArray, Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +49,8 @@ class Prefix:
     """[V], float32: what follows the prompt."""
     ahead: int = 0
     """How far the position that its next token is embedded at lies beyond the number of its tokens (M-RoPE)."""
+    routing: AnyArray | None = None
+    """Of each token the experts that it went through, where the decoder records them."""
 
 
 def padded_length(length: int) -> int:
@@ -85,6 +88,8 @@ class Decoder:
         side_by_side = self.layers is not None and size_of(model) <= _LANE_BYTES and not _changing_rotation(model)
         self.lanes = Lanes(threads, threads) if side_by_side and threads > 1 else None
         """What computes rows of a step side by side; None: nothing."""
+        self.recorder: Recorder | None = None
+        """What records the experts that tokens go through; None: nothing."""
 
     @property
     def vocab_size(self) -> int:
@@ -94,6 +99,12 @@ class Decoder:
     def max_positions(self) -> int | None:
         """The longest sequence the model was built for."""
         return max_positions(self.model)
+
+    def record_routing(self) -> None:
+        """Keeps the experts of each token from now on. Raises ConfigError for a model whose routers cannot be read."""
+        if self.recorder is None:
+            self.recorder = Recorder(routers_of(self.text))
+            self.layers = self.lanes = None
 
     def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
         """The prompts' keys and values and the logits after each; all of one `padded_length`. `images` are each
@@ -105,7 +116,7 @@ class Decoder:
         tokens = torch.from_numpy(ids).to(self.device)
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         seen = self._seen(tokens, images)
-        cache, logits = PromptCache(length), None
+        cache, logits, routing = PromptCache(length), None, list[AnyArray]()
         for start in range(0, length, _CHUNK):
             end = min(start + _CHUNK, length)
             cache.start = start
@@ -115,10 +126,16 @@ class Decoder:
             self._last = (ends - start).clamp_(0, end - start - 1)
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
             logits = self._forward(inputs if seen is None else seen.chunk(start, end), mask, cache)
+            if self.recorder is not None:
+                routing.append(self.recorder.take(len(prompts), end - start))
         self._last = None
         assert logits is not None
         ahead = [0] * len(prompts) if seen is None else seen.ahead
-        return [Prefix(cache, row, logits[row], ahead[row]) for row in range(len(prompts))]
+        chosen = np.concatenate(routing, 1) if routing else None
+        return [
+            Prefix(cache, row, logits[row], ahead[row], None if chosen is None else chosen[row, : len(prompt)])
+            for row, prompt in enumerate(prompts)
+        ]
 
     def look(self, prompt: IntArray, media: Sequence[Media]) -> PromptImages | None:
         """The images of a prompt; to be called from any thread. None where it has none.

@@ -106,7 +106,9 @@ class TorchEngine:
             except ConfigError as error:
                 yield Problem(where, error.asked, error.found, error.do)
 
-    capabilities = Capabilities(exact_sampling=True, updates_in_flight=True, adopts_adapters=True)
+    capabilities = Capabilities(
+        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing"})
+    )
 
     def __init__(
         self,
@@ -298,6 +300,7 @@ class TorchEngine:
         while self._backlog:
             item = self._backlog[0]
             if isinstance(item, Ticket):
+                self._record(item)
                 self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
             elif isinstance(item, _ReadWeights):
                 self._done.append((item, self._decoder.weights()))
@@ -306,6 +309,12 @@ class TorchEngine:
             else:
                 self._adopt(item)
             self._backlog.popleft()
+
+    def _record(self, ticket: Ticket) -> None:
+        if "routing" in ticket.request.sampling.extra and self._decoder.recorder is None:
+            self._decoder.record_routing()
+            for entry in self._waiting.values():
+                entry.prefix = None  # read without; nothing of it has been used yet by a row that asks
 
     def _adopt(self, load: _Load) -> None:
         try:

@@ -7,19 +7,24 @@ its bits stay those of transformers; backward it is differentiated as if it had 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-_NARROW = ("RMSNorm", "Router")
+from trivium.models.routing import ROUTER, Selection, current_selection, replaying
+
+_NARROW = ("RMSNorm", ROUTER)
 """How the names of such layers' classes end."""
 
 
 def differentiate_in_float64(module: nn.Module) -> None:
-    """For a module with weights in float64; any other stays as it is."""
+    """For a module with weights in float64; any other stays as it is. Its experts are multiplied with one by one: torch
+    has no grouped product in float64."""
+    if getattr(module, "dtype", None) == torch.float64 and hasattr(module, "set_experts_implementation"):
+        cast(Any, module).set_experts_implementation("eager")
     for layer in module.modules():
         if type(layer).__name__.endswith(_NARROW) and any(p.dtype == torch.float64 for p in layer.parameters()):
             layer.forward = partial(_forward, layer)
@@ -32,6 +37,8 @@ def _forward(layer: nn.Module, x: torch.Tensor) -> Any:
 
 class _Context(Protocol):
     layer: nn.Module
+    selection: Selection | None
+    """The experts that a router was to choose."""
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -43,7 +50,7 @@ class _Context(Protocol):
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, layer: nn.Module, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
-        ctx.layer = layer
+        ctx.layer, ctx.selection = layer, current_selection()
         ctx.save_for_backward(x)
         output = type(layer).forward(layer, x)
         outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
@@ -56,7 +63,8 @@ class _Layer(torch.autograd.Function):
         ctx: _Context, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad(), _Float64():
+        router = type(ctx.layer).__name__.endswith(ROUTER)
+        with torch.enable_grad(), _Float64(), replaying(ctx.selection if router else None):
             output = type(ctx.layer).forward(ctx.layer, x)
         outputs: tuple[torch.Tensor, ...] = output if isinstance(output, tuple) else (output,)
         pairs = [(y, g) for y, g in zip(outputs, grad_outputs, strict=True) if y.requires_grad]

@@ -28,6 +28,7 @@ from trivium.models.lora import LoraConfig, base_state, inject
 from trivium.models.loss import ScoreHead
 from trivium.models.packed import Backbone, Pack, probe_pack
 from trivium.models.rounding import explained_by_rounding
+from trivium.models.routing import Routers, routers_of
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
 from trivium.models.vision import decoder_of
 from trivium.randomness import stream
@@ -105,6 +106,9 @@ class LanguageModel(FilledModel):
     nowhere else.
     """
 
+    routers: Routers | None = None
+    """What chooses experts as packs say; None: nothing does."""
+
     def __init__(
         self,
         source: Path | PreTrainedModel,
@@ -140,6 +144,12 @@ class LanguageModel(FilledModel):
             self._verify(self._tolerance)
         self.autocast = autocast
         self.eval()
+
+    def replay_routing(self) -> None:
+        """Lets packs say which experts their tokens go through. Raises ConfigError for a model whose routers cannot be
+        told."""
+        self.routers = routers_of(self.backbone.module)
+        self.routers.replay()
 
     def set_temperature(self, temperature: float) -> None:
         """What the logits are divided by from now on."""

@@ -102,6 +102,9 @@ class Pack:
     """(T,) int64: where the tokens lie when ranks share sequences; None: as they are listed."""
     images: PlacedImages | None = None
     """Those of the sequences; without places, an image that no token stands for, for the other ranks' sake."""
+    routing: torch.Tensor | None = None
+    """(layers, K, T) int16: the experts that each token goes through, as in `trivium.models.routing`; None: those that
+    the routers choose."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -373,12 +376,16 @@ class Backbone:
             cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
             cells.index_copy_(0, places, batch.collect)
             spread = replace(batch, spread=places[batch.spread], collect=cells, order=places)
+        if batch.routing is not None:
+            spread = replace(spread, routing=slices.mine(batch.routing))
         hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
         fill = (0, -len(batch.tokens) % ROWS)  # rows that are never read: see ROWS
         filled = batch if batch.trunks else replace(batch, collect=pad(batch.collect, fill))
+        if batch.routing is not None:
+            filled = replace(filled, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
 
     def _run(
@@ -414,6 +421,12 @@ class Backbone:
         return self.vision.decoder_inputs(tokens, features, places)
 
     def _padded(self, batch: Pack) -> torch.Tensor:
+        if batch.routing is not None:
+            raise ConfigError(
+                f"train.router_replay with {type(self.module).__name__}",
+                "its attention is more than packed attention computes, and only packs carry the experts of tokens",
+                "set it to off for this model",
+            )
         grid = batch.tokens.new_zeros(batch.shape)
         mask = torch.zeros_like(grid)
         grid.view(-1)[batch.cells], mask.view(-1)[batch.cells] = batch.tokens, 1

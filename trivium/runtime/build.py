@@ -24,6 +24,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
+from trivium.config.recording import recorded
 from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
@@ -355,7 +356,7 @@ def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine
         renderer=stage.renderer,
         workflow=build("workflows", workflow),
         judge=judge,
-        sampling=config.engine.sampling.sampling(),
+        sampling=replace(config.engine.sampling.sampling(), extra=recorded(config)),
         max_context=engine.max_context,
         deadline_s=workflow.deadline_s,
         max_concurrent=workflow.max_concurrent,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -19,6 +19,7 @@ from trivium.errors import DataError
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
 from trivium.models.prefixes import Prefixes, Tree, separate
+from trivium.models.routing import Routers
 from trivium.models.sight import Sight
 from trivium.training.balance import partition
 from trivium.types import AnyArray, Batch, Experience
@@ -161,12 +162,28 @@ def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: 
     return [[row for unit in part for row in row_units[unit]] for part in parts if part]
 
 
-def prefixes_of(batch: Batch) -> Prefixes:
+def prefixes_of(batch: Batch, *, routed: bool = False) -> Prefixes:
     """What the experiences of a batch begin with in common. Images are the same where all of them is, and its tokens
-    are; a part of one is never shared."""
-    if not any(experience.media for experience in batch.experiences):
-        return Prefixes([experience.tokens for experience in batch.experiences])
-    return Prefixes([_seen_tokens(experience) for experience in batch.experiences])
+    are; a part of one is never shared. `routed`: tokens are the same where they go through the same experts."""
+    keys = [experience.tokens for experience in batch.experiences]
+    if any(experience.media for experience in batch.experiences):
+        keys = [_seen_tokens(experience) for experience in batch.experiences]
+    if routed:
+        keys = _with_routing(keys, [experience.extra.get("routing") for experience in batch.experiences])
+    return Prefixes(keys)
+
+
+def _with_routing(keys: Sequence[AnyArray], arrays: Sequence[AnyArray | None]) -> list[AnyArray]:
+    """(L,) each: bytes, equal where the keys of tokens and their experts are."""
+    one = next((array for array in arrays if array is not None), None)
+    if one is None:
+        return list(keys)
+    joined: list[AnyArray] = []
+    for key, array in zip(keys, arrays, strict=True):
+        array = np.zeros((len(key), *one.shape[1:]), one.dtype) if array is None else array
+        both = np.concatenate([each.reshape(len(key), -1).view(np.uint8) for each in (key, array)], 1)
+        joined.append(both.view(f"V{both.shape[1]}")[:, 0])
+    return joined
 
 
 def _seen_tokens(experience: Experience) -> AnyArray:
@@ -259,10 +276,11 @@ def collate(
     sight: Sight | None = None,
     blank: bool = False,
     tree: Tree | None = None,
+    routers: Routers | None = None,
 ) -> MicroBatch:
     """The experiences at `rows` with the named columns and `rollout_log_prob`, and their images by `sight`, without
     which there may be none. `blank` gives a micro-batch without images one that stands for no token. `tree` is what
-    the sequences share; None: nothing.
+    the sequences share; None: nothing. With `routers`, tokens go through the experts that were recorded.
 
     Raises DataError for a column that the batch lacks, and for images that are not whole.
     """
@@ -284,6 +302,9 @@ def collate(
         return padded.to(device)
 
     packed = pack([e.tokens for e in chosen], device, tree)
+    if routers is not None:
+        routing = routers.packed([e.extra.get("routing") for e in chosen], packed.segments)
+        packed = replace(packed, routing=None if routing is None else routing.to(device))
     trained = torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device)
     return MicroBatch(
         pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),

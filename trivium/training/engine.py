@@ -377,6 +377,8 @@ class TorchTrainEngine(TrainEngine):
             model = kind(source, temperature=self._temperature, weights=weights, **how, **own)
             if lora is not None:
                 model.adapt(lora, seed=self._seed, adapter=adapter)
+            if self.config.router_replay != "off":
+                model.replay_routing()
             self._add("policy", model, trained="policy" in trained)
         if "critic" in roles and self._shares_trunk:
             self._learners["critic"] = self._learner_of("critic", self._policy)
@@ -475,4 +477,5 @@ class TorchTrainEngine(TrainEngine):
             model_dir=self._model_dir,
             share_prefix=self.config.share_prefix,
             threads=self._threads,
+            replay_routing=role == "policy" or (role == "critic" and self._shares_trunk),
         )

@@ -99,12 +99,14 @@ class Learner:
         model_dir: Path | None = None,
         share_prefix: bool = False,
         threads: int = 1,
+        replay_routing: bool = False,
     ) -> None:
         """A micro-batch has at most `max_tokens` tokens, and `max_sequences` sequences if set. `top_k` is how many
         tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
         (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
         they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
-        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.lanes`)."""
+        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.lanes`).
+        `replay_routing`: tokens go through the experts that were recorded, where the model can be told."""
         self._score_context = score_context
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
@@ -114,6 +116,8 @@ class Learner:
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
         self._share_prefix = share_prefix
+        routers = model.routers if isinstance(model, LanguageModel) else None
+        self._routers = routers if replay_routing else None
         lanes = self._most_lanes(threads)
         self._lanes = Lanes(lanes, threads) if lanes > 1 else None
         self._asking = threading.Lock()
@@ -287,6 +291,7 @@ class Learner:
         self.model.verify()
         self.work = np.zeros((2, 4), np.int64)
         self._check_images(batch)
+        self._check_routing(batch)
         limit = max_positions(self.model.module)
         longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
         check_lengths(batch, limit)
@@ -307,6 +312,18 @@ class Learner:
         if worst == 2:
             raise trouble or DataError("images that are whole", "one on another rank is not", "see its error")
         self._blank = worst == 1 and self.ranks.size > 1
+
+    def _check_routing(self, batch: Batch) -> None:
+        if self._routers is None:
+            return
+        sampled = [e for e in batch.experiences if e.response_mask.any() and not e.expert]
+        missing = sum("routing" not in e.extra for e in sampled)
+        if self.ranks.all_reduce_max(missing):
+            raise DataError(
+                "the experts that tokens were sampled with (train.router_replay)",
+                f"{missing} of {len(sampled)} sequences have none",
+                "use an engine that records them (engine.kind torch or vllm), or set train.router_replay to off",
+            )
 
     def _passes(self, batch: Batch, unit: str) -> Iterator[_Part]:
         """Each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with gradient the
@@ -329,7 +346,7 @@ class Learner:
     def _cut(self, batch: Batch, row_units: list[list[int]]) -> list[_Part]:
         limit = self.max_tokens * self.ranks.sequence_size  # every rank holds a part of the tokens
         how: dict[str, Any] = {"max_sequences": self.max_sequences}
-        prefixes = prefixes_of(batch) if self.shares_prefixes and row_units else None
+        prefixes = prefixes_of(batch, routed=self._routers is not None) if self.shares_prefixes and row_units else None
         rows = [row for unit in row_units for row in unit]
         tree = None if prefixes is None else prefixes.tree(rows)
         if prefixes is None or tree is None or not tree.shares:
@@ -370,6 +387,7 @@ class Learner:
 
     def _collate(self, batch: Batch, part: _Part, columns: Iterable[str]) -> MicroBatch:
         how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype, "tree": part.tree}
+        how["routers"] = self._routers
         return collate(batch, part.rows, columns, sight=self._sight, blank=self._blank, **how)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:

@@ -37,6 +37,10 @@ class TorchTrainConfig(TrainConfig):
     share_prefix: bool = free(True, before=False)
     """Runs tokens that sequences begin with in common (the prompt of a group) through the layers once, where that
     saves time and the model packs. Decides speed, never the gradient."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """Of a mixture of experts: `rollout` trains each token through the experts that it was sampled with (R3), which the
+    engine records. Where engine and trainer compute differently, their routers choose other experts for some tokens,
+    and log-probabilities differ by far more than rounding. The weights of the experts are the trainer's own."""
     gradient_checkpointing: bool = False
     """Trades a second forward pass for memory: activations of one layer at a time."""
     sequence_parallel: int = Field(default=1, ge=1)

@@ -1,0 +1,237 @@
+"""The experts that the routers of a model choose: recorded where tokens are sampled, chosen again in training (R3; Ma
+et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers").
+
+The choice alone is replayed. The weights of the chosen experts are computed from the trainer's own router, which learns
+through them.
+
+Legend: T tokens, K experts of one token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trivium.errors import ConfigError, DataError, TriviumError
+from trivium.models.prefixes import Segment
+
+ROUTER = "Router"
+"""How the names of routers' classes end in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """The routers of a decoder whose choice can be read and set, in the order of their layers."""
+
+    layers: tuple[nn.Module, ...]
+    """The layers that have one, and the router of each."""
+    modules: tuple[nn.Module, ...]
+    chosen: int
+    """K."""
+    experts: int
+    """E."""
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """The type of recorded numbers: those of experts plus one, and 0."""
+        return np.uint8 if self.experts <= 255 else np.uint16
+
+    def replay(self) -> None:
+        """From now on, a layer that is called with a pack that has routing chooses these experts."""
+        for number, (layer, router) in enumerate(zip(self.layers, self.modules, strict=True)):
+            layer.forward = partial(_in_layer, layer.forward, number, self.experts)
+            router.forward = partial(_route, router.forward)
+
+    def packed(self, arrays: Sequence[npt.NDArray[Any] | None], segments: Sequence[Segment]) -> torch.Tensor | None:
+        """(layers, K, T) int16 of the tokens of these segments, from (tokens, layers, K) for each sequence; 0 where an
+        array is missing. None: all are. Raises DataError for arrays of another model."""
+        shape = (len(self.layers), self.chosen)
+        if all(array is None for array in arrays):
+            return None
+        for array in arrays:
+            highest = 0 if array is None else int(array.max(initial=0))
+            if array is not None and (array.shape[1:] != shape or highest > self.experts):
+                raise DataError(
+                    "the experts that tokens were sampled with",
+                    f"{array.shape[1:]} numbers for each token, up to {highest}; the model has {shape} (layers, "
+                    f"experts for each token) of {self.experts} experts",
+                    "train on rollouts of this model, or set train.router_replay to off",
+                )
+        parts: list[npt.NDArray[np.int16]] = []
+        for segment in segments:
+            array = arrays[segment.sequence]
+            length = segment.stop - segment.first
+            known = np.zeros((length, *shape)) if array is None else array[segment.first : segment.stop]
+            parts.append(known.astype(np.int16))
+        return torch.from_numpy(np.concatenate(parts)).permute(1, 2, 0).contiguous()
+
+
+def routers_of(decoder: nn.Module) -> Routers:
+    """Raises ConfigError for a model without routers, or with such as do not choose experts by one top-k."""
+    by_layer: dict[nn.Module, nn.Module] = {}
+    for name, module in decoder.named_modules():
+        if type(module).__name__.endswith(ROUTER):
+            parts = name.split(".")
+            number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+            layer = decoder.get_submodule(".".join(parts[: number + 1]))
+            if layer in by_layer or layer is module:
+                raise _refusal(decoder, f"{type(module).__name__} is not the only router of one layer")
+            by_layer[layer] = module
+    if not by_layer:
+        raise _refusal(decoder, "it has no experts, or routers that transformers does not expose")
+    sizes = {kind: _tried(decoder, router) for kind, router in {type(r): r for r in by_layer.values()}.items()}
+    if len(set(sizes.values())) > 1:
+        raise _refusal(decoder, "its layers choose among different numbers of experts")
+    chosen, experts = next(iter(sizes.values()))
+    return Routers(tuple(by_layer), tuple(by_layer.values()), chosen, experts)
+
+
+def _refusal(decoder: nn.Module, found: str) -> ConfigError:
+    return ConfigError(
+        f"the experts that {type(decoder).__name__} chooses for each token",
+        found,
+        "set train.router_replay to off, or use a mixture of experts such as Qwen3-MoE, Mixtral or OLMoE",
+    )
+
+
+def _tried(decoder: nn.Module, router: nn.Module) -> tuple[int, int]:
+    """(K, E) of a router; one of its kind with random weights chooses what it is told to, and weighs it as its own."""
+    trial: Any = copy.deepcopy(router).to_empty(device="cpu").float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in trial.state_dict().values():
+            tensor.normal_(generator=generator)
+        states = torch.randn(5, trial.weight.shape[-1], generator=generator)
+
+        def outputs(selection: Selection | None) -> tuple[torch.Tensor, ...]:
+            with replaying(selection):
+                return type(trial).forward(trial, states.clone())
+
+        try:
+            free = outputs(None)
+            ids, experts = _choice(free), int(trial.weight.shape[0])
+            turned = (ids + 1).flip(1)
+            replayed = outputs(Selection(turned, experts))
+        except (TypeError, RuntimeError, ValueError, AttributeError, TriviumError) as error:
+            raise _refusal(decoder, f"{type(router).__name__}: {error}") from error
+        expected = [each.flip(1) if each.shape == ids.shape else each for each in free]
+        if not all(torch.allclose(*pair) for pair in zip(replayed, expected, strict=True)):
+            raise _refusal(decoder, f"{type(router).__name__} does not weigh experts by their numbers alone")
+    return ids.shape[1], experts
+
+
+def _choice(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(T, K): the numbers of experts among the outputs of a router."""
+    numbers = [each for each in outputs if not each.is_floating_point()]
+    if len(numbers) != 1 or numbers[0].dim() != 2:
+        raise TriviumError("the numbers of experts", f"{len(numbers)} outputs of integers", "use another model")
+    return numbers[0]
+
+
+# --------------------------------------------------------------------------- recorded
+
+
+class Recorder:
+    """Keeps what the routers choose in each pass of a model."""
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self._chosen: list[torch.Tensor] = []
+        for router in routers.modules:
+            router.register_forward_hook(self._keep)
+
+    def take(self, rows: int, length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """(rows, length, layers, K) of the last pass, which had so many tokens, as `EXTRAS` has them."""
+        chosen, self._chosen = self._chosen, []
+        numbers = torch.stack(chosen, 1).add(1).to(torch.int16).cpu().numpy()
+        return numbers.astype(self.routers.dtype).reshape(rows, length, *numbers.shape[1:])
+
+    def _keep(self, router: nn.Module, inputs: object, outputs: Sequence[torch.Tensor]) -> None:
+        self._chosen.append(_choice(outputs))
+
+
+# --------------------------------------------------------------------------- replayed
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The experts of the tokens of one pass through one layer."""
+
+    chosen: torch.Tensor
+    """(T, K): their numbers plus one; 0: the router chooses."""
+    experts: int
+    """E."""
+
+
+class _Now(threading.local):
+    selection: Selection | None = None
+    """Of the layer that this thread is in."""
+
+
+_now = _Now()
+
+
+def current_selection() -> Selection | None:
+    """What the router of the layer at work is to choose; None: what it would."""
+    return _now.selection
+
+
+def _in_layer(forward: Callable[..., Any], number: int, experts: int, *args: Any, **kwargs: Any) -> Any:
+    routing: torch.Tensor | None = getattr(kwargs.get("trivium_pack"), "routing", None)
+    before = _now.selection
+    _now.selection = None if routing is None else Selection(routing[number].T.long(), experts)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _now.selection = before
+
+
+def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with replaying(_now.selection):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def replaying(selection: Selection | None) -> Generator[None]:
+    """Within it, a router chooses this. Raises TriviumError where it did not choose by one top-k."""
+    if selection is None:
+        yield
+        return
+    with _Chosen(selection) as mode:
+        yield
+    if mode.times != 1:
+        raise TriviumError(
+            "experts chosen as they were recorded",
+            f"the router took the top {selection.chosen.shape[1]} of {selection.experts} {mode.times} times",
+            "set train.router_replay to off for this model",
+        )
+
+
+class _Chosen(TorchFunctionMode):
+    """Within it, the top K of the scores of E experts are the recorded ones."""
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__()
+        self._selection, self.times = selection, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        chosen, scores = self._selection.chosen, cast(torch.Tensor, args[0] if args else kwargs["input"])
+        if scores.shape != (len(chosen), self._selection.experts) or result[1].shape != chosen.shape:
+            return result
+        self.times += 1
+        ids = torch.where(chosen > 0, chosen - 1, result[1])
+        return torch.return_types.topk((scores.gather(1, ids), ids))
