@@ -21,11 +21,11 @@ from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.layers import Layers, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
-from trivium.models.lanes import Lanes, size_of
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
 from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
+from trivium.models.worker_threads import WorkerThreads, size_of
 from trivium.types import AnyArray, IntArray, Media
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 512
 """Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
-_LANE_ROWS = 16
+_WORKER_ROWS = 16
 """Fewer rows are not worth a thread of their own."""
-_LANE_BYTES = 64 * 2**20
+_PARALLEL_BYTES = 64 * 2**20
 """Most bytes of weights that each thread reads for its rows: they lie in the cache."""
 
 
@@ -85,8 +85,8 @@ class Decoder:
         self.layers = Layers(model, fast=not exact) if supports(model) else None
         """What computes the model's layers; None: the model itself."""
         threads = torch.get_num_threads()
-        side_by_side = self.layers is not None and size_of(model) <= _LANE_BYTES and not _changing_rotation(model)
-        self.lanes = Lanes(threads, threads) if side_by_side and threads > 1 else None
+        side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not _changing_rotation(model)
+        self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """What computes rows of a step side by side; None: nothing."""
         self.recorder: Recorder | None = None
         """What records the experts that tokens go through; None: nothing."""
@@ -175,17 +175,17 @@ class Decoder:
         rows = self.rows.begin(where, width)
         embedded = where if ahead is None else where + torch.from_numpy(ahead).to(self.device)
         ids = torch.from_numpy(tokens).to(self.device)
-        if self.lanes is None or self.layers is None:
+        if self.workers is None or self.layers is None:
             return self._step(ids, embedded, rows, width)
-        lanes = max(1, min(self.lanes.number, len(ids) // _LANE_ROWS))
-        size = -(-len(ids) // lanes)
+        workers = max(1, min(self.workers.number, len(ids) // _WORKER_ROWS))
+        size = -(-len(ids) // workers)
         parts = [slice(first, min(first + size, len(ids))) for first in range(0, len(ids), size)]
 
         @torch.inference_mode()
         def step(part: slice) -> Tensor:
             return self._step(ids[part], embedded[part], rows.part(part), width)
 
-        return torch.cat([*self.lanes.map(step, parts)])
+        return torch.cat([*self.workers.map(step, parts)])
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:
         mask = self._mask(rows.positions[:, None], width)[:, None, None]

@@ -83,17 +83,17 @@ def cut(
     *,
     padded: bool = False,
     max_sequences: int | None = None,
-    lanes: int = 1,
+    workers: int = 1,
 ) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` tokens, and `max_sequences` sequences, made of whole units; a unit beyond
     either goes alone.
 
     Units of similar length share a micro-batch, which keeps padding small where there is any. With `padded`, padding
-    counts as tokens. With several `lanes`, that compute a micro-batch each at a time, the micro-batches are of nearly
+    counts as tokens. With several `workers`, that compute a micro-batch each at a time, the micro-batches are of nearly
     equal size, and `max_tokens` is about the largest.
     """
-    if lanes > 1:
-        return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, lanes)
+    if workers > 1:
+        return _even(row_units, [sum(lengths[row] for row in rows) for rows in row_units], max_tokens, workers)
 
     def fits(rows: Sequence[int]) -> bool:
         taken = [lengths[row] for row in rows]
@@ -110,7 +110,7 @@ def cut_sharing(
     max_tokens: int,
     *,
     max_sequences: int | None = None,
-    lanes: int = 1,
+    workers: int = 1,
 ) -> list[list[int]]:
     """The same, where a token that sequences share counts once.
 
@@ -132,8 +132,8 @@ def cut_sharing(
         whole = [row for rows in family for row in rows]
         parcels += [whole] if fits(whole) else _filled(family, fits)
     costs = {rows[0]: cost(rows) for rows in parcels}
-    if lanes > 1:
-        return _even(parcels, [*costs.values()], max_tokens, lanes)
+    if workers > 1:
+        return _even(parcels, [*costs.values()], max_tokens, workers)
 
     def fit(rows: Sequence[int]) -> bool:
         few = max_sequences is None or len(rows) <= max_sequences
@@ -153,10 +153,10 @@ def _filled(row_units: Iterable[Sequence[int]], fits: Callable[[Sequence[int]], 
     return micro_batches
 
 
-def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: int, lanes: int) -> list[list[int]]:
-    """The units in micro-batches of nearly equal cost, the largest first; as many for each lane, where they are not too
-    small."""
-    number = lanes * -(-sum(costs) // (lanes * max_tokens))
+def _even(row_units: Sequence[Sequence[int]], costs: Sequence[int], max_tokens: int, workers: int) -> list[list[int]]:
+    """The units in micro-batches of nearly equal cost, the largest first; as many for each worker, where they are not
+    too small."""
+    number = workers * -(-sum(costs) // (workers * max_tokens))
     number = max(1, min(number, sum(costs) // _MIN_TOKENS))
     parts = partition(costs, number)
     return [[row for unit in part for row in row_units[unit]] for part in parts if part]

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from trivium.errors import DataError, TriviumError
 from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
-from trivium.models.lanes import Lanes, size_of
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
 from trivium.models.prefixes import Tree
 from trivium.models.sight import Sight
 from trivium.models.vision import pixel_reader, refuse_images
+from trivium.models.worker_threads import WorkerThreads, size_of
 from trivium.protocols import Objective
 from trivium.training.batching import (
     MicroBatch,
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_LANE_TOKENS = 2048
+_PARALLEL_TOKENS = 2048
 """About the tokens of a micro-batch beside others: many more leave the cache between two operations."""
-_LANE_BYTES = 256 * 2**20
-"""Most bytes of the weights, and so of their gradients, once for each lane. The matrix products of what is larger keep
-all threads busy."""
+_PARALLEL_BYTES = 256 * 2**20
+"""Most bytes of the weights, and so of their gradients, once for each worker. The matrix products of what is larger
+keep all threads busy."""
 
 
 class TrainableObjective(Objective, Protocol):
@@ -66,7 +66,7 @@ class _Part:
     rows: list[int]
     tree: Tree | None = None
     """What they share; None: nothing."""
-    lane: bool = False
+    parallel: bool = False
     """Whether it is computed beside others."""
 
 
@@ -105,7 +105,7 @@ class Learner:
         tokens the score `top` names. Scores are computed in a `score_context`, which may change the model
         (`adapter_off`). `model_dir` holds the processor of the images that the sequences may have; nothing means that
         they are text. `share_prefix`: tokens that sequences begin with in common are computed once, where the model
-        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.lanes`).
+        allows it. Of a small model, so many `threads` compute a micro-batch each (`trivium.models.worker_threads`).
         `replay_routing`: tokens go through the experts that were recorded, where the model can be told."""
         self._score_context = score_context
         vision = model.backbone.vision
@@ -118,8 +118,8 @@ class Learner:
         self._share_prefix = share_prefix
         routers = model.routers if isinstance(model, LanguageModel) else None
         self._routers = routers if replay_routing else None
-        lanes = self._most_lanes(threads)
-        self._lanes = Lanes(lanes, threads) if lanes > 1 else None
+        workers = self._max_workers(threads)
+        self._workers = WorkerThreads(workers, threads) if workers > 1 else None
         self._asking = threading.Lock()
         self.keeps_tokens = False
         """Whether `seen` is kept."""
@@ -128,13 +128,13 @@ class Learner:
         self.work = np.zeros((2, 4), np.int64)
         """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
 
-    def _most_lanes(self, threads: int) -> int:
+    def _max_workers(self, threads: int) -> int:
         """How many micro-batches are computed at once, by a process alone with a model of text on the CPU."""
         backbone = self.model.backbone
         alone = self.ranks.size == 1 and self.model.device.type == "cpu" and self.max_sequences is None
         if not (alone and backbone.packs and backbone.vision is None):
             return 1
-        return min(threads, self.max_tokens // (2 * _LANE_TOKENS), _LANE_BYTES // max(1, size_of(self.model)))
+        return min(threads, self.max_tokens // (2 * _PARALLEL_TOKENS), _PARALLEL_BYTES // max(1, size_of(self.model)))
 
     @property
     def shares_prefixes(self) -> bool:
@@ -245,8 +245,8 @@ class Learner:
         self.optimizer.zero_grad()
         compute = partial(self._outputs, batch, objective, totals, step)
         parts = [*self._passes(batch, objective.unit)]
-        if self._lanes is not None and any(part.lane for part in parts):
-            results = self._lanes.map(partial(self._differentiated, compute), parts)
+        if self._workers is not None and any(part.parallel for part in parts):
+            results = self._workers.map(partial(self._differentiated, compute), parts)
             for part, (outputs, entropy, gradients) in zip(parts, results, strict=True):
                 self.optimizer.add_gradients(gradients)
                 tally.add(outputs, entropy, part.rows)
@@ -280,10 +280,10 @@ class Learner:
 
     def _map(self, compute: Callable[[_Part], Result], parts: Iterable[_Part]) -> Iterator[Result]:
         """What is computed without gradient of each micro-batch, in their order."""
-        if self._lanes is None:
+        if self._workers is None:
             return map(compute, parts)
         parts = [*parts]
-        return self._lanes.map(compute, parts) if any(part.lane for part in parts) else map(compute, parts)
+        return self._workers.map(compute, parts) if any(part.parallel for part in parts) else map(compute, parts)
 
     def _check(self, batch: Batch) -> None:
         """Raises on every rank where one has a sequence that is too long, or an image that is not whole: none waits in
@@ -355,7 +355,7 @@ class Learner:
         else:
             families = [e.group_id for e in batch.experiences]
             cutting = partial(cut_sharing, row_units, families, prefixes, **how)
-            if self._lanes is None and self.max_sequences is None and tree.num_tokens <= limit:
+            if self._workers is None and self.max_sequences is None and tree.num_tokens <= limit:
                 return [_Part(rows, tree)]
 
         def parts(limit: int, **how: int) -> list[_Part]:
@@ -365,13 +365,13 @@ class Learner:
         return self._side_by_side(batch, parts) or parts(limit)
 
     def _side_by_side(self, batch: Batch, parts: Callable[..., list[_Part]]) -> list[_Part]:
-        """Micro-batches for the lanes; none where there are too few, or where they would be too large together."""
-        if self._lanes is None:
+        """Micro-batches for the workers; none where there are too few, or where they would be too large together."""
+        if self._workers is None:
             return []
-        lanes = self._lanes.number
-        even = parts(_LANE_TOKENS, lanes=lanes)
+        workers = self._workers.number
+        even = parts(_PARALLEL_TOKENS, workers=workers)
         largest = max((work_of(batch, part.rows, part.tree)[0] for part in even), default=0)
-        return even if len(even) > 1 and 2 * len(even) >= lanes and lanes * largest <= self.max_tokens else []
+        return even if len(even) > 1 and 2 * len(even) >= workers and workers * largest <= self.max_tokens else []
 
     def _empty_pass(self) -> None:
         """Takes part in a collective pass, with two tokens that have no weight."""

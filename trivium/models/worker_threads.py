@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Lanes:
+class WorkerThreads:
     """Threads that compute parts of a batch; they start with the first one."""
 
     def __init__(self, number: int, threads: int) -> None:
@@ -29,13 +29,16 @@ class Lanes:
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """The function's results, in the order of the items; at most one more than there are lanes is kept. Nothing
-        runs any more when an error leaves it.
+        """The function's results, in the order of the items; at most one more than there are workers is kept. Nothing
+        runs any more when an error leaves it. The caller has one thread until the last result: others would take the
+        cores from the workers, and wait for each other.
 
         What torch keeps for each thread (gradients or none, inference mode) is not the caller's in the function.
         """
         pool = self._pool = self._pool or self._started()
         waiting: deque[Future[Result]] = deque()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             for item in items:
                 waiting.append(pool.submit(function, item))
@@ -47,9 +50,10 @@ class Lanes:
             for future in waiting:
                 future.cancel()
             wait(waiting)
+            torch.set_num_threads(threads)
 
     def _started(self) -> ThreadPoolExecutor:
-        pool, threads = ThreadPoolExecutor(self.number, "trivium-lane"), torch.get_num_threads()
+        pool, threads = ThreadPoolExecutor(self.number, "trivium-worker"), torch.get_num_threads()
         together = Barrier(self.number)
 
         def start(_: int) -> None:

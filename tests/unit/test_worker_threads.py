@@ -16,7 +16,7 @@ from training_parts import Parts, Reinforce, make_batch, make_engine, weights, w
 from trivium.engines.decoder import Decoder
 from trivium.engines.selfcheck import check_decoder
 from trivium.errors import TriviumError
-from trivium.models.lanes import Lanes
+from trivium.models.worker_threads import WorkerThreads
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import Batch
 
@@ -35,28 +35,28 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """Enough tokens for a micro-batch in each of two lanes."""
+    """Enough tokens for a micro-batch in each of two threads."""
     return make_batch([9 + 7 * row % 23 for row in range(80)], advantages=0.3)
 
 
 class TestMap:
     def test_results_come_in_order_and_few_are_ahead(self) -> None:
-        lanes, begun, first = Lanes(2, 2), [], threading.Event()
+        workers, begun, first = WorkerThreads(2, 2), [], threading.Event()
 
         def compute(item: int) -> int:
             begun.append(item)
             if item == 0:
-                assert first.wait(60)  # until the other lane has done what it may
+                assert first.wait(60)  # until the other worker has done what it may
             elif item == 2:
                 first.set()
             return item * item
 
-        assert [*lanes.map(compute, range(9))] == [item * item for item in range(9)]
-        for taken, _ in enumerate(lanes.map(begun.append, range(9, 18))):
+        assert [*workers.map(compute, range(9))] == [item * item for item in range(9)]
+        for taken, _ in enumerate(workers.map(begun.append, range(9, 18))):
             assert len(begun) <= 9 + taken + 3
 
     def test_an_error_ends_what_runs(self) -> None:
-        lanes, done = Lanes(2, 2), []
+        workers, done = WorkerThreads(2, 2), []
 
         def compute(item: int) -> None:
             if item == 1:
@@ -64,16 +64,18 @@ class TestMap:
             done.append(item)
 
         with pytest.raises(ValueError, match="of the second"):
-            [*lanes.map(compute, range(100))]
+            [*workers.map(compute, range(100))]
         number = len(done)
         assert number < 10
-        assert [*lanes.map(lambda item: item, range(3))] == [0, 1, 2]
+        assert [*workers.map(lambda item: item, range(3))] == [0, 1, 2]
         assert len(done) == number
 
     def test_threads_are_shared_out(self) -> None:
         torch.set_num_threads(2)
+        for _ in WorkerThreads(2, 2).map(lambda _: None, range(4)):
+            assert torch.get_num_threads() == 1  # what is done with a result takes no core from the next ones
         for number, each in ((2, 1), (1, 2)):
-            assert [*Lanes(number, 2).map(lambda _: torch.get_num_threads(), range(4))] == [each] * 4
+            assert [*WorkerThreads(number, 2).map(lambda _: torch.get_num_threads(), range(4))] == [each] * 4
         assert torch.get_num_threads() == 2
         new: list[int] = []
         thread = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
@@ -91,8 +93,8 @@ def train(
     return engine, metrics
 
 
-def lanes_of(engine: TorchTrainEngine) -> Any:
-    return engine._learners["policy"]._lanes
+def workers_of(engine: TorchTrainEngine) -> Any:
+    return engine._learners["policy"]._workers
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
@@ -102,8 +104,8 @@ def test_an_update_is_that_of_one_thread(name: str, how: dict[str, Any], batch: 
     algorithm = Parts((Reinforce(entropy_coef=0.1, needs=frozenset({"advantages", "entropy"})),))
     how = {"dtype": "float64", "optimizer": {"lr": 0.1, "eps": 1.0}, **how}
     (one, expected), (two, metrics) = (train(model_dir, batch, algorithm, threads=n, **how) for n in (1, 2))
-    assert lanes_of(one) is None
-    assert lanes_of(two)._pool is not None
+    assert workers_of(one) is None
+    assert workers_of(two)._pool is not None
     assert metrics == pytest.approx(expected, rel=1e-12)
     before, after = weights(one), weights(two)
     for key in before:
@@ -150,13 +152,13 @@ class Alone(Reinforce):
             self.running.release()
 
 
-def test_a_loss_is_called_by_one_lane_at_a_time(model_dir: Path, batch: Batch) -> None:
+def test_a_loss_is_called_by_one_thread_at_a_time(model_dir: Path, batch: Batch) -> None:
     objective = Alone()
     train(model_dir, batch, Parts((objective,)))
     assert len(objective.calls) == 2
 
 
-def test_an_error_in_a_lane_leaves_the_weights(model_dir: Path, batch: Batch) -> None:
+def test_an_error_in_a_worker_leaves_the_weights(model_dir: Path, batch: Batch) -> None:
     objective = Alone(fails_in=1)
     engine = make_engine(model_dir, Parts((objective,)), threads=2)
     before = weights(engine)
@@ -171,15 +173,15 @@ def test_an_error_in_a_lane_leaves_the_weights(model_dir: Path, batch: Batch) ->
 def test_what_memory_or_threads_do_not_allow_goes_one_after_the_other(
     how: dict[str, Any], model_dir: Path, batch: Batch
 ) -> None:
-    assert lanes_of(train(model_dir, batch, **how)[0]) is None
+    assert workers_of(train(model_dir, batch, **how)[0]) is None
 
 
 def test_few_tokens_and_one_group_stay_together(model_dir: Path) -> None:
     engine, _ = train(model_dir, make_batch(advantages=0.3))
-    assert lanes_of(engine)._pool is None
+    assert workers_of(engine)._pool is None
 
 
-def test_rows_of_a_step_have_the_same_bits_in_lanes(model_dir: Path) -> None:
+def test_rows_of_a_step_have_the_same_bits_on_several_threads(model_dir: Path) -> None:
     def decoder(threads: int) -> Decoder:
         torch.set_num_threads(threads)
         return Decoder(model_dir, dtype=torch.float32, device="cpu", exact=True)
@@ -194,8 +196,8 @@ def test_rows_of_a_step_have_the_same_bits_in_lanes(model_dir: Path) -> None:
         return torch.stack(steps)
 
     one, two = decoder(1), decoder(2)
-    assert one.lanes is None
-    assert two.lanes is not None
+    assert one.workers is None
+    assert two.workers is not None
     with torch.inference_mode():
         check_decoder(two, 64)
         for rows in (8, 72, 128):
@@ -205,12 +207,12 @@ def test_rows_of_a_step_have_the_same_bits_in_lanes(model_dir: Path) -> None:
 def test_micro_batches_that_are_too_large_together_go_one_after_the_other(tmp_path: Path) -> None:
     long = make_batch([3000, 3000, 3000, 20], advantages=0.3)
     engine, metrics = train(write_model(tmp_path, max_position_embeddings=3000), long, max_tokens_per_micro_batch=8192)
-    assert lanes_of(engine).number == 2
-    assert lanes_of(engine)._pool is not None
+    assert workers_of(engine).number == 2
+    assert workers_of(engine)._pool is not None
     longer = make_batch([4200, 4200, 20], advantages=0.3)
     engine, metrics = train(
         write_model(tmp_path / "longer", max_position_embeddings=4200), longer, max_tokens_per_micro_batch=8192
     )
-    assert lanes_of(engine).number == 2
-    assert lanes_of(engine)._pool is None
+    assert workers_of(engine).number == 2
+    assert workers_of(engine)._pool is None
     assert metrics["train/grad_norm/policy"] > 0
