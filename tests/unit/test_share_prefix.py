@@ -88,6 +88,31 @@ def test_every_sequence_is_a_path_of_the_tree(many: list[list[int]], times: int)
             start += len(tokens)
 
 
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_last_token_is_not_computed_where_its_state_is_not_read(head: str, shared: bool, tmp_path: Path) -> None:
+    many = sequences()
+    tree = Prefixes(many).tree(range(len(many))) if shared else None
+    how: dict[str, Any] = {"temperature": 1.0} if head == "lm" else {"seed": 0}
+    model = HEADS[head](write_model(tmp_path), dtype=torch.float64, device=CPU, **how)
+    whole, shorter = pack(many, tree=tree), pack(many, tree=tree, skip_ends=True)
+    assert shorter.num_rows == whole.num_rows - (
+        9 if shared else len(many)
+    )  # two are equal, one ends where others go on
+    assert torch.equal(shorter.tokens[shorter.rows], whole.tokens[whole.rows])
+    inner = torch.cat([torch.arange(len(each)) for each in many]) > 0
+    results: list[list[torch.Tensor]] = []
+    for packed in (whole, shorter):
+        numbers = model(packed, packed.rows[inner])
+        values = numbers[0] if isinstance(numbers, tuple) else numbers
+        weights = torch.linspace(-1, 1, len(values), dtype=torch.float64)
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        gradients = torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True)
+        results.append([values.detach(), *(each for each in gradients if each is not None)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_the_prompt_of_a_group_and_what_its_members_share_is_there_once() -> None:
     many = sequences()
     assert (
@@ -147,8 +172,8 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
 ) -> None:
     """Whether segments are copied or not. Values as wide as keys go through torch's kernel; others through the
     arithmetic written out."""
-    monkeypatch.setattr("trivium.models.packed._COPIED", copied)
-    monkeypatch.setattr("trivium.models.packed._FEW", 0)
+    monkeypatch.setattr("trivium.models.pack_layout._COPIED", copied)
+    monkeypatch.setattr("trivium.models.pack_layout._FEW", 0)
     many = sequences()
     packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
     assert (len(packed.trunks), packed.copies) == (trunks, trunks < 3)

@@ -104,7 +104,7 @@ class Decoder:
         """Keeps the experts of each token from now on. Raises ConfigError for a model whose routers cannot be read."""
         if self.recorder is None:
             self.recorder = Recorder(routers_of(self.text))
-            self.layers = self.lanes = None
+            self.layers = self.workers = None
 
     def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
         """The prompts' keys and values and the logits after each; all of one `padded_length`. `images` are each

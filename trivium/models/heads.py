@@ -63,6 +63,8 @@ class FilledModel(nn.Module):
     device: torch.device
     dtype: torch.dtype
     autocast: bool
+    reads_before = True
+    """Whether it computes a token's number from the state before the token."""
     _loading: _Loading | None = None
 
     def fill(self, weights_on: torch.device | None = None) -> None:
@@ -396,6 +398,7 @@ class ScoreModel(ValueModel):
     """
 
     biased = False
+    reads_before = False
 
     def __init__(self, source: Path | PreTrainedModel, *, outputs: ScoreHead | None = None, **how: Any) -> None:
         """`outputs` is the head to train; None takes whatever was saved. The others are those of a value model. Raises

@@ -33,6 +33,7 @@ from trivium.errors import ConfigError, TriviumError
 from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
+from trivium.models.pack_layout import copied_of, grids_of, paths_of, rows_of, trunks_of
 from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
 from trivium.models.prefixes import Segment, Tree, separate
 from trivium.models.rounding import explained_by_rounding
@@ -55,13 +56,6 @@ _log = logging.getLogger("trivium")
 PACKED = "trivium_packed"
 """The name under which packed attention is known to transformers. No mask function goes with it: none is built."""
 
-_FILL = 0.75
-"""The shortest sequence of a dense grid, as a part of its longest."""
-
-_COPIED, _FEW = 0.4, 64
-"""Most tokens that are copied for each behind them, and how many always are: up to there, an attention of their own
-took longer on CPUs."""
-
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _EXTRAS = ("softcap", "s_aux", "position_bias")
 """Arguments by which models change what attention computes, and which packed attention does not know."""
@@ -76,11 +70,11 @@ class Pack:
     """Sequences end to end, what they share once, and the place of each token in dense grids."""
 
     tokens: torch.Tensor
-    """(T,) int64."""
+    """(T + E,) int64; the last E are ends of sequences that no layer computes (`pack`)."""
     positions: torch.Tensor
     """(T,) int64: place of each token in its own sequence. (4, T) with M-RoPE: that; time, row and column."""
     before: torch.Tensor
-    """(T,) int64: the row of the token before each one in its sequence; of the first one some row."""
+    """(T + E,) int64: the row of the token before each one in its sequence; of the first one some row."""
     lengths: tuple[int, ...]
     rows: torch.Tensor
     """(M,) int64: of each token of the sequences, one sequence after another, its row."""
@@ -111,123 +105,56 @@ class Pack:
         """(B, L)."""
         return len(self.lengths), max(self.lengths)
 
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.positions.shape[-1]
+
 
 def pack(
-    sequences: Sequence[npt.NDArray[np.int32]], device: torch.device | str = "cpu", tree: Tree | None = None
+    sequences: Sequence[npt.NDArray[np.int32]],
+    device: torch.device | str = "cpu",
+    tree: Tree | None = None,
+    *,
+    skip_ends: bool = False,
 ) -> Pack:
-    """Sequences of at least one token each, in the given order, as one row; with a `tree`, what they share once."""
+    """Sequences of at least one token each, in the given order, as one row; with a `tree`, what they share once.
+    `skip_ends`: the state of a sequence's last token is not asked for, and not computed where no other goes on there.
+    """
     lengths = np.array([len(s) for s in sequences])
     tree = tree or separate([int(n) for n in lengths])
+    ends = tree.ends() if skip_ends else {}
+    tree = tree.without(ends)
     sizes = np.array([segment.stop - segment.first for segment in tree.segments])
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     before = np.arange(-1, sizes.sum() - 1)
     for start, segment in zip(starts, tree.segments, strict=True):
         before[start] = 0 if segment.parent < 0 else starts[segment.parent] + sizes[segment.parent] - 1
-    copied = _copied(tree)
-    grids, spread, collect = _grids(_paths(tree, starts, copied), int(sizes.sum()))
+    before = np.concatenate([before, [starts[here] + sizes[here] - 1 for here in ends]])
+    row_of_end = {here: sizes.sum() + i for i, here in enumerate(ends)}
+    copied = copied_of(tree)
+    grids, spread, collect = grids_of(paths_of(tree, starts, copied), int(sizes.sum()))
     owner = np.repeat(np.arange(len(lengths)), lengths)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
     return Pack(
-        tokens=move(np.concatenate([sequences[s.sequence][s.first : s.stop] for s in tree.segments])),
+        tokens=move(
+            np.concatenate([sequences[s.sequence][s.first : s.stop] for s in (*tree.segments, *ends.values())])
+        ),
         positions=move(np.concatenate([np.arange(s.first, s.stop) for s in tree.segments])),
         before=move(before),
         lengths=tuple(int(n) for n in lengths),
-        rows=move(np.concatenate([_rows_of(leaf, tree, starts) for leaf in tree.leaves])),
+        rows=move(np.concatenate([rows_of(leaf, tree, starts, row_of_end) for leaf in tree.leaves])),
         cells=move(owner * lengths.max() + np.concatenate([np.arange(n) for n in lengths])),
         segments=tree.segments,
         grids=grids,
         spread=move(spread),
         collect=move(collect),
-        trunks=_trunks(tree, starts, copied),
+        trunks=trunks_of(tree, starts, copied),
         copies=any(copied),
     )
-
-
-def _copied(tree: Tree) -> list[bool]:
-    """Of each segment, whether each that comes behind it attends to a copy of its own: where few tokens are copied,
-    that is faster than an attention of all of them to one."""
-    count = len(tree.segments)
-    behind, paths = [0] * count, [0] * count  # tokens behind each segment, and the copies that they would need
-    copied, kept = [False] * count, [False] * count  # kept: one behind it is not copied, and others go on from there
-    for here, segment in reversed([*enumerate(tree.segments)]):
-        length, parent = segment.stop - segment.first, segment.parent
-        if behind[here]:
-            copied[here] = not kept[here] and (paths[here] - 1) * length <= max(_FEW, _COPIED * behind[here])
-        paths[here] = paths[here] if copied[here] else paths[here] + 1
-        if parent >= 0:
-            behind[parent] += behind[here] + length
-            paths[parent] += paths[here]
-            kept[parent] |= kept[here] or (behind[here] > 0 and not copied[here])
-    return copied
-
-
-def _paths(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> list[npt.NDArray[np.int64]]:
-    """The rows of each segment that is not copied, with those before it that are."""
-    paths: list[npt.NDArray[np.int64]] = []
-    for here in range(len(tree.segments)):
-        if not copied[here]:
-            parts = [_rows(tree, starts, here)]
-            above = tree.segments[here].parent
-            while above >= 0 and copied[above]:
-                parts.append(_rows(tree, starts, above))
-                above = tree.segments[above].parent
-            paths.append(np.concatenate(parts[::-1]))
-    return paths
-
-
-def _rows(tree: Tree, starts: npt.NDArray[np.int64], here: int) -> npt.NDArray[np.int64]:
-    segment = tree.segments[here]
-    return starts[here] + np.arange(segment.stop - segment.first)
-
-
-def _rows_of(leaf: int, tree: Tree, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The rows of the sequence that ends with this segment."""
-    parts: list[npt.NDArray[np.int64]] = []
-    while leaf >= 0:
-        parts.append(_rows(tree, starts, leaf))
-        leaf = tree.segments[leaf].parent
-    return np.concatenate(parts[::-1])
-
-
-def _trunks(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool]) -> tuple[Trunk, ...]:
-    """The segments that others go on from and attend to as they are, in preorder."""
-    stops = [int(start) + segment.stop - segment.first for start, segment in zip(starts, tree.segments, strict=True)]
-    ends, depths = list(stops), [segment.stop for segment in tree.segments]
-    for here, segment in reversed([*enumerate(tree.segments)]):
-        if segment.parent >= 0:  # what comes behind it is behind its parent, too
-            ends[segment.parent] = max(ends[segment.parent], ends[here])
-            depths[segment.parent] = max(depths[segment.parent], depths[here])
-    return tuple(
-        Trunk(int(starts[here]), stops[here], ends[here], depths[here] - 1 - segment.first)
-        for here, segment in enumerate(tree.segments)
-        if ends[here] > stops[here] and not copied[here]
-    )
-
-
-def _grids(
-    paths: Sequence[npt.NDArray[np.int64]], num_tokens: int
-) -> tuple[tuple[tuple[int, int], ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Dense grids over sequences of rows, of similar length: their shapes, cell -> row, row -> a cell that has it."""
-    lengths = np.array([len(rows) for rows in paths])
-    order = np.argsort(-lengths, kind="stable")
-    members: list[list[int]] = []
-    for i in order:
-        if not members or lengths[i] < _FILL * lengths[members[-1][0]]:
-            members.append([])
-        members[-1].append(int(i))
-    collect = np.empty(num_tokens, np.int64)
-    spread: list[npt.NDArray[np.int64]] = []
-    offset = 0
-    for grid in members:
-        longest = int(lengths[grid[0]])
-        for i in grid:
-            spread.append(paths[i][np.minimum(np.arange(longest), lengths[i] - 1)])
-            collect[paths[i]] = offset + np.arange(lengths[i])
-            offset += longest
-    return tuple((len(grid), int(lengths[grid[0]])) for grid in members), np.concatenate(spread), collect
 
 
 def packed_attention(
@@ -300,7 +227,7 @@ def _attend_in_tree(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
     """The same where sequences share tokens; rows that hold no token of the pack are zero."""
-    number, positions = len(batch.tokens), batch.positions if batch.positions.dim() == 1 else batch.positions[0]
+    number, positions = batch.num_rows, batch.positions if batch.positions.dim() == 1 else batch.positions[0]
     rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
     return _at_rows(batch, tree_attention(q, k, v, rows, scaling, sliding_window), len(tokens[0]))
@@ -310,7 +237,7 @@ def _attend_in_runs(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None, kernel: Kernel
 ) -> torch.Tensor:
     """The same by a kernel that takes sequences of any lengths; rows that hold no token of the pack are zero."""
-    number, runs = len(batch.tokens), runs_of(batch.segments, batch.tokens.device)
+    number, runs = batch.num_rows, runs_of(batch.segments, batch.tokens.device)
     listed = [x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens]
     return _at_rows(batch, attend_in_runs(listed, runs, scaling, sliding_window, kernel), len(tokens[0]))
 
@@ -368,7 +295,7 @@ class Backbone:
         """
         if self.sequence is None:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
-        slices = Slices(len(batch.tokens), self.sequence.rank, self.sequence.size, ROWS)
+        slices = Slices(batch.num_rows, self.sequence.rank, self.sequence.size, ROWS)
         places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
         if batch.trunks:
             spread = replace(batch, order=places)
@@ -378,15 +305,16 @@ class Backbone:
             spread = replace(batch, spread=places[batch.spread], collect=cells, order=places)
         if batch.routing is not None:
             spread = replace(spread, routing=slices.mine(batch.routing))
-        hidden = self._run(slices.mine(batch.tokens), slices.mine(batch.positions), spread, self.sequence, slices)
+        mine = slices.mine(batch.tokens[: batch.num_rows]), slices.mine(batch.positions)
+        hidden = self._run(*mine, spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
-        fill = (0, -len(batch.tokens) % ROWS)  # rows that are never read: see ROWS
+        number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # rows that are never read: see ROWS
         filled = batch if batch.trunks else replace(batch, collect=pad(batch.collect, fill))
         if batch.routing is not None:
             filled = replace(filled, routing=pad(batch.routing, fill))
-        return self._run(pad(batch.tokens, fill), pad(batch.positions, fill), filled)[: len(batch.tokens)]
+        return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]
 
     def _run(
         self,

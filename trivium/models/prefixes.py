@@ -8,8 +8,8 @@ Legend: n sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -62,6 +62,17 @@ class Tree:
     def shares(self) -> bool:
         """Whether any segment belongs to several sequences."""
         return any(segment.parent >= 0 for segment in self.segments) or len(self.segments) < len(self.leaves)
+
+    def ends(self) -> dict[int, Segment]:
+        """Of each segment that nothing goes on from, and that has another token, the last token."""
+        parents = {segment.parent for segment in self.segments}
+        last = ((i, each._replace(first=each.stop - 1)) for i, each in enumerate(self.segments) if i not in parents)
+        return {i: end for i, end in last if end.first > self.segments[i].first}
+
+    def without(self, ends: Mapping[int, Segment]) -> Tree:
+        """The tree that these ends are cut off from."""
+        cut = (s._replace(stop=ends[i].first) if i in ends else s for i, s in enumerate(self.segments))
+        return replace(self, segments=tuple(cut))
 
 
 def separate(lengths: Sequence[int]) -> Tree:

@@ -277,10 +277,12 @@ def collate(
     blank: bool = False,
     tree: Tree | None = None,
     routers: Routers | None = None,
+    skip_ends: bool = False,
 ) -> MicroBatch:
     """The experiences at `rows` with the named columns and `rollout_log_prob`, and their images by `sight`, without
     which there may be none. `blank` gives a micro-batch without images one that stands for no token. `tree` is what
-    the sequences share; None: nothing. With `routers`, tokens go through the experts that were recorded.
+    the sequences share; None: nothing. With `routers`, tokens go through the experts that were recorded. `skip_ends` as
+    in `pack`, where there are no images.
 
     Raises DataError for a column that the batch lacks, and for images that are not whole.
     """
@@ -301,7 +303,8 @@ def collate(
             row[: len(array)] = array
         return padded.to(device)
 
-    packed = pack([e.tokens for e in chosen], device, tree)
+    skip_ends = skip_ends and not blank and not any(e.media for e in chosen)
+    packed = pack([e.tokens for e in chosen], device, tree, skip_ends=skip_ends)
     if routers is not None:
         routing = routers.packed([e.extra.get("routing") for e in chosen], packed.segments)
         packed = replace(packed, routing=None if routing is None else routing.to(device))

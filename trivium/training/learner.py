@@ -388,6 +388,7 @@ class Learner:
     def _collate(self, batch: Batch, part: _Part, columns: Iterable[str]) -> MicroBatch:
         how: dict[str, Any] = {"device": self.model.device, "dtype": self.model.dtype, "tree": part.tree}
         how["routers"] = self._routers
+        how["skip_ends"] = self.model.backbone.packs and self.model.reads_before
         return collate(batch, part.rows, columns, sight=self._sight, blank=self._blank, **how)
 
     def _forward(self, micro: MicroBatch, step: int, entropy_grad: bool) -> LossInputs:
