@@ -16,6 +16,7 @@ from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as i
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from trivium.models.fused import fuse, rms_norm, silu_product
+from trivium.models.linear import use_onednn
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
@@ -95,6 +96,27 @@ def test_gradients_of_each() -> None:
     x = draw(7, 6)
     expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
     torch.testing.assert_close(rms_norm(x, torch.ones(6, dtype=torch.float64), 1e-3), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_mlp_in_one_is_that_of_its_layers(dtype: torch.dtype) -> None:
+    made = model(CONFIGS["qwen3"][0], dtype)
+    use_onednn(made, CPU)
+    fuse(made, CPU)
+    in_one = results(made)
+    seen: list[nn.Module] = []
+    mlp: Any = made.model.layers[0].mlp
+    linear = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    hooks = [each.register_forward_hook(lambda layer, *_: seen.append(layer)) for each in linear]
+    for found, expected in zip(results(made), in_one, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-15)
+    assert seen == [*linear]
+    for hook in hooks:
+        hook.remove()
+    mlp.up_proj.weight.requires_grad_(False)
+    trained = [each for each in made.parameters() if each.requires_grad]
+    loss = made(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False).logits.square().sum()
+    assert len(torch.autograd.grad(loss, trained)) == len(trained)
 
 
 class CentredRMSNorm(Qwen3RMSNorm):

@@ -1,7 +1,7 @@
 """RMS norms, gated activations and rotary embeddings with gradients of their own, for models on the CPU.
 
 Each is a few passes over memory, forward and backward, where autograd makes several times as many, and keeps its inputs
-alone. Linear layers stay modules that are called: adapters, sharding and hooks reach them.
+alone. Linear layers that are more than their weight (a bias, an adapter, hooks) stay modules that are called.
 
 What is replaced is recognised by its structure, and only where a layer of its kind with random weights computes the
 same from random inputs. The weights of the model itself are not looked at: they may be of a rank's part, or not read
@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from trivium.models.linear import AutogradContext
+from trivium.models.linear import AutogradContext, is_only_its_weight, product
 
 _ROTARY = "apply_rotary_pos_emb"
 """The name in transformers' modules of the function that rotates queries and keys."""
@@ -141,6 +141,39 @@ class _SiluProduct(torch.autograd.Function):
         return torch.ops.aten.silu_backward(torch.mul(grad, up, out=activation), gate), grad_up
 
 
+class _GatedMLP(torch.autograd.Function):
+    """down(silu(gate(x)) * up(x)) of weights (M, N), (M, N) and (N, M)."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        gated, upper = product(rows, gate), product(rows, up)
+        ctx.save_for_backward(rows, gate, up, down, gated, upper)
+        return product(silu(gated).mul_(upper), down).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the first parameter)
+        ctx: AutogradContext, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows, gate, up, down, gated, upper = ctx.saved_tensors
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        grad = grad_outputs[0].reshape(rows.shape)
+        activation, grad_inner = silu(gated), product(grad, down.T)
+        grad_down = grad.T @ (activation * upper) if wants_down else None
+        grad_upper = torch.mul(grad_inner, activation, out=activation)
+        grad_gated = torch.ops.aten.silu_backward(grad_inner.mul_(upper), gated)
+        grad_x = product(grad_upper, up.T, product(grad_gated, gate.T)) if wants_x else None
+        return (
+            None if grad_x is None else grad_x.view(grad_outputs[0].shape),
+            grad_gated.T @ rows if wants_gate else None,
+            grad_upper.T @ rows if wants_up else None,
+            grad_down,
+        )
+
+
 def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
     width = getattr(layer.gate_proj, "in_features", None)
     if width is None or len(inspect.signature(layer.forward).parameters) != 1:
@@ -154,6 +187,9 @@ def _fused_mlp(layer: nn.Module) -> Arithmetic | None:
 
 
 def _mlp_forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    linear = (layer.gate_proj, layer.up_proj, layer.down_proj)
+    if all(map(is_only_its_weight, linear)):
+        return cast(torch.Tensor, _GatedMLP.apply(x, *(each.weight for each in linear)))
     return layer.down_proj(silu_product(layer.gate_proj(x), layer.up_proj(x)))
 
 

@@ -30,9 +30,29 @@ def use_onednn(module: nn.Module, device: torch.device) -> None:
 
 def matmul_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a (N, K) @ b (M, K).T, without gradient."""
+    if not _applies(b.dtype, b.device) or len(a) % ROWS == 0:
+        return product(a, b)
+    return product(pad(a, (0, 0, 0, -len(a) % ROWS)), b)[: len(a)]
+
+
+def product(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """a (N, K) @ b (M, K).T + added (N, M), without gradient, where N is a multiple of `ROWS` or seldom another."""
     if not _applies(b.dtype, b.device):
-        return a @ b.T
-    return _onednn(pad(a, (0, 0, 0, -len(a) % ROWS)), b)[: len(a)]
+        return a @ b.T if added is None else torch.addmm(added, a, b.T)
+    if added is None:
+        return _onednn(a, b)
+    return torch.ops.mkldnn._linear_pointwise.binary(a, added, b, None, "add")
+
+
+def is_only_its_weight(layer: nn.Module) -> bool:
+    """Whether to multiply by its weight is all that a call of the layer does: nothing listens to it, and autocast
+    changes nothing."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and layer.bias is None and not any(hooks) and not _autocasts(layer.weight)
+
+
+def _autocasts(weight: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(weight.device.type)
 
 
 def _applies(dtype: torch.dtype, device: torch.device) -> bool:
