@@ -6,7 +6,7 @@ follow. The single process makes one micro-batch of each; the ranks make several
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,10 @@ def short() -> Iterator[tuple[str, Any]]:
     yield "prompts", made["pair:dpo"]()
 
 
-def full() -> Iterator[tuple[str, Any]]:
-    """Every aggregation, every unit, every head; selections, gates, experts and teachers; every uneven batch."""
-    for mode in MODES:
-        yield "uneven", policy(mode)
-        yield "uneven", ValueObjective(0.3, mode)
-    yield "uneven", replace(policy("token-mean"), unit="group")
+def more() -> Iterator[tuple[str, Any]]:
+    """Every unit, every head; selections, gates, experts and teachers; every uneven batch."""
     yield from short()
+    yield "uneven", replace(policy("token-mean"), unit="group")
     yield "masked", policy("seq-mean-token-sum-norm")
     yield "nothing", policy("token-mean")
     yield "masked", objectives()["pair:ipo"]()
@@ -132,21 +129,27 @@ def full() -> Iterator[tuple[str, Any]]:
     yield "uneven", objectives()["loss:gspo"]()
 
 
+def full() -> Iterator[tuple[str, Any]]:
+    """The same, and the losses of the policy and of its critic in every aggregation."""
+    yield from more()
+    for mode in sorted({*MODES} - {"seq-mean-token-mean"}):
+        yield "uneven", policy(mode)
+    for mode in sorted({*MODES} - {"token-mean"}):
+        yield "uneven", ValueObjective(0.3, mode)
+
+
 @dataclass(frozen=True)
 class Way:
     """How a program is trained."""
 
-    full: bool = False
+    program: Callable[[], Iterator[tuple[str, Any]]] = short
     dtype: str = "float64"
     packed: bool = True
     config: tuple[tuple[str, Any], ...] = ()
 
-    def program(self) -> list[tuple[str, Any]]:
-        return list(full() if self.full else short())
-
 
 def way(**config: Any) -> Way:
-    own = {name: config.pop(name) for name in ("full", "dtype", "packed") if name in config}
+    own = {name: config.pop(name) for name in ("program", "dtype", "packed") if name in config}
     return Way(**own, config=tuple(config.items()))
 
 
@@ -156,14 +159,14 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "padded, checkpointing, offload": way(packed=False, gradient_checkpointing=True, cpu_offload=True),
         "shared prompts": way(share_prefix=True),
         "float32": way(dtype="float32"),
+        "sequence, float32": way(dtype="float32", sequence_parallel=2),
     },
     4: {
-        "full": way(full=True),
-        "sequence": way(full=True, sequence_parallel=2),
+        "full": way(program=full),
+        "sequence": way(program=more, sequence_parallel=2),
         "shared prompts, sequence of all, checkpointing": way(
             share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
         ),
-        "sequence, float32": way(dtype="float32", sequence_parallel=2),
         "replicas, padded": way(shard=2, packed=False),
         "replicas, sequence, checkpointing, offload": way(
             shard=2, sequence_parallel=2, gradient_checkpointing=True, cpu_offload=True
@@ -205,7 +208,7 @@ def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> Tor
 
 def algorithm(directory: Path, how: Way) -> Parts:
     trained = tuple({objective.role: objective for _, objective in how.program()}.values())
-    further = frozenset({"ref", "teacher_top"}) if how.full else frozenset()
+    further = frozenset({"ref", "teacher_top"}) if how.program is not short else frozenset()
     return Parts(trained, needs=further, teacher=Teacher(str(directory / "teacher"), top_k=3))
 
 
@@ -221,7 +224,7 @@ class Trained:
 
 
 def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Trained:
-    program, metrics, weights = how.program(), [], [exported(engine)]
+    program, metrics, weights = list(how.program()), [], [exported(engine)]
     for step, (batch, objective) in enumerate(program):
         prepared = prepare_mini_batch(engine, batches[batch], objective, 0)
         measured = engine.measure(objective.role, prepared, objective) if step % 3 == 0 else {}
@@ -230,7 +233,9 @@ def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Traine
         engine.version += 1
         if step % 10 == 9 or step + 1 == len(program):
             weights.append(exported(engine))
-    further = ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.full else ()
+    further = (
+        ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.program is not short else ()
+    )
     asked = [("values", "one"), *((what, "uneven") for what in ("log_prob", *further))]
     scores = {what: engine.score(batches[name], what) for what, name in asked}
     return Trained(metrics, weights, scores)
@@ -300,9 +305,9 @@ def test_equals_one_process(size: int, name: str, found: Any, expected: Any) -> 
         exact = {key for key in theirs if key.startswith(("train/loss", "train/grad_norm"))}
         for keys, tolerance in ((exact, close), (theirs.keys() - exact, 10 * close)):  # some are exponentials of sums
             said = {key: mine[key] for key in keys}
-            assert said == pytest.approx({key: theirs[key] for key in keys}, rel=tolerance, abs=tolerance), (
-                how.program()[step]
-            )
+            assert said == pytest.approx({key: theirs[key] for key in keys}, rel=tolerance, abs=tolerance), list(
+                how.program()
+            )[step]
         assert mine.keys() == theirs.keys()
     for mine, theirs in zip(ranks.weights, alone.weights, strict=True):
         assert list(mine) == list(theirs)

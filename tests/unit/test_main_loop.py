@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,8 @@ def test_the_second_ctrl_c_ends_the_process_whatever_it_does(tmp_path: Path, blo
         if block is sleeps:
             eventually(lambda: "Ctrl-C again" in process.text, 60, lambda: process.text)
         while process.poll() is None:  # two at the same moment are one
-            os.kill(process.pid, signal.SIGINT)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(process.pid, signal.SIGINT)
             time.sleep(0.01)
         assert process.poll() == -signal.SIGINT
     finally:
