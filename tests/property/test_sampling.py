@@ -37,7 +37,7 @@ def test_the_uniform_falls_into_the_tokens_interval(
     size: int, seed: int, scale: float, temperature: float, uniform: float
 ) -> None:
     logits = random_logits(1, size, seed, scale)
-    tokens, log_prob = sample(logits, np.array([uniform]), how(1, temperature))
+    tokens, log_prob = sample(logits.clone(), np.array([uniform]), how(1, temperature))
     probs = (logits[0].double() / temperature).softmax(-1)
     edges = probs.cumsum(-1)
     token = int(tokens[0])
@@ -54,7 +54,7 @@ def test_truncation_renormalises(size: int, seed: int, top_p: float, top_k: int,
     if size == 1 and blocked:
         return  # nothing could be said at all
     logits = random_logits(1, size, seed, 3.0)
-    tokens, log_prob = sample(logits, np.array([uniform]), how(1, 0.7, top_p, top_k, blocked))
+    tokens, log_prob = sample(logits.clone(), np.array([uniform]), how(1, 0.7, top_p, top_k, blocked))
     allowed = [t for t in range(size) if not (blocked and t == 0)]
     weight = {t: float((logits[0, t].double() / 0.7).exp()) for t in allowed}
     ranked = sorted(allowed, key=lambda t: -weight[t])[: top_k or None]
@@ -86,7 +86,7 @@ def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cu
         rng.random(rows) < (0.5 if size > 1 and mixed else 0),
         torch.tensor([0]),
     )
-    tokens, log_prob = sample(logits, uniforms, every)
+    tokens, log_prob = sample(logits.clone(), uniforms, every)
     for row in range(rows):
         one = slice(row, row + 1)
         part = RowSampling(
@@ -105,20 +105,20 @@ def test_impossible_tokens_are_never_sampled() -> None:
 
 def test_frequencies_are_the_probabilities() -> None:
     logits = random_logits(1, 200, 1, 1.5).expand(20_000, -1)
-    tokens, _ = sample(logits, (np.arange(20_000) + 0.5) / 20_000, how(20_000))
+    tokens, _ = sample(logits.clone(), (np.arange(20_000) + 0.5) / 20_000, how(20_000))
     counted = torch.bincount(tokens, minlength=200) / 20_000
     assert (counted - logits[0].softmax(-1)).abs().max() < 1e-4
 
 
 def test_rows_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, uniforms = random_logits(7, 300, 5, 2.0), np.linspace(0, 0.99, 7)
-    whole = sample(logits, uniforms, how(7, 0.7))
+    whole = sample(logits.clone(), uniforms, how(7, 0.7))
     monkeypatch.setattr("trivium.engines.sampling._ELEMENTS", 900)
-    assert all(map(torch.equal, sample(logits, uniforms, how(7, 0.7)), whole))
+    assert all(map(torch.equal, sample(logits.clone(), uniforms, how(7, 0.7)), whole))
 
 
 def test_logits_that_are_not_numbers_show() -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = torch.nan
     for temperature in (0.0, 1.0):
-        assert sample(logits, np.array([0.5, 0.5]), how(2, temperature))[1].isnan().tolist() == [False, True]
+        assert sample(logits.clone(), np.array([0.5, 0.5]), how(2, temperature))[1].isnan().tolist() == [False, True]

@@ -218,6 +218,50 @@ def test_layers_without_modules_are_used_where_they_are_the_models(
         assert "slower layers" in caplog.text
 
 
+def test_packed_weights_follow_what_is_loaded_and_change_no_bit(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_at(models["qwen3"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    model.save_pretrained(tmp_path)
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        prefixes = decoder.read([np.arange(3, 20, dtype=np.int32)])
+        decoder.place(prefixes * 2, range(2))
+        return torch.stack([decoder.step(np.full(2, 5), np.full(2, 17 + i)) for i in range(3)])
+
+    with torch.inference_mode():
+        loaded, fresh = (
+            Decoder(path, dtype=torch.float32, device="cpu", exact=True) for path in (models["qwen3"], tmp_path)
+        )
+        before = logits(loaded)
+        loaded.load(model.state_dict().items())
+        monkeypatch.setattr("trivium.engines.layers.PACKED_BYTES", 0)
+        plain = Decoder(tmp_path, dtype=torch.float32, device="cpu", exact=True)
+        assert torch.equal(logits(loaded), logits(fresh))
+        assert torch.equal(logits(loaded), logits(plain))
+        assert not torch.equal(logits(loaded), before)
+
+
+def test_rows_keep_their_keys_while_their_room_grows(models: dict[str, Path]) -> None:
+    """More rows, more positions and shorter prompts in any order; room is made a few times, not at every page."""
+    decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
+    rng = np.random.default_rng(0)
+    with torch.inference_mode():
+        long, short = (decoder.read([rng.integers(3, 40, size).astype(np.int32)])[0] for size in (150, 5))
+        decoder.place([long, long], [0, 1], 700)
+        kept = [tensor[0, :, :150].clone() for tensor in decoder.rows.layers[0]]
+        sizes = set()
+        decoder.place([short] * 9, range(2, 11), 700)
+        for position in range(150, 699):
+            decoder.step(np.full(11, 7), np.full(11, position))
+            sizes.add(decoder.rows.length)
+    assert all(torch.equal(tensor[0, :, :150], before) for tensor, before in zip(decoder.rows.layers[0], kept))
+    assert sizes == {192, 384, 704}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
     models: dict[str, Path], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -107,7 +107,7 @@ def by_hand(asked: Request, versions: list[int], models: dict[int, PreTrainedMod
         for position, version in enumerate(versions):
             logits = models[version](fed, past_key_values=cache, use_cache=True).logits[:, -1].float()
             drawn = uniforms(np.array([asked.key.digest()], np.uint64), np.array([position]))
-            sampled, log_prob = sample(logits, drawn, how)
+            sampled, log_prob = sample(logits.clone(), drawn, how)
             tokens.append(int(sampled[0]))
             log_probs.append(float(log_prob[0]))
             fed = sampled[None].to(torch.int64)

@@ -28,6 +28,8 @@ RUNTIME = 512 * MIB
 """What a process with torch takes before it holds a model."""
 _ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+PACKED_BYTES = 256 * MIB
+"""An engine on a CPU keeps weights of up to so many bytes a second time, in the order in which products read them."""
 _HEAD_BYTES = 64 * MIB
 """Logits of one chunk of the head, and their gradient, at most."""
 _FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
@@ -226,10 +228,12 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     return shape.layers * rank * ends
 
 
-def engine_memory(shape: ModelShape, *, dtype: str, rows: int, tokens: int) -> dict[str, int]:
+def engine_memory(shape: ModelShape, *, dtype: str, rows: int, tokens: int, device: str = "cpu") -> dict[str, int]:
     """Bytes by item of a rollout engine that holds `rows` completions of `tokens` tokens in progress."""
     width = _BYTES[dtype]
-    return {"engine": shape.parameters * width, "engine cache": rows * tokens * shape.kv_per_token * width}
+    weights = shape.parameters * width
+    packed = weights if device == "cpu" and weights <= PACKED_BYTES else 0
+    return {"engine": weights + packed, "engine cache": rows * tokens * shape.kv_per_token * width}
 
 
 # --------------------------------------------------------------------------- of a config
@@ -417,8 +421,8 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
-    _, dtype = _planned_engine(config, batch, machine)
-    return engine_memory(shape, dtype=dtype, rows=rows, tokens=batch.tokens_per_sequence)
+    device, dtype = _planned_engine(config, batch, machine)
+    return engine_memory(shape, dtype=dtype, rows=rows, tokens=batch.tokens_per_sequence, device=device)
 
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:

@@ -48,10 +48,12 @@ def attend(
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
     groups = batch * key.shape[1]
     scores = torch.bmm(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(batch, heads, length, -1).mul_(scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = _softmax(scores.add_(mask), s_aux).to(value.dtype)
+    scores = scores.view(batch, heads, length, -1)
+    if softcap is None:
+        scores = torch.add(mask, scores, alpha=scale, out=scores)
+    else:
+        scores = torch.tanh(scores.mul_(scale / softcap)).mul_(softcap).add_(mask)
+    weights = _softmax(scores, s_aux).to(value.dtype)
     width = value.shape[-1]
     if width % 16:
         value = F.pad(value, (0, -width % 16))

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from trivium.engines.decoder import Decoder, Prefix
-from trivium.engines.sampling import RowSampling, sample
+from trivium.engines.sampling import RowSampling, on_host, sample
 from trivium.engines.seen import PromptImages
 from trivium.engines.stopping import StopScan
 from trivium.errors import DataError
@@ -46,7 +45,7 @@ class Ticket:
 
 def bucket(rows: int) -> int:
     """How many rows a step really computes: few distinct shapes, since a new shape costs a compiled kernel."""
-    step = 8 if rows <= 64 else 32 if rows <= 256 else 64
+    step = 2 if rows <= 4 else 4 if rows <= 16 else 8 if rows <= 64 else 32 if rows <= 256 else 64
     return -(-rows // step) * step
 
 
@@ -92,7 +91,6 @@ class Batch:
     def admit(self, tickets: Sequence[Ticket], prefixes: Sequence[Prefix], version: int) -> list[tuple[Ticket, Any]]:
         """Assigns rows to the tickets and samples their first tokens. Returns (ticket, completion) of finished ones."""
         rows = np.flatnonzero(~self._occupied[: len(self.tickets)])[: len(tickets)]
-        self._decoder.place(prefixes, rows.tolist())
         for row, ticket, prefix in zip(rows.tolist(), tickets, prefixes, strict=True):
             self._assign(row, ticket)
             if prefix.routing is not None and "routing" in ticket.request.sampling.extra:
@@ -100,20 +98,30 @@ class Batch:
             self._ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
-        return self._sample(rows, torch.stack([prefix.logits for prefix in prefixes]), version)
+        longest = (self._position + self._limit - self._count)[self._occupied].max()
+        self._decoder.place(prefixes, rows.tolist(), int(longest))
+        numbers, how = self._sampling(rows)
+        sampled = sample(torch.stack([prefix.logits for prefix in prefixes]), numbers, how)
+        return self._append(rows, *on_host(*sampled), version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
         """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
         self._compact()
         size = bucket(self._span)
         ahead = self._ahead[:size] if self._ahead[:size].any() else None
-        logits = self._decoder.step(self._next[:size], self._position[:size], ahead)
+        numbers, how = self._sampling(slice(0, size))  # free rows too: they cost less than to pick the others
+        parts = self._decoder.step_parts(
+            self._next[:size],
+            self._position[:size],
+            ahead,
+            lambda logits, part: on_host(*sample(logits, numbers[part], how[part])),
+        )
+        sampled, log_prob = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         rows = np.flatnonzero(self._occupied)
         if self._decoder.recorder is not None:
             self._record(rows, self._decoder.recorder.take(size, 1))
         self._position[rows] += 1
-        whole = len(rows) == rows[-1] + 1
-        return self._sample(rows, logits[: len(rows)] if whole else logits[torch.from_numpy(rows)], version)
+        return self._append(rows, sampled[rows], log_prob[rows], version)
 
     def drop_cancelled(self) -> None:
         """Frees the rows whose calls were cancelled."""
@@ -136,12 +144,22 @@ class Batch:
         self._min_new[row] = sampling.min_new_tokens
         ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
 
-    def _sample(self, rows: npt.NDArray[np.int64], logits: Tensor, version: int) -> list[tuple[Ticket, Any]]:
+    def _sampling(self, rows: npt.NDArray[np.int64] | slice) -> tuple[npt.NDArray[np.float64], RowSampling]:
+        """The random number of each row's next token, and how it is sampled."""
         count = self._count[rows]
         how = RowSampling(
             self._temperature[rows], self._top_p[rows], self._top_k[rows], count < self._min_new[rows], self._eos
         )
-        sampled, log_prob = (x.cpu().numpy() for x in sample(logits, uniforms(self._digest[rows], count), how))
+        return uniforms(self._digest[rows], count), how
+
+    def _append(
+        self,
+        rows: npt.NDArray[np.int64],
+        sampled: npt.NDArray[np.int64],
+        log_prob: npt.NDArray[np.float32],
+        version: int,
+    ) -> list[tuple[Ticket, Any]]:
+        count = self._count[rows]
         if not np.isfinite(log_prob).all():
             raise DataError(
                 f"log-probabilities of policy version {version}",
@@ -195,8 +213,13 @@ class Batch:
     def _free(self, row: int) -> None:
         self.tickets[row] = None
         self._occupied[row] = self._scanned[row] = False
-        self._next[row] = self._position[row] = self._ahead[row] = 0
+        self._reset(row)
         self._live -= 1
+
+    def _reset(self, rows: int | slice) -> None:
+        """Free rows are computed with the others: as cheaply as can be."""
+        self._next[rows] = self._position[rows] = self._ahead[rows] = self._count[rows] = self._min_new[rows] = 0
+        self._temperature[rows], self._top_p[rows], self._top_k[rows] = 1, 1, 0
 
     def _compact(self) -> None:
         """Moves the last rows into holes, when that makes the step smaller."""
@@ -212,7 +235,7 @@ class Batch:
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
         beyond = slice(self._live, self._span)
         self._occupied[beyond] = self._scanned[beyond] = False
-        self._next[beyond] = self._position[beyond] = self._ahead[beyond] = 0
+        self._reset(beyond)
         self._span = self._live
 
     def _state(self) -> tuple[npt.NDArray[Any], ...]:

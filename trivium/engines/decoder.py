@@ -5,10 +5,10 @@ Legend: B prompts, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trivium.engines.attention import registered
 from trivium.engines.invariance import make_invariant
 from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
-from trivium.engines.layers import Layers, supports
+from trivium.engines.layers import Layers, changing_rotation, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm, max_positions
@@ -30,6 +30,8 @@ from trivium.types import AnyArray, IntArray, Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Result = TypeVar("Result")
 
 _CHUNK = 512
 """Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
@@ -85,7 +87,7 @@ class Decoder:
         self.layers = Layers(model, fast=not exact) if supports(model) else None
         """What computes the model's layers; None: the model itself."""
         threads = torch.get_num_threads()
-        side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not _changing_rotation(model)
+        side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
         """What computes rows of a step side by side; None: nothing."""
         self.recorder: Recorder | None = None
@@ -117,6 +119,8 @@ class Decoder:
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         seen = self._seen(tokens, images)
         cache, logits, routing = PromptCache(length), None, list[AnyArray]()
+        if self.layers is not None:
+            self.layers.prepare(length)
         for start in range(0, length, _CHUNK):
             end = min(start + _CHUNK, length)
             cache.start = start
@@ -153,8 +157,10 @@ class Decoder:
             return None
         return SeenPrompts.of(self.vision, tokens, images)
 
-    def place(self, prefixes: Sequence[Prefix], rows: Sequence[int]) -> None:
-        """Gives each row the keys and values of its prompt."""
+    def place(self, prefixes: Sequence[Prefix], rows: Sequence[int], longest: int = 0) -> None:
+        """Gives each row the keys and values of its prompt. No row comes to more than `longest` positions; 0: that is
+        not known."""
+        self.rows.longest = longest
         batches: dict[int, list[int]] = {}
         for i, prefix in enumerate(prefixes):
             batches.setdefault(id(prefix.cache), []).append(i)
@@ -170,22 +176,35 @@ class Decoder:
     ) -> Tensor:
         """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is how far
         beyond it the token is embedded (`Prefix.ahead`); None: nowhere."""
+        return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits))
+
+    def step_parts(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        ahead: npt.NDArray[np.int64] | None,
+        use: Callable[[Tensor, slice], Result],
+    ) -> list[Result]:
+        """The same as `step`, as parts: what `use` makes of the logits of some rows, in their order. It may be called
+        from several threads at once."""
         width = pages(int(positions.max()) + 1)
         where = torch.from_numpy(positions).to(self.device)
         rows = self.rows.begin(where, width)
         embedded = where if ahead is None else where + torch.from_numpy(ahead).to(self.device)
         ids = torch.from_numpy(tokens).to(self.device)
+        if self.layers is not None:
+            self.layers.prepare(width)
         if self.workers is None or self.layers is None:
-            return self._step(ids, embedded, rows, width)
+            return [use(self._step(ids, embedded, rows, width), slice(0, len(ids)))]
         workers = max(1, min(self.workers.number, len(ids) // _WORKER_ROWS))
         size = -(-len(ids) // workers)
         parts = [slice(first, min(first + size, len(ids))) for first in range(0, len(ids), size)]
 
         @torch.inference_mode()
-        def step(part: slice) -> Tensor:
-            return self._step(ids[part], embedded[part], rows.part(part), width)
+        def step(part: slice) -> Result:
+            return use(self._step(ids[part], embedded[part], rows.part(part), width), part)
 
-        return torch.cat([*self.workers.map(step, parts)])
+        return [*self.workers.map(step, parts)]
 
     def _step(self, ids: Tensor, positions: Tensor, rows: StepRows, width: int) -> Tensor:
         mask = self._mask(rows.positions[:, None], width)[:, None, None]
@@ -205,6 +224,8 @@ class Decoder:
             self._is_base = False
         else:
             self._add(adapter)
+        if self.layers is not None:
+            self.layers.refresh()
 
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
         """The base model with this adapter, whatever was loaded before."""
@@ -255,8 +276,7 @@ class Decoder:
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | StepRows) -> Tensor:
         if self.layers is not None:
             embedded = self._embedding(inputs["input_ids"])
-            states = self.layers(embedded, inputs["position_ids"], mask, cache)
-            return self._head(states)[:, -1].float()
+            return self.layers(embedded, inputs["position_ids"], mask, cache, self._last)
         how: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if self.vision is None:
             return self.model(**inputs, **how).logits[:, -1].float()
@@ -265,7 +285,7 @@ class Decoder:
     def _mask(self, last_seen: Tensor, width: int) -> Tensor:
         """0 for keys up to `last_seen`, -inf beyond; [..., width]."""
         hidden = torch.arange(width, device=self.device) > last_seen
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return torch.where(hidden, -torch.inf, 0.0).to(self.dtype)
 
     def _only_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Lets one position per prompt through to the output layer: [B, L, hidden] to [B, 1, hidden]."""
@@ -314,16 +334,9 @@ def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:
             f"layers of type {', '.join(sorted(odd))}",
             "use a model of full or sliding attention, or another engine",
         )
-    if exact and _changing_rotation(model):
+    if exact and changing_rotation(model):
         raise ConfigError(
             f"batch-invariant generation with {name}",
             "its rotary embedding depends on the longest sequence in the batch (rope_type dynamic or longrope)",
             "set engine.batch_invariant to false",
         )
-
-
-def _changing_rotation(model: PreTrainedModel) -> bool:
-    """Whether the rotary embedding is another one where a batch has long sequences."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    return bool(kinds & {"dynamic", "longrope"})

@@ -48,21 +48,29 @@ class PromptCache:
 
 
 class RowCache:
-    """The rows that decode together. As long as the longest row: a batched product over a view copies it first."""
+    """The rows that decode together, with room for more positions than they have.
+
+    Where there is too little, one layer after another moves to a larger tensor: the old and the new one of a single
+    layer lie beside each other.
+    """
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []
         """Per layer, keys and values [R, K, S, D]; unused positions are zero or stale, never NaN."""
         self.rows = self.length = 0
+        self.longest = 0
+        """Positions that the longest of the rows may come to; 0 where that is not known."""
+        self._used = (0, 0)
+        """Rows and positions in use."""
         self._slots: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, rows: int, length: int, like: PromptCache | None = None) -> None:
         """Room for so many rows of so many positions; `like` tells the shapes the first time."""
         if not self.layers and like is not None:
             self.layers = [(k[:0], v[:0]) for k, v in like.layers]
-        if rows > self.rows or length > self.length:
-            grown = self.rows if rows <= self.rows else 1 << (rows - 1).bit_length()
-            self._resize(grown, max(pages(length), self.length))
+        used_rows, used_length = self._used = max(self._used[0], rows), max(self._used[1], length)
+        if used_rows > self.rows or used_length > self.length:
+            self._resize(1 << (used_rows - 1).bit_length(), self._grown(used_length))
 
     def place(self, prompts: PromptCache, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Copies prompt `sources[i]` into row `rows[i]`."""
@@ -83,13 +91,19 @@ class RowCache:
 
     def begin(self, positions: Tensor, width: int) -> StepRows:
         """A decode step: row r writes at positions[r] and sees the first `width` positions, whole pages."""
-        if width != self.length or len(positions) > self.rows:
-            self.reserve(len(positions), width)
-            self._resize(self.rows, width)
-        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions)
+        self._used = 0, 0
+        self.reserve(len(positions), width)
+        return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
+
+    def _grown(self, length: int) -> int:
+        """How long to make it where `length` positions are in use: longer than that, within what rows may come to. A
+        GPU keeps what was freed in pieces that nothing larger fits into, so there it is all at once."""
+        wanted = self.longest if self.layers[0][0].is_cuda else 2 * self.length if length > self.length else length
+        return pages(max(length, min(wanted, self.longest)))
 
     def _resize(self, rows: int, length: int) -> None:
-        for layer, (keys, values) in enumerate(self.layers):  # one after the other: old and new lie beside each other
+        self._slots = []  # they would keep the old tensors
+        for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = _resized(keys, rows, length), _resized(values, rows, length)
         self.rows, self.length = rows, length
         self._slots = [(k.flatten(0, 2), v.flatten(0, 2)) for k, v in self.layers]
@@ -99,43 +113,52 @@ class StepRows:
     """Some of the rows in one decode step."""
 
     def __init__(
-        self, layers: list[tuple[Tensor, Tensor]], slots: list[tuple[Tensor, Tensor]], rows: slice, positions: Tensor
+        self,
+        layers: list[tuple[Tensor, Tensor]],
+        slots: list[tuple[Tensor, Tensor]],
+        rows: slice,
+        positions: Tensor,
+        width: int,
     ) -> None:
         """Of `layers`, keys and values [all rows, K, S, D], and of the same as `slots` [all rows * K * S, D], those at
-        `rows`, which write at `positions`."""
-        self._layers, self._slots, self._rows, self.positions = layers, slots, rows, positions
+        `rows`, which write at `positions` and see the first `width`."""
+        self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
         self._index: dict[int, Tensor] = {}
 
     def part(self, rows: slice) -> StepRows:
         """Of these rows some, as if they were alone."""
         first = self._rows.start
         whole = slice(first + rows.start, first + rows.stop)
-        return StepRows(self._layers, self._slots, whole, self.positions[rows])
+        return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, S, D]."""
         for slots, new in zip(self._slots[layer], (keys, values), strict=True):
-            slots[self._slot(new.shape[1])] = new.reshape(-1, new.shape[-1])
+            slots.index_copy_(0, self._slot(new.shape[1]), new.reshape(-1, new.shape[-1]))
         kept_keys, kept_values = self._layers[layer]
-        return kept_keys[self._rows], kept_values[self._rows]
+        return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        return self._layers[layer][0].shape[2]
+        del layer
+        return self._width
 
     def _slot(self, heads: int) -> Tensor:
         """Where each (row, head) writes, in the flattened cache; computed once per step."""
         if heads not in self._index:
             device = self.positions.device
             row = torch.arange(self._rows.start, self._rows.stop, device=device)
-            slots = (row[:, None] * heads + torch.arange(heads, device=device)) * self.get_seq_length()
+            length = self._layers[0][0].shape[2]
+            slots = (row[:, None] * heads + torch.arange(heads, device=device)) * length
             self._index[heads] = (slots + self.positions[:, None]).flatten()
         return self._index[heads]
 
 
 def _resized(tensor: Tensor, rows: int, length: int) -> Tensor:
+    """The first rows and positions of a tensor [R, K, S, D], zero beyond."""
     old_rows, heads, old_length, size = tensor.shape
     if (rows, length) == (old_rows, old_length):
         return tensor
-    result, kept = tensor.new_zeros(rows, heads, length, size), min(length, old_length)
-    result[:old_rows, :, :kept] = tensor[:, :, :kept]
+    result = tensor.new_zeros(rows, heads, length, size)
+    same_rows, same = min(rows, old_rows), min(length, old_length)
+    result[:same_rows, :, :same] = tensor[:same_rows, :, :same]
     return result

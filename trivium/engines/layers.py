@@ -2,7 +2,9 @@
 inside the matrix products, and no Python that a step does not need.
 
 For the families in `_FAMILIES`, on the CPU. The engine compares it with the model itself before it serves
-(`trivium.engines.selfcheck`). The weights stay the model's: what is loaded into it is what is computed with.
+(`trivium.engines.selfcheck`). The weights stay the model's: what is loaded into it is what is computed with. Of a
+model of up to `PACKED_BYTES` there is a second copy, in the order in which oneDNN reads it: the same bits, in two
+thirds of the time for few rows. `refresh` makes it again from new weights.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
 """
@@ -16,9 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trivium.config.memory_estimate import PACKED_BYTES
 from trivium.engines.attention import attend
 from trivium.engines.invariance import multiplies, product
+from trivium.models.worker_threads import size_of
 
+_SMALLEST_TABLE = 1024
+"""Positions that cosines and sines are computed for at least."""
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Models whose layers are these: norm, attention, sum; norm, gated SiLU network, sum."""
 
@@ -51,15 +57,18 @@ class _Norm:
         return torch.mul(wide, inverse).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Linear:
     weight: Tensor
     """[out, in]"""
     bias: Tensor | None
+    read: Tensor
+    """The weight as products read it: it, or a copy in oneDNN's order."""
 
     @classmethod
     def of(cls, module: nn.Linear) -> _Linear:
-        return cls(module.weight.data, None if module.bias is None else module.bias.data)
+        weight = module.weight.data
+        return cls(weight, None if module.bias is None else module.bias.data, weight)
 
     @classmethod
     def stacked(cls, modules: Sequence[nn.Linear]) -> _Linear:
@@ -73,19 +82,26 @@ class _Linear:
             if bias is not None:
                 module.bias.data = bias[start:end]
             start = end
-        return cls(weight, bias)
+        return cls(weight, bias, weight)
+
+    def refresh(self, *, packed: bool) -> None:
+        """To be called after a change of the weight."""
+        self.read = torch.ops.mkldnn._reorder_linear_weight(self.weight) if packed else self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return product(x, self.read, self.bias)
 
     def silu(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.read, self.bias, "swish", [], "")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.read, self.bias, "mul")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.read, self.bias, "add")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Layer:
     before_attention: _Norm
     before_mlp: _Norm
@@ -99,10 +115,16 @@ class _Layer:
     gate: _Linear
     up: _Linear
     down: _Linear
+    scales: Tensor | None = None
+    """[H + K, D]: what normalised queries and keys are multiplied with."""
+
+    @property
+    def products(self) -> tuple[_Linear, ...]:
+        return self.qkv, self.output, self.gate, self.up, self.down
 
 
 class Layers:
-    """From embeddings to the states that the output layer reads."""
+    """From embeddings to logits."""
 
     def __init__(self, model: Any, *, fast: bool) -> None:
         """Of a model that `supports` accepts. `fast` as in `attend`."""
@@ -114,37 +136,73 @@ class Layers:
         self._scale = float(attention.scaling)
         self._key_heads = len(attention.k_proj.weight) // self._size
         self._heads = len(attention.q_proj.weight) // self._size
+        self._head = _Linear.of(model.get_output_embeddings())
+        self._packed = size_of(model) <= PACKED_BYTES
+        self._turns = self._turns_of(torch.arange(1))
+        self._fixed = not changing_rotation(model)
+        self.refresh()
 
-    def __call__(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-        """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L]; states [B, L, C] after the last
-        norm. `mask` as in `attend`."""
+    def refresh(self) -> None:
+        """To be called after a change of the model's weights."""
+        for layer in self._layers:
+            for linear in layer.products:
+                linear.refresh(packed=self._packed)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                counts = (layer.query_norm, self._heads), (layer.key_norm, self._key_heads)
+                layer.scales = torch.cat([norm.scale.expand(count, -1) for norm, count in counts])
+        self._head.refresh(packed=self._packed)
+
+    def prepare(self, length: int) -> None:
+        """Computes what depends on positions alone, for positions below `length`; not while others compute."""
+        if self._fixed and length > len(self._turns[0]):
+            self._turns = self._turns_of(torch.arange(max(_SMALLEST_TABLE, 1 << (length - 1).bit_length())))
+
+    def __call__(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache, last: Tensor | None = None) -> Tensor:
+        """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L] that have been prepared for; float32
+        logits [B, V] after the tokens `last` [B] of each sequence, or after the last ones. `mask` as in `attend`."""
         batch, length, width = x.shape
-        cos, sin = self._rotary(x, positions)
-        half = self._size // 2
-        turn = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
         for index, layer in enumerate(self._layers):
-            normed = layer.before_attention(x).view(batch, length, width)
-            query, key, value = self._project(layer, normed, turn)
+            normed = layer.before_attention(x)
+            query, key, value = self._project(layer, normed.view(batch, length, width), cos, sin)
             key, value = cache.update(key, value, index)
             out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast)
             x = layer.output.plus(out.view(len(x), -1), x)
             normed = layer.before_mlp(x)
             x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
-        return self._last(x).view(batch, length, width)
+        if length > 1:
+            x = x.view(batch, length, width)
+            x = x[:, -1] if last is None else x[torch.arange(batch), last]
+        alone = x.expand(2, -1) if batch == 1 else x  # a reduction of one row alone takes another path
+        return self._head(self._last(alone.contiguous()))[:batch].float()
 
-    def _project(self, layer: _Layer, x: Tensor, turn: tuple[Tensor, Tensor]) -> list[Tensor]:
+    def _turns_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with the sign that they have in a rotation, [..., 1, D], for positions [...]."""
+        where = positions if positions.ndim == 2 else positions[None]
+        cos, sin = self._rotary(self._last.scale, where)
+        half = self._size // 2
+        turns = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        cos, sin = (turn.view(*positions.shape, 1, self._size) for turn in turns)
+        return cos, sin
+
+    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         """Queries [B, H, L, D], keys and values [B, K, L, D]; the first two normalised and rotated."""
         batch, length, _ = x.shape
-        parts = product(x, layer.qkv.weight, layer.qkv.bias).view(batch, length, -1, self._size)
+        parts = layer.qkv(x).view(batch, length, -1, self._size)
         turned, value = parts.split([self._heads + self._key_heads, self._key_heads], dim=2)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            turned = layer.query_norm.normalised(turned)
-            turned[:, :, : self._heads].mul_(layer.query_norm.scale)
-            turned[:, :, self._heads :].mul_(layer.key_norm.scale)
-        turned = turned.roll(self._size // 2, -1).mul_(turn[1]).addcmul_(turned, turn[0])
-        query, key = turned[:, :, : self._heads], turned[:, :, self._heads :]
+        if layer.query_norm is not None and layer.scales is not None:
+            turned = layer.query_norm.normalised(turned).mul_(layer.scales)
+        turned = turned.roll(self._size // 2, -1).mul_(sin).addcmul_(turned, cos)
+        query, key = turned.split([self._heads, self._key_heads], dim=2)
         return [part.transpose(1, 2) for part in (query, key, value)]
+
+
+def changing_rotation(model: Any) -> bool:
+    """Whether the rotary embedding is another one where a batch has long sequences."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    return bool(kinds & {"dynamic", "longrope"})
 
 
 def supports(model: Any) -> bool:

@@ -39,27 +39,37 @@ def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) 
 
     The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
     renormalised. Temperature 0 takes the most probable token with log-probability 0. A row whose logits are not numbers
-    gets a NaN, which the caller must refuse. Beside the logits there are never more than a few times `_ELEMENTS`
-    numbers in memory.
+    gets a NaN, which the caller must refuse. The logits are overwritten; beside them there are never more than a few
+    times `_ELEMENTS` numbers in memory.
     """
     rows = max(1, _ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
     done = [_sample(logits[part], torch.from_numpy(uniforms[part]), how[part]) for part in parts]
+    if len(done) == 1:
+        return done[0]
     tokens, log_probs = zip(*done, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
+
+
+def on_host(tokens: Tensor, log_probs: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The same as arrays, by one copy from a GPU."""
+    if not tokens.is_cuda:
+        return tokens.numpy(), log_probs.numpy()
+    both = torch.stack([tokens.double(), log_probs.double()]).cpu().numpy()  # float64 holds either exactly
+    return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
 def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling) -> tuple[Tensor, Tensor]:
     device = logits.device
     if how.eos_blocked.any():
-        rows = torch.from_numpy(np.flatnonzero(how.eos_blocked)).to(device)
-        logits = logits.index_put((rows[:, None], how.eos[None, :]), logits.new_tensor(-torch.inf))
+        blocked = torch.from_numpy(how.eos_blocked).to(device)[:, None]
+        logits.index_copy_(1, how.eos, logits.index_select(1, how.eos).masked_fill_(blocked, -torch.inf))
     greedy = how.temperature == 0
     if greedy.all():
         return _greedy(logits)
     if (how.temperature != 1).any():
         temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
-        logits = logits / temperature[:, None]
+        logits.div_(temperature[:, None])
     tokens, chosen = _draw(truncated(logits, how.top_p, how.top_k), uniforms.to(device))
     if greedy.any():
         mask = torch.from_numpy(greedy).to(device)
@@ -76,6 +86,7 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     weights[:, size:] = 0
     torch.sub(logits, best, out=weights[:, :size]).exp_()
     tokens, total = invert(weights, uniforms)
+    tokens.clamp_(max=size - 1)  # of logits that are not numbers
     chosen = (logits.gather(1, tokens[:, None]) - best)[:, 0]
     return tokens, (chosen.double() - total.log()).float()
 
@@ -111,16 +122,17 @@ def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative weight exceeds the row's uniform number times the sum, and the sum [R] in
     float64; for weights [R, W], zero beyond the vocabulary up to a multiple of `_BLOCK`, and numbers [R] in float64."""
     blocks = weights.view(len(weights), -1, _BLOCK)
-    mass = blocks.sum(-1).double().cumsum(-1)
-    target = uniforms * mass[:, -1]
-    block = (mass <= target[:, None]).sum(-1).clamp_(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)[:, None])[:, 0], 0.0)
-    inside = blocks[torch.arange(len(blocks), device=blocks.device), block].double()
-    reached = inside.cumsum(-1)
+    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    total = mass[:, -1]
+    target = uniforms * total
+    # Of weights that are not numbers, no block is found.
+    block = torch.searchsorted(mass, target[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
+    until = mass.gather(1, block)[:, 0]
+    before = torch.where(block[:, 0] > 0, mass.gather(1, (block - 1).clamp_(min=0))[:, 0], 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     # The block's mass was summed in float32: scaled to it, the two levels leave no gap that a number could fall into.
-    scale = (mass.gather(1, block[:, None])[:, 0] - before) / reached[:, -1]
-    offset = (reached * scale[:, None] + before[:, None] <= target[:, None]).sum(-1)
-    # What float64 rounding leaves above the last positive probability belongs to that token.
-    positions = torch.arange(_BLOCK, device=blocks.device)
-    last = torch.where(inside > 0, positions, 0).amax(-1)
-    return block * _BLOCK + torch.minimum(offset, last), mass[:, -1]
+    # Below the sum of the block, the token that is found has a positive probability.
+    end = inside[:, -1]
+    rest = torch.minimum((target - before) * (end / (until - before)), torch.nextafter(end, torch.zeros_like(end)))
+    offset = torch.searchsorted(inside, rest[:, None], right=True).clamp_(max=_BLOCK - 1)
+    return (block * _BLOCK + offset)[:, 0], total
