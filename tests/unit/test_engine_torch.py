@@ -258,7 +258,9 @@ def test_rows_keep_their_keys_while_their_room_grows(models: dict[str, Path]) ->
         for position in range(150, 699):
             decoder.step(np.full(11, 7), np.full(11, position))
             sizes.add(decoder.rows.length)
-    assert all(torch.equal(tensor[0, :, :150], before) for tensor, before in zip(decoder.rows.layers[0], kept))
+    assert all(
+        torch.equal(tensor[0, :, :150], before) for tensor, before in zip(decoder.rows.layers[0], kept, strict=True)
+    )
     assert sizes == {192, 384, 704}
 
 
