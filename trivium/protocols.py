@@ -131,6 +131,15 @@ class ReadableEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class RestingEngine(Protocol):
+    """A rollout engine that shares a device with the trainer and leaves it to that. Optional."""
+
+    async def rest(self) -> None:
+        """Frees what it can of the device, until the next completion or the next weights."""
+        ...
+
+
 class Environment(Protocol):
     """A stateful world that a multi-turn workflow drives; one instance serves one trajectory.
 

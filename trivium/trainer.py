@@ -73,6 +73,8 @@ class Trainer:
     """Gets the same of every step whose engine kept what the updates saw of each token."""
     published: Callable[[int, str], None] | None = None
     """Gets (version, hash of its weights) of every version that was offered."""
+    before_learning: Callable[[], Awaitable[None]] | None = None
+    """Called once a step's groups are there: an engine on the same device leaves it to the trainer."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
     """What else belongs to the run and must survive it: stage, accuracies, seconds, where they went. JSON values."""
     name: str = "trainer"
@@ -158,8 +160,7 @@ class Trainer:
 
         Raises RolloutsFailing when too many of the step's trajectories failed.
         """
-        started = time.monotonic()
-        version = self.train_step_num
+        started, version = time.monotonic(), self.train_step_num
         try:
             with self._timed("wait"), activity(f"step {version + 1}: rollouts", self.schedule.groups_per_step):
                 groups, fresh, sampled = await self._groups(version)
@@ -168,6 +169,8 @@ class Trainer:
             self.train_continue = False
             return False
         with self._timed("train"), activity(f"step {version + 1}: training"):
+            if self.before_learning is not None:
+                await self.before_learning()
             keep = None if self.keep is None else partial(self.keep, version + 1, groups)
             metrics = await asyncio.to_thread(self._learn, groups, keep)
             if keep is not None and self.keep_updates is not None and (seen := self.engine.take_updates()) is not None:

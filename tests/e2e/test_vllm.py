@@ -1,5 +1,5 @@
-"""engine.kind vllm. One engine serves the whole file: it samples a short run first, and its last weights are what the
-tests after it expect of it. `make test-vllm` runs them, in an environment that has vLLM."""
+"""engine.kind vllm. One engine serves most of the file: it samples a short run first, which sends it LoRA adapters, and
+its last weights are what later tests expect of it. `make test-vllm` runs them, where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.vision_parts import by_transformers, picture, tiny, user
 from trivium.config import config_from_mapping
+from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.vllm import VllmEngine
 from trivium.errors import RolloutError, SyncError
 from trivium.models.load import load_lm
+from trivium.models.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
 from trivium.policy import EngineFailure
 from trivium.randomness import SampleKey
 from trivium.runtime.launch import run
 from trivium.testing import check_engine, reference_policy
-from trivium.text.renderer import ChatRenderer
+from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny import TinyModel, tiny_tokenizer
-from trivium.types import Completion, Request, Sampling, StopReason
+from trivium.types import Completion, Experience, Media, Request, Sampling, StopReason
 
 pytestmark = [
     pytest.mark.vllm,
@@ -85,7 +94,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
         "rewards": [{"kind": "tests.e2e.test_vllm:parity"}],
         "engine": {"kind": "tests.e2e.test_vllm:Kept", "max_rows": 64, "sampling": {"max_new_tokens": 6}},
         "algorithm": "grpo",
-        "train": {"optimizer": {"lr": 1e-2}},
+        "train": {"optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 8, "push": "adapter"}},
         "schedule": {"steps": STEPS, "groups_per_step": 4, "group_size": 4},
         "monitors": [{"kind": "jsonl"}],
     }
@@ -117,11 +126,11 @@ def asked(prompt: Sequence[int], index: int = 0, **sampling: Any) -> Request:
     return Request(np.array(prompt, np.int32), how, SampleKey(0, "test", "t", "x", index=index))
 
 
-def check_log_probs(ran: Ran, model_dir: Path, request: Request, done: Completion) -> None:
+def check_log_probs(ran: Ran, model: Any, request: Request, done: Completion) -> None:
     """Against transformers' own forward pass, for sampling that may not end before `min_new_tokens`."""
     tokens = torch.tensor([[*request.prompt_tokens.tolist(), *done.tokens.tolist()]])
     with torch.no_grad():
-        logits = load_lm(model_dir, dtype=torch.float32)(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
+        logits = model(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
     logits[: request.sampling.min_new_tokens, sorted(ran.engine._eos)] = -torch.inf
     expected = logits.log_softmax(-1)[range(len(done.tokens)), done.tokens.tolist()].numpy()
     np.testing.assert_allclose(done.log_prob, expected, atol=1e-4)
@@ -190,6 +199,71 @@ async def test_an_update_in_flight_samples_with_the_new_weights_from_one_token_o
     assert all(np.abs(each.log_prob[each.policy_version == old] - even).max(initial=1) > 1e-3 for each in done)
 
 
+def change(module: Any, seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Another adapter, as it is sent."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in dict(adapter_state(module)).values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    return [*pushed_adapter(module)]
+
+
+async def test_an_adapter_alone_is_what_merged_weights_are(ran: Ran) -> None:
+    """After full weights, after another adapter, and in place of one that completions in flight began with."""
+    old, new, prompt = STEPS - 1, STEPS, [5, 6, 7]
+    module = attach(load_lm(ran.models[0], dtype=torch.float32), LoraConfig(rank=4, alpha=6), seed=0)
+    for seed, version in ((1, old - 1), (2, old)):
+        await ran.engine.load(version, change(module, seed))
+        for index in range(4):
+            request = asked(prompt, index, min_new_tokens=20)
+            done = await ran.engine.generate(request)
+            check_log_probs(ran, module, request, done)
+            assert set(done.policy_version.tolist()) == {version}
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            check_log_probs(ran, load_lm(ran.models[0], dtype=torch.float32), request, done)
+    requests = [asked(prompt, index, max_new_tokens=90, min_new_tokens=90) for index in range(8)]
+    calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.1)
+    await ran.engine.load(new, change(module, 3), in_flight="update")
+    late = await ran.engine.generate(asked(prompt, 9, min_new_tokens=24))
+    check_log_probs(ran, module, asked(prompt, 9, min_new_tokens=24), late)
+    versions = [done.policy_version.tolist() for done in await asyncio.gather(*calls)]
+    assert all(each == sorted(each) for each in versions)
+    assert any(set(each) == {old, new} for each in versions)
+    wide = attach(load_lm(ran.models[0], dtype=torch.float32), LoraConfig(rank=8), seed=0)
+    with pytest.raises(SyncError, match="up to 4"):
+        await ran.engine.load(new, [*pushed_adapter(wide)])
+
+
+async def test_it_sleeps_after_the_completions_in_flight_and_wakes_for_the_next_with_its_weights(ran: Ran) -> None:
+    """The calls are those of a GPU; on the CPU vLLM frees nothing."""
+    engine, awake = ran.engine, ran.engine.config
+
+    async def asleep() -> bool:
+        return await asyncio.wrap_future(engine._submit(engine._llm.is_sleeping()))
+
+    await engine.rest()
+    assert not await asleep(), "without a level it stays awake"
+    engine.config = awake.model_copy(update={"sleep_level": 2})
+    first = asyncio.ensure_future(engine.generate(asked([5, 6], 1, max_new_tokens=60, min_new_tokens=60)))
+    await asyncio.sleep(0.05)
+    await engine.rest()
+    assert first.done()
+    assert await asleep()
+    again = await engine.generate(asked([5, 6], 1, max_new_tokens=60, min_new_tokens=60))
+    assert not await asleep()
+    assert again.tokens.tolist() == first.result().tokens.tolist()
+    np.testing.assert_allclose(again.log_prob, first.result().log_prob, atol=1e-5)
+    await engine.rest()
+    weights = weights_of(ran.models[0])
+    await engine.load(STEPS + 1, uniform(weights).items())
+    assert not await asleep()
+    even = -np.log(len(weights["model.embed_tokens.weight"]) - len(engine._eos))
+    done = await engine.generate(asked([5, 6], 9, min_new_tokens=24))
+    np.testing.assert_allclose(done.log_prob, even, atol=1e-5)
+    engine.config = awake
+
+
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(ran: Ran) -> None:
     weights = weights_of(ran.models[0])
     short = {name: value for name, value in weights.items() if "layers.0" not in name}
@@ -213,9 +287,10 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
     await asyncio.wait(calls)
     ran.engine.config = allowed
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
+    model = load_lm(ran.models[1], dtype=torch.float32)
     for request, done in zip(requests, await asyncio.gather(*calls), strict=True):
         assert set(done.policy_version.tolist()) == {STEPS + 2}
-        check_log_probs(ran, ran.models[1], request, done)
+        check_log_probs(ran, model, request, done)
 
 
 async def test_the_contract(ran: Ran) -> None:
@@ -226,7 +301,8 @@ async def test_the_contract(ran: Ran) -> None:
 
     def make() -> VllmEngine:
         how: dict[str, Any] = {"eos_token_ids": first._eos, "decode": first._decode, "threads": 1}
-        made.append(VllmEngine(first.config, model_dir=ran.models[0], **how) if made else first)
+        plain = first.config.model_copy(update={"adapter_rank": None})
+        made.append(VllmEngine(plain, model_dir=ran.models[0], **how) if made else first)
         return made[-1]
 
     await check_engine(
@@ -239,3 +315,148 @@ async def test_the_contract(ran: Ran) -> None:
         max_new_tokens=12,
         patience_s=200,
     )
+
+
+class Sees(NamedTuple):
+    """An engine that reads images."""
+
+    engine: VllmEngine
+    model: Path
+    renderer: ChatRenderer
+
+    async def ask(self, *pictures: Media, index: int = 0, **sampling: Any) -> tuple[Request, Completion]:
+        prompt = self.renderer.render([user("a?".join(["<image>"] * len(pictures)) + "b", *pictures)])
+        how = Sampling(**{"max_new_tokens": 12, **sampling})
+        request = Request(prompt.tokens, how, SampleKey(0, "test", "t", "x", index=index), prompt.media)
+        return request, await self.engine.generate(request)
+
+    def differs(self, weights: Mapping[str, torch.Tensor], request: Request, done: Completion) -> float:
+        """How far the log-probabilities are from those of transformers' model with these weights, at most."""
+        model: Any = load_lm(self.model, dtype=torch.float32)
+        model.load_state_dict(weights)
+        mask = np.arange(len(request.prompt_tokens) + len(done.tokens)) >= len(request.prompt_tokens)
+        tokens = np.concatenate([request.prompt_tokens, done.tokens])
+        zeros = np.zeros(len(tokens), np.float32)
+        experience = Experience(tokens, mask, zeros, np.where(mask, 0, -1), "g", 0, media=request.media)
+        return float(np.abs(by_transformers(self.model, experience, model=model)[mask] - done.log_prob).max())
+
+
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None,
+    reason="vLLM's models that see import torchvision, which PyPI has for GPUs alone",
+)
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sees]:
+    model = tiny(tmp_path_factory.mktemp("vision") / "model", heads=1, kv_heads=1)  # a head of 32 numbers
+    renderer = renderer_of(model)
+    config = VllmEngine.Config(max_rows=16, max_context=256, adapter_rank=2)
+    how: dict[str, Any] = {"eos_token_ids": renderer.eos_token_ids, "decode": renderer.decode, "threads": 1}
+    engine = VllmEngine(config, model_dir=model, **how)
+    yield Sees(engine, model, renderer)
+    asyncio.run(engine.close())
+
+
+@needs_torchvision
+async def test_it_reads_images_as_training_does_and_none_is_stale(sees: Sees) -> None:
+    """The same picture before and after the tower changed."""
+    weights = load_lm(sees.model, dtype=torch.float32).state_dict()
+    tower = {name: value * (1.2 if "visual" in name else 1) for name, value in weights.items()}
+    for version, held in enumerate((weights, tower)):
+        if version:
+            await sees.engine.load(version, held.items())
+        for pictures in ((picture(1),), (picture(2), picture(3, 42, 28)), (picture(1),), ()):
+            request, done = await sees.ask(*pictures)
+            assert sees.differs(held, request, done) < 1e-4
+            assert set(done.policy_version.tolist()) == {version}
+    module = attach(load_lm(sees.model, dtype=torch.float32), LoraConfig(rank=2), seed=0)
+    await sees.engine.load(2, change(module, 0))
+    request, done = await sees.ask(picture(1))
+    assert sees.differs(dict(merged_state(module)), request, done) < 1e-4
+    await sees.engine.load(3, tower.items())
+    request, done = await sees.ask(picture(1))
+    assert sees.differs(weights, request, done) > 1e-3, "the tower makes no difference to this picture"
+    text = replace(request, media=(replace(request.media[0], span=(0, 1)),))
+    with pytest.raises(RolloutError, match="placeholders"):
+        await sees.engine.generate(text)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The URL of vLLM's own server, and its model. The model's files ask for other sampling than any request does."""
+    model = sharp_model(tmp_path_factory.mktemp("served") / "model", 0)
+    asks = {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": 7}
+    (model / "generation_config.json").write_text(json.dumps(asks), encoding="utf-8")
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "policy"]
+    options = [
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "16",
+        "--dtype",
+        "float32",
+    ]
+    log = model.with_name("log.txt")
+    with log.open("w") as out:
+        served = subprocess.Popen(
+            [*command, *options, "--logprobs-mode", "processed_logprobs"],
+            env={**os.environ, **small, **quiet},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while served.poll() is None and not answers(f"{url}/health"):
+            time.sleep(0.2)
+        assert served.poll() is None, log.read_text()
+        yield f"{url}/v1", model
+    finally:
+        os.killpg(served.pid, signal.SIGKILL)
+        served.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def test_the_endpoint_engine_reads_what_vllm_serves(server: tuple[str, Path]) -> None:
+    url, model = server
+    renderer = ChatRenderer(tiny_tokenizer("bytes"))
+    eos = renderer.eos_token_ids | {*range(40, 60)}
+    config = EndpointEngine.Config(urls=url, model="policy")  # pyright: ignore[reportArgumentType]
+    engine = EndpointEngine(config, model_dir=model, eos_token_ids=eos, decode=str, threads=1)
+    policy = load_lm(model, dtype=torch.float32)
+    await engine._check_for_training()
+    for temperature in (0.5, 1.0, 1.7):
+        requests = [asked([5, 6, 7], index, temperature=temperature, max_new_tokens=40) for index in range(8)]
+        done = await asyncio.gather(*map(engine.generate, requests))
+        assert {each.stop_reason for each in done} == {StopReason.EOS, StopReason.LENGTH}
+        for each in done:
+            ends = np.flatnonzero(np.isin(each.tokens, [*eos]))
+            assert ends.tolist() == ([len(each.tokens) - 1] if each.stop_reason is StopReason.EOS else [])
+            with torch.no_grad():
+                logits = policy(torch.tensor([[5, 6, 7, *each.tokens.tolist()]])).logits[0, 2:-1]
+            expected = (logits / temperature).log_softmax(-1)[range(len(each.tokens)), each.tokens.tolist()]
+            np.testing.assert_allclose(each.log_prob, expected.numpy(), atol=1e-4)
+    whole = await engine.generate(asked([5], temperature=0.0, min_new_tokens=8, max_new_tokens=8))
+    assert not whole.log_prob.any()
+    stop = renderer.decode(whole.tokens[2:4])
+    stopped = await engine.generate(asked([5], temperature=0.0, min_new_tokens=8, max_new_tokens=8, stop=(stop,)))
+    first = next(n for n in range(1, 9) if stop in renderer.decode(whole.tokens[:n]))
+    assert (stopped.stop_reason, stopped.tokens.tolist()) == (StopReason.STOP, whole.tokens[:first].tolist())
+    same = [await engine.generate(asked([5], 3, min_new_tokens=20)) for _ in range(2)]
+    assert same[0].tokens.tolist() == same[1].tokens.tolist()
+    await engine.close()

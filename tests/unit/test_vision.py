@@ -236,6 +236,17 @@ def test_the_smallest_images_are_read(family: str, size: tuple[int, int], model_
     assert len(renderer_of(model_dir(family)).render([Message("user", "?", (png(*size),))]).media) == 1
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
+def test_images_are_read_in_one_form_where_torchvision_is_installed_too(
+    family: str, model_dir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM for GPUs brings it. Transformers has no processor of videos in the form that images are read in."""
+    without = hf_processor(model_dir(family), backend="pil")
+    monkeypatch.setattr("trivium.models.processor.find_spec", lambda name: name)
+    both = [Images(each).read(png(28, 28)) for each in (without, hf_processor(model_dir(family), backend="pil"))]
+    assert torch.equal(*(each.pixels["pixel_values"] for each in both))
+
+
 def test_a_text_model_has_no_images_and_a_processor_without_an_image_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no token that stands for an image"):
         Images(object())

@@ -123,9 +123,12 @@ async def _conversation(engine: TorchEngine, renderer: Any, messages: Sequence[M
     return Experience(seen.tokens, mask, log_prob, version, f"g{index // 2}", index % 2, media=seen.media)
 
 
-def by_transformers(path: Path, experience: Experience, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """Log-probabilities of the trained tokens by transformers' own forward pass, its own positions included."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval()
+def by_transformers(
+    path: Path, experience: Experience, dtype: torch.dtype = torch.float32, model: Any = None
+) -> np.ndarray:
+    """Log-probabilities of the trained tokens by transformers' own forward pass, its own positions included. `model`:
+    that in `path` with other weights."""
+    model = model or AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval()
     images = images_of(path)
     assert images is not None
     ids = torch.from_numpy(experience.tokens.astype(np.int64))[None]

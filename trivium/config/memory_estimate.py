@@ -104,6 +104,8 @@ class MemoryPlan:
     engines: int
     together: bool
     """Whether the first rank and the engine are one process."""
+    sleeps: bool = False
+    """Whether the engine leaves their GPU to the rank while that learns."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -120,7 +122,9 @@ class MemoryPlan:
         """What lies on the fullest GPU: a rank or an engine, and both where the two share a process."""
         rank = dict(self.rank) if self.device == "cuda" else {}
         engine = dict(self.engine) if self.engine_device == "cuda" else {}
-        items = rank | engine if self.together else max(rank, engine, key=lambda each: sum(each.values()))
+        idle = {name: n for name, n in rank.items() if name.endswith(("weights", "optimizer"))} if self.sleeps else rank
+        both = [idle | engine] if self.together else [engine]
+        items = max(rank, *both, key=lambda each: sum(each.values()))
         return items and {**items, "runtime": RUNTIME}
 
     def summary(self, machine: Machine) -> dict[str, Any]:
@@ -379,6 +383,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         processes=batch.ranks if trains else 0,
         engines=_engines(config, batch.ranks),
         together=local,
+        sleeps=getattr(engine, "sleep_level", 0) > 0,
     )
 
 

@@ -296,6 +296,11 @@ class EngineConfig(Plugin):
     sampling: SamplingConfig = SamplingConfig()
     """How training rollouts are sampled."""
 
+    def for_run(self, run: RunConfig) -> Self:
+        """The section with what it leaves to the others of `run`."""
+        del run
+        return self
+
 
 class WorkflowConfig(Plugin):
     """Base of workflow sections: how a task is rolled out, and what happens when a rollout fails."""

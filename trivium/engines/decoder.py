@@ -22,7 +22,7 @@ from trivium.engines.layers import Layers, changing_rotation, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm, max_positions
-from trivium.models.lora import LowRank, fingerprint, merged, received_adapter
+from trivium.models.lora import LowRank, check_base, fingerprint, merged, received_adapter
 from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
 from trivium.models.worker_threads import WorkerThreads, size_of
@@ -233,14 +233,14 @@ class Decoder:
         if not (self._is_base and adapter.keys() <= self._base.keys()):
             # As it lies on disk, which may be more precise than what this engine computes with.
             base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
-            _check_base(base, adapter)
+            check_base(adapter, lambda name: fingerprint(base[name]))
             if not self._is_base:
                 self._replace(base)
                 self._is_base = True
             self._base |= {name: base[name] for name in adapter}
-        _check_base(self._base, adapter)
-        for name, base in self._base.items():  # one after the other: a layer's sum at a time is in memory
-            value = merged(base.to(self.device), adapter[name]) if name in adapter else base
+        check_base(adapter, lambda name: fingerprint(self._base[name]))
+        for name, weight in self._base.items():  # one after the other: a layer's sum at a time is in memory
+            value = merged(weight.to(self.device), adapter[name]) if name in adapter else weight
             own[name].data.copy_(value)
             _compare(name, value, own[name].data)
 
@@ -293,18 +293,6 @@ class Decoder:
             return None
         hidden = inputs[0]
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
-
-
-def _check_base(base: Mapping[str, Tensor], adapter: Mapping[str, LowRank]) -> None:
-    """Raises SyncError for an adapter of other weights than these."""
-    wrong = [name for name, added in adapter.items() if fingerprint(base[name]) != added.base]
-    if wrong:
-        raise SyncError(
-            f"add an adapter to {wrong[0]}",
-            "the weight here is not the one that it was trained beside",
-            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
-            "commands of their own know the first stage's model only)",
-        )
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

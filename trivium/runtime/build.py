@@ -335,7 +335,7 @@ def build_engine(stage: Stage) -> RolloutEngine:
     with activity("loading the engine's model"):
         return build(
             "engines",
-            stage.config.engine,
+            stage.config.engine.for_run(stage.config),
             model_dir=stage.model_dir,
             eos_token_ids=renderer.eos_token_ids,
             decode=renderer.decode,

