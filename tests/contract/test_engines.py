@@ -70,7 +70,7 @@ def torch_engine(model_dir: Path, **config: Any) -> TorchEngine:
 
 def pooled(make: Callable[[], RolloutEngine]) -> ProcessPool:
     """An engine here, and one behind a connection."""
-    return ProcessPool(make(), [("rank 1", EngineHost(make(), "127.0.0.1", b"secret").address)], b"secret")
+    return ProcessPool(make(), [("rank 1", EngineHost(make(), "127.0.0.1", b"secret").address)], b"secret", 60.0)
 
 
 @pytest.mark.parametrize("name", ["torch", "torch-one-row", "torch-no-promise", "torch-bfloat16", "torch-on-ranks"])
@@ -294,7 +294,7 @@ async def test_an_engine_whose_process_dies_is_named(tmp_path: Path) -> None:
             while not (tmp_path / "address").exists():
                 await asyncio.sleep(0.02)
         host, port = json.loads((tmp_path / "address").read_text())
-        pool = ProcessPool(scripted(delay_s=600.0), [("rank 1", (host, port))], b"secret")
+        pool = ProcessPool(scripted(delay_s=600.0), [("rank 1", (host, port))], b"secret", 60.0)
         requests = (Request(PROMPTS[0], Sampling(4), SampleKey(0, "test", "train", "t", 0, n)) for n in range(2))
         calls = [asyncio.ensure_future(pool.generate(request)) for request in requests]  # one for each engine
         await asyncio.sleep(0)

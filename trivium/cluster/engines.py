@@ -18,7 +18,7 @@ import ray
 
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, start_host
 from trivium.cluster.weights import store
-from trivium.engines.pool import EnginePool, Replica
+from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.errors import RoleFailed
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine, WeightHandle, Weights
@@ -63,7 +63,7 @@ class EngineSpec:
     namespace: str
     max_restarts: int
     deadline_s: float
-    """How long a process may take to start and build its engine."""
+    """How long a process may take to start and build its engine, and how long to load weights."""
     num_gpus: float = 0
 
 
@@ -117,10 +117,14 @@ class ActorReplica(Replica):
         while self._version != weights.version:
             engine = self._engine
             try:
-                await engine.load(weights, in_flight)
+                await load_in_time(engine.load(weights, in_flight), self.name, weights.version, self._spec.deadline_s)
                 self._version = weights.version
             except ActorDied as died:
                 await self.start(engine, died)
+            except EngineFailure:
+                self._is_closed = True
+                ray.kill(self._actor)
+                raise
 
     async def close(self) -> None:
         """Ends the process, and the completions in progress. A second call does nothing."""

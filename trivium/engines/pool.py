@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Generic, TypeVar
 
+from trivium.concurrency import wait_for
+from trivium.policy import EngineFailure
 from trivium.protocols import Weights
 from trivium.types import Capabilities, Completion, Request
 
@@ -25,6 +27,19 @@ class Replica(ABC):
 
 
 R = TypeVar("R", bound=Replica)
+
+
+async def load_in_time(loading: Awaitable[object], name: str, version: int, deadline_s: float) -> None:
+    """Waits until the replica `name` has loaded the version. Raises EngineFailure after the deadline, which also a
+    process that lives may miss."""
+    try:
+        await wait_for(deadline_s, loading)
+    except TimeoutError as error:
+        raise EngineFailure(
+            f"version {version} in the engine of {name}",
+            f"it has not loaded it within {deadline_s:g} s, and its process has not ended",
+            "look at its log and at what its machine does; raise sync.deadline_s if it is only slow",
+        ) from error
 
 
 class EnginePool(ABC, Generic[R]):

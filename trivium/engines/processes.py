@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pickle
+import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
-from threading import Lock, Thread
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
-from trivium.engines.pool import EnginePool, Replica
+from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.errors import TriviumError
 from trivium.policy import EngineFailure
 from trivium.protocols import RolloutEngine, Weights
@@ -111,36 +115,43 @@ class _OwnReplica(Replica):
 class _ProcessReplica(Replica):
     """An engine that another process hosts."""
 
-    def __init__(self, name: str, address: tuple[str, int], key: bytes) -> None:
-        self._name, self._connection = name, Client(address, authkey=key)
-        self._numbers, self._sending = count(), Lock()
+    def __init__(self, name: str, address: tuple[str, int], key: bytes, deadline_s: float) -> None:
+        self._name, self._connection, self._deadline_s = name, Client(address, authkey=key), deadline_s
+        self._numbers = count()
+        self._unsent = SimpleQueue[bytes | tuple[int, str, Any] | None]()
+        """Messages, of which weights are pickled one by one. A process that hangs reads nothing: only a thread may
+        wait until it does."""
         self._waiting: dict[int, Future[Any]] = {}
         self._is_gone = False
         self._receiving = Thread(target=self._receive, name=f"trivium-{name}", daemon=True)
         self._receiving.start()
+        Thread(target=self._send_all, name=f"trivium-to-{name}", daemon=True).start()
 
     async def generate(self, request: Request) -> Completion:
         return await self._call("generate", request)
 
     async def load(self, version: int, weights: Sequence[tuple[str, Any]], in_flight: str) -> None:
-        await asyncio.to_thread(self._send_weights, weights)
-        await self._call("load", (version, in_flight))
+        for weight in () if self._is_gone else weights:
+            self._unsent.put((-1, "weight", weight))
+        try:
+            await load_in_time(self._call("load", (version, in_flight)), self._name, version, self._deadline_s)
+        except EngineFailure:
+            self._disconnect()
+            raise
 
     async def close(self) -> None:
         """Returns once the other process has closed its engine, or is gone."""
         if not self._is_gone:
             self._send(-1, "close", None)
             await asyncio.to_thread(self._receiving.join, _CLOSE_S)
-        self._connection.close()
-
-    def _send_weights(self, weights: Sequence[tuple[str, Any]]) -> None:
-        for weight in weights:
-            self._send(-1, "weight", weight)
+        self._disconnect()
 
     async def _call(self, what: str, value: object) -> Any:
         number, future = next(self._numbers), Future[Any]()
         self._waiting[number] = future
         try:
+            if self._is_gone:
+                raise self._failure()
             self._send(number, what, value)
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -149,14 +160,24 @@ class _ProcessReplica(Replica):
         finally:
             self._waiting.pop(number, None)
 
+    def _disconnect(self) -> None:
+        """Ends both threads, also one that waits in a read or a write; the other process closes its engine."""
+        if self._connection.closed:
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
+            connected.shutdown(socket.SHUT_RDWR)
+        self._receiving.join(_CLOSE_S)
+        self._connection.close()
+
     def _send(self, number: int, what: str, value: object) -> None:
-        if self._is_gone:
-            raise self._failure()
-        try:
-            with self._sending:
-                self._connection.send_bytes(pickle.dumps((number, what, value)))
-        except OSError as error:
-            raise self._failure() from error
+        self._unsent.put(pickle.dumps((number, what, value)))
+
+    def _send_all(self) -> None:
+        while (message := self._unsent.get()) is not None:
+            try:
+                self._connection.send_bytes(message if isinstance(message, bytes) else pickle.dumps(message))
+            except OSError:
+                return  # the process is gone, as the other thread notices, which tells all who wait
 
     def _receive(self) -> None:
         while (message := _received(self._connection)) is not None:
@@ -169,6 +190,7 @@ class _ProcessReplica(Replica):
             else:
                 future.set_exception(error)
         self._is_gone = True
+        self._unsent.put(None)
         for future in [*self._waiting.values()]:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())
@@ -180,9 +202,12 @@ class _ProcessReplica(Replica):
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
     """An engine of this process and those that others host: what is sampled does not depend on where."""
 
-    def __init__(self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes) -> None:
-        """`others` are (name, address) of each `EngineHost`."""
-        super().__init__([_OwnReplica(own), *(_ProcessReplica(name, address, key) for name, address in others)])
+    def __init__(
+        self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
+    ) -> None:
+        """`others` are (name, address) of each `EngineHost`, which has to load weights within `deadline_s`."""
+        replicas = (_ProcessReplica(name, address, key, deadline_s) for name, address in others)
+        super().__init__([_OwnReplica(own), *replicas])
         each = capabilities_of(own)
         # Not `updates_in_flight`: they change their weights at different tokens, which a caller cannot rely on.
         self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)

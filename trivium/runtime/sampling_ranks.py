@@ -26,7 +26,8 @@ def engine_over_ranks(stage: Stage, trainer: TrainEngine) -> RolloutEngine:
     own = build_engine(stage)
     if not isinstance(trainer, DistributedTrainEngine) or not trainer.samplers:
         return own
-    return ProcessPool(own, [(f"rank {rank}", address) for rank, address in trainer.samplers.items()], shared_key())
+    others = [(f"rank {rank}", address) for rank, address in trainer.samplers.items()]
+    return ProcessPool(own, others, shared_key(), stage.config.sync.deadline_s)
 
 
 def serve_train_rank(config: RunConfig) -> None:
