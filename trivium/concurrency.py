@@ -69,7 +69,7 @@ async def wait_for(seconds: float | None, awaitable: Awaitable[T], ended: Callab
     Raises TimeoutError where it takes longer, and that is final: what it returns while it is being cancelled is
     ignored, and one that ignores its cancellation is not waited for.
     """
-    task = asyncio.ensure_future(_contained(awaitable))
+    task = asyncio.get_running_loop().create_task(_contained(awaitable))
     try:
         await _settled(task, seconds)
     finally:

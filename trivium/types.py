@@ -387,6 +387,8 @@ class Group:
     """A further rollout at temperature 0: a baseline for estimators that need one, never trained on."""
     dropped: str = ""
     """Why the experience pipeline dropped it; such a group is journaled and counted, never delivered."""
+    _versions: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    """`oldest_version` and `newest_version`, once one of them was asked for: a step does so many times."""
 
     def refused(self, why: str) -> Group:
         """The same group, never to be trained on."""
@@ -404,13 +406,20 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled any token: what staleness is measured from."""
-        versions = [int(turn.policy_version.min()) for turn in self.turns() if len(turn.policy_version)]
-        return min(versions, default=self.version)
+        return self._sampled_by()[0]
 
     @property
     def newest_version(self) -> int:
         """The newest version that sampled any token."""
-        return max((int(t.policy_version.max()) for t in self.turns() if len(t.policy_version)), default=self.version)
+        return self._sampled_by()[1]
+
+    def _sampled_by(self) -> tuple[int, int]:
+        if self._versions is None:
+            arrays = [turn.policy_version for turn in self.turns() if len(turn.policy_version)]
+            versions = np.concatenate(arrays) if arrays else np.array([self.version])
+            object.__setattr__(self, "_versions", (int(versions.min()), int(versions.max())))
+        assert self._versions is not None
+        return self._versions
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:

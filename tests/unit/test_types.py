@@ -42,6 +42,15 @@ def experience(length: int, **changes: object) -> Experience:
     return replace(whole, **changes) if changes else whole
 
 
+def test_a_group_knows_the_versions_that_sampled_it_and_a_changed_one_its_own() -> None:
+    mixed = group(Trajectory(0, (turn([1], [2, 3], 5), turn([1], [2], 4))), Trajectory(1, (turn([1], [], 1),)))
+    assert (mixed.oldest_version, mixed.newest_version) == (4, 5)
+    assert mixed == group(*mixed.trajectories)
+    other = replace(mixed, trajectories=(Trajectory(0, (turn([1], [2], 7),)),))
+    assert (other.oldest_version, other.newest_version) == (7, 7)
+    assert (group().oldest_version, group().newest_version) == (9, 9)
+
+
 def test_one_turn_is_one_experience() -> None:
     trajectory = Trajectory(1, (turn([5, 6], [7, 8], version=4),), {"exact": 1.0, "format": 0.5})
     (made,) = experiences_of(group(trajectory), trajectory)
