@@ -157,9 +157,9 @@ MISTAKES = (
     Mistake("GRPO with groups of one", "schedule: {group_size: 1}", "schedule: {group_size: 4}"),
     Mistake("Greedy rollouts", "engine: {sampling: {temperature: 0}}", "engine: {sampling: {temperature: 1.0}}"),
     Mistake(
-        "A truncated distribution in training",
-        "engine: {sampling: {top_p: 0.9}}",
-        "evaluation: {sampling: {temperature: 1.0, top_p: 0.9}}",
+        "Experts of a model that has none",
+        "train: {router_replay: rollout}",
+        'train: {router_replay: "off"}',
     ),
     Mistake("An algorithm that is misspelled", "algorithm: grop", "algorithm: grpo"),
     Mistake(

@@ -51,9 +51,11 @@ SCORES: Mapping[str, str] = {
 moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
 p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
 K most probable tokens and their log-probabilities."""
-EXTRAS = ("routing",)
+EXTRAS = ("routing", "kept")
 """What an engine may record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: the number
-plus one of each of the K experts that the router of each layer with experts chose for the token; 0: not known."""
+plus one of each of the K experts that the router of each layer with experts chose for the token; 0: not known. `kept`,
+the token ids that it was sampled among, those of one token after those of another; how many each has is `kept_count`,
+and a negative count is of ids that were left out instead: 0 is the whole vocabulary."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
 """What the first pass of a train step's updates sees of each token: the log-probability by the weights of that moment,
 their entropy, and 1 where the loss clips the ratio."""
@@ -505,7 +507,7 @@ class Experience:
             "response_mask": len(self.response_mask),
             "rollout_log_prob": len(self.rollout_log_prob),
             "policy_version": len(self.policy_version),
-            **{f"extra.{name}": len(array) for name, array in self.extra.items()},
+            **{f"extra.{name}": len(array) for name, array in self.extra.items() if f"{name}_count" not in self.extra},
         }
         if len(set(lengths.values())) != 1:
             raise DataError(
@@ -655,8 +657,11 @@ def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
     for turn in reversed(turns):
         stop = len(turn.prompt_tokens) + len(turn.tokens)
         for name, array in turn.extra.items():
+            if f"{name}_count" in turn.extra:
+                joined[name] = np.concatenate([array, joined.get(name, array[:0])])
+                continue
+            known = array.any(axis=tuple(range(1, array.ndim)))
             whole = joined.setdefault(name, np.zeros((length, *array.shape[1:]), array.dtype))
-            known = array.reshape(len(array), -1).any(1)
             whole[stop - len(array) : stop][known] = array[known]
     return joined
 

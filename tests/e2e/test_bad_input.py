@@ -63,7 +63,8 @@ def test_check_reports_every_problem_at_once(tmp_path: Path) -> None:
         """
 model: {kind: tiny, hiden: 32}
 tasks: {training: {kind: jsonl, path: nowhere.jsonl}}
-engine: {sampling: {top_p: 0.9, temperature: 0}}
+engine: {sampling: {temperature: 0}}
+train: {router_replay: rollout}
 schedule: {group_size: 1, stepps: 3}
 algorithm: {kind: grpo, critics: {}}
 evaluation: {every: 5}
@@ -82,17 +83,17 @@ evaluation: {every: 5}
     assert code == 2
     assert problems_in(output) == [
         "engine.sampling.temperature",
-        "engine.sampling.top_p",
         "evaluation.every",
         "rewards",
         "schedule.group_size",
         "tasks",
         "tasks.training.path",
+        "train.router_replay",
     ]
     code, output = trivium(
         "check",
         str(TINY),
-        "engine.sampling.top_p=0.9",
+        "engine.sampling.temperature=0",
         "schedule.max_staleness=0",
         "sync.interval=2",
         "evaluation.taskset=tset",
@@ -100,7 +101,7 @@ evaluation: {every: 5}
     assert code == 2
     wrong = (
         "checkpoint.keep_best",
-        "engine.sampling.top_p",
+        "engine.sampling.temperature",
         "evaluation.every",
         "evaluation.taskset",
         "schedule.max_staleness",

@@ -1,10 +1,16 @@
-"""Small mixtures of experts for tests."""
+"""Small mixtures of experts, and rollouts with further arrays, for tests."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trivium.engines.torch import TorchEngine
+from trivium.randomness import SampleKey
+from trivium.types import Batch, Completion, Group, Request, Sampling, Task, Trajectory, Turn, experiences_of
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -39,3 +45,38 @@ def mixture(kind: str = "qwen3_moe", *, seed: int = 0, scale: float = 6.0, **cha
 def write_mixture(directory: Path, kind: str = "qwen3_moe", **how: Any) -> Path:
     mixture(kind, **how).save_pretrained(directory)
     return directory
+
+
+def sampled(model_dir: Path, prompts: Sequence[Any], **sampling: Any) -> list[Completion]:
+    engine = TorchEngine(
+        TorchEngine.Config(device="cpu", dtype="float32", batch_invariant=False),
+        model_dir=model_dir,
+        eos_token_ids=frozenset({1}),
+        decode=str,
+        threads=1,
+    )
+
+    async def main() -> list[Completion]:
+        try:
+            requests = [
+                Request(prompt, Sampling(24, **sampling), SampleKey(0, "train", "train", "a", index=i))
+                for i, prompt in enumerate(prompts)
+            ]
+            return list(await asyncio.gather(*map(engine.generate, requests)))
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def turn_of(prompt: Any, done: Completion) -> Turn:
+    return Turn(prompt, done.tokens, done.log_prob, done.policy_version, done.stop_reason, "", extra=done.extra)
+
+
+def group_of(*members: Sequence[Turn]) -> Group:
+    trajectories = tuple(Trajectory(i, tuple(turns), {"r": float(i)}) for i, turns in enumerate(members))
+    return Group(0, Task("a", ()), trajectories)
+
+
+def batch_of(group: Group) -> Batch:
+    return Batch(tuple(e for member in group.trajectories for e in experiences_of(group, member)))

@@ -180,11 +180,11 @@ def test_problems_of_every_stage_are_reported_before_the_first_runs(folder: Path
         stages:
           - {schedule: {steps: 1}}
           - {schedule: {stepz: 1}}
-          - {engine: {sampling: {top_p: 0.5}}}
+          - {engine: {sampling: {temperature: 0}}}
           - {model: {path: elsewhere}}
         """,
     )
-    assert set(found) == {"stages[1].schedule.stepz", "stages[2].engine.sampling.top_p", "stages[3].model"}
+    assert set(found) == {"stages[1].schedule.stepz", "stages[2].engine.sampling.temperature", "stages[3].model"}
 
 
 @pytest.mark.parametrize(
@@ -227,9 +227,14 @@ def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say
 
 
 @pytest.mark.parametrize("setting", ["top_p: 0.9", "top_k: 5", "min_new_tokens: 2"])
-def test_training_refuses_sampling_that_it_cannot_replay(folder: Path, setting: str) -> None:
+def test_training_refuses_sampling_of_which_the_engine_does_not_record_what_it_keeps(
+    folder: Path, setting: str
+) -> None:
     name = setting.partition(":")[0]
     assert set(problems_of(folder, f"engine: {{sampling: {{{setting}}}}}")) == {f"engine.sampling.{name}"}
+    kept = plan_run(load(folder, f"engine: {{kind: torch, sampling: {{{setting}}}}}"), cores=1).stages[0].recorded
+    assert kept is not None
+    assert name in kept
     load(folder, f"evaluation: {{taskset: test, sampling: {{{setting}}}}}")  # evaluation has nothing to replay
 
 

@@ -117,6 +117,9 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "train.gradient_checkpointing", True),
     ({}, "train.share_prefix", True),
     ({ACTOR + "use_prefix_grouper": False}, "train.share_prefix", False),
+    ({ROLLOUT + "top_p": 0.9}, "engine.sampling.top_p", 0.9),
+    ({ROLLOUT + "top_k": 20}, "engine.sampling.top_k", 20),
+    ({ACTOR + "router_replay": {"mode": "disabled", "record_file": None}}, "train.router_replay", "off"),
     ({ACTOR + "fsdp_config__dtype": "bfloat16"}, "train.dtype", "bfloat16"),
     ({"actor_rollout_ref__ref__fsdp_config__model_dtype": "bf16"}, "train.frozen_dtype", "bfloat16"),
     ({ACTOR + "fsdp_config__mixed_precision": {"param_dtype": "bf16"}}, "train.dtype", "bfloat16"),
@@ -262,9 +265,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
         "summed in float32",
     ),
-    ({ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "val_kwargs may"),
-    ({ROLLOUT + "top_k": 20}, "actor_rollout_ref.rollout.top_k", "val_kwargs may"),
-    ({ROLLOUT + "top_p": 0}, "actor_rollout_ref.rollout.top_p", "val_kwargs may"),
+    ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay", "leave the key out"),  # a model without experts
+    ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3 replays"),
     ({"data__gen_batch_size": 16}, "data.gen_batch_size", "a step has 8 prompts"),
     ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
     (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,32 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_parts import mixture, write_mixture
+from moe_parts import batch_of, group_of, mixture, sampled, turn_of, write_mixture
 from torch.nn.functional import linear
 from training_parts import Parts, Reinforce, make_engine, write_model
 
 from trivium.buffers.journal import Journal, decode_group, encode_group, read_stored, stored_record
 from trivium.buffers.media import MediaFiles
 from trivium.config import config_from_mapping
-from trivium.engines.torch import TorchEngine
-from trivium.errors import ConfigError, DataError
+from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.models.float64 import differentiate_in_float64
 from trivium.models.heads import LanguageModel
 from trivium.models.packed import pack
-from trivium.models.routing import routers_of
+from trivium.models.routing import routed, routers_of
 from trivium.randomness import SampleKey
 from trivium.training.batching import prefixes_of
 from trivium.types import (
     Batch,
-    Completion,
     Experience,
     Group,
     Lease,
     Request,
     Sampling,
     StopReason,
-    Task,
-    Trajectory,
     Turn,
     experiences_of,
 )
@@ -46,46 +40,13 @@ PROMPT = np.arange(5, 30, dtype=np.int32)
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "glm4_moe", "deepseek_v3")
 
 
-def sampled(model_dir: Path, prompts: Sequence[Any], extra: tuple[str, ...] = ("routing",)) -> list[Completion]:
-    engine = TorchEngine(
-        TorchEngine.Config(device="cpu", dtype="float32", batch_invariant=False),
-        model_dir=model_dir,
-        eos_token_ids=frozenset({1}),
-        decode=str,
-        threads=1,
-    )
-
-    async def main() -> list[Completion]:
-        try:
-            requests = [
-                Request(prompt, Sampling(24, extra=extra), SampleKey(0, "train", "train", "a", index=i))
-                for i, prompt in enumerate(prompts)
-            ]
-            return list(await asyncio.gather(*map(engine.generate, requests)))
-        finally:
-            await engine.close()
-
-    return asyncio.run(main())
-
-
-def turn_of(prompt: Any, done: Completion) -> Turn:
-    return Turn(prompt, done.tokens, done.log_prob, done.policy_version, done.stop_reason, "", extra=done.extra)
-
-
-def group_of(*members: Sequence[Turn]) -> Group:
-    trajectories = tuple(Trajectory(i, tuple(turns), {"r": float(i)}) for i, turns in enumerate(members))
-    return Group(0, Task("a", ()), trajectories)
-
-
-def batch_of(group: Group) -> Batch:
-    return Batch(tuple(e for member in group.trajectories for e in experiences_of(group, member)))
-
-
 @pytest.fixture(scope="module")
 def rolled_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Group]:
     """A model, and a group of four that it sampled with its experts recorded."""
     model_dir = write_mixture(tmp_path_factory.mktemp("moe"))
-    return model_dir, group_of(*[[turn_of(PROMPT, done)] for done in sampled(model_dir, [PROMPT] * 4)])
+    return model_dir, group_of(
+        *[[turn_of(PROMPT, done)] for done in sampled(model_dir, [PROMPT] * 4, extra=("routing",))]
+    )
 
 
 def errors(model_dir: Path, batch: Batch, noise: float, **config: Any) -> np.ndarray:
@@ -119,7 +80,7 @@ def test_the_engine_records_what_the_routers_choose(rolled_out: tuple[Path, Grou
 
 def test_requests_that_do_not_ask_get_nothing(tmp_path: Path) -> None:
     model_dir = write_mixture(tmp_path)
-    assert all(not done.extra for done in sampled(model_dir, [PROMPT] * 2, ()))
+    assert all(not done.extra for done in sampled(model_dir, [PROMPT] * 2))
 
 
 def test_a_later_turn_keeps_what_the_earlier_one_was_sampled_with() -> None:
@@ -297,6 +258,24 @@ def test_sequences_without_experts_and_those_of_another_model_are_refused(rolled
     wide = replace(batch.experiences[0], extra={"routing": batch.experiences[0].extra["routing"] + np.uint8(9)})
     with pytest.raises(DataError, match=r"of 8 experts"):
         engine.score(Batch((wide,)), "old")
+
+
+def test_layers_without_experts_are_left_out_of_what_another_engine_returns(tmp_path: Path) -> None:
+    """vLLM's array has all layers, no last token, and what it sampled beyond a stop string."""
+    model = mixture(mlp_only_layers=[1])
+    routers = routers_of(model.base_model)
+    assert routers.numbers == (0, 2)
+    experts = np.arange(7 * 3 * 2, dtype=np.uint8).reshape(7, 3, 2) % 8
+    request = Request(np.array([5, 6, 7], np.int32), Sampling(9), SampleKey(0, "train", "train", "a"))
+    recorded = routed(experts, request, 3)
+    assert recorded.shape == (6, 3, 2)
+    assert np.array_equal(recorded[:5], experts[:5] + 1)
+    assert not recorded[5].any()
+    packed = routers.packed([recorded], pack([np.arange(6, dtype=np.int32)]).segments)
+    assert packed is not None
+    assert np.array_equal(packed.numpy(), recorded[:, [0, 2]].transpose(1, 2, 0))
+    with pytest.raises(TriviumError, match="enable_return_routed_experts"):
+        routed(None, request, 3)
 
 
 def test_check_says_what_is_missing() -> None:

@@ -116,13 +116,6 @@ def _check_sampling(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 where, f"temperature {temperature}", "logits divided by it overflow", f"use at least {MIN_TEMPERATURE}"
             )
-    for name in sampling.changes_distribution():
-        yield Problem(
-            f"engine.sampling.{name}",
-            f"{name} = {getattr(sampling, name)} in training",
-            "it changes the sampled distribution, and the trainer does not replay it",
-            "leave it out here; evaluation.sampling may use it",
-        )
     if sampling.temperature == 0:
         yield Problem(
             "engine.sampling.temperature",

@@ -14,6 +14,7 @@ from trivium.config.memory_estimate import (
     refuse_what_cannot_fit,
     vision_in,
 )
+from trivium.config.recording import recorded_in
 from trivium.config.schema import Config, RunConfig
 
 
@@ -36,6 +37,8 @@ class StagePlan(Config):
     """What a train step is cut into."""
     vision: str | None
     """What of the image side is trained; None for a model that reads text only, or of unknown size."""
+    recorded: str | None = None
+    """What rollouts bring beside tokens and log-probabilities, and what it takes; None: nothing."""
     memory: dict[str, Any] | None
     """An estimate in MiB; None where the size of the model is unknown."""
 
@@ -76,6 +79,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 algorithm=stage.algorithm.describe(stage),
                 batch=batch,
                 vision=vision_in(stage),
+                recorded=recorded_in(stage),
                 memory=None if memory is None else memory.summary(machine),
             )
         )

@@ -271,11 +271,12 @@ class SamplingConfig(Config):
     temperature: float = Field(default=1.0, ge=0)
     """Divides the logits; 0 is greedy (evaluation only)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus truncation; changes the distribution, so training refuses it until it can be replayed."""
+    """Keep the most probable tokens that have this probability together. What was kept of each position is recorded,
+    and the trainer computes log-probabilities over the same tokens."""
     top_k: int = Field(default=0, ge=0)
-    """Keep the k most probable tokens; 0 keeps all. Refused in training like `top_p`."""
+    """Keep the k most probable tokens; 0 keeps all. Recorded as with `top_p`."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """End of sequence is impossible before this many tokens. Refused in training like `top_p`."""
+    """End of sequence is impossible before this many tokens. Recorded as with `top_p`."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn."""
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from trivium.engines.decoder import Decoder, Prefix
-from trivium.engines.sampling import RowSampling, on_host, sample
+from trivium.engines.sampling import Kept, RowSampling, on_host, sample
 from trivium.engines.seen import PromptImages
 from trivium.engines.stopping import StopScan
 from trivium.errors import DataError
@@ -41,6 +42,13 @@ class Ticket:
     """What is being read of them; None where it has none."""
     routing: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
     """(tokens, layers, K) parts of its `routing`, where that is asked for."""
+    kept: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
+    """What each of its tokens was sampled among, where that is asked for."""
+    kept_count: list[int] = field(default_factory=list[int], repr=False)
+
+    def asks(self, what: str) -> bool:
+        """Whether this is to be recorded of it."""
+        return what in self.request.sampling.extra
 
 
 def bucket(rows: int) -> int:
@@ -58,6 +66,7 @@ class Batch:
         self._decoder, self._decode = decoder, decode
         self._is_eos = np.zeros(decoder.vocab_size, np.bool_)
         self._is_eos[sorted(eos)] = True
+        self._id_type = np.uint16 if decoder.vocab_size <= 2**16 else np.int32
         self._eos = torch.tensor(sorted(eos), dtype=torch.int64, device=decoder.device)
         self.tickets: list[Ticket | None] = [None] * max_rows
         self._span = 0
@@ -65,6 +74,7 @@ class Batch:
         padded = bucket(max_rows)
         self._occupied = np.zeros(padded, np.bool_)
         self._scanned = np.zeros(padded, np.bool_)
+        self._keeps = np.zeros(padded, np.bool_)
         self._next = np.zeros(padded, np.int64)
         self._position = np.zeros(padded, np.int64)
         self._ahead = np.zeros(padded, np.int64)
@@ -93,31 +103,34 @@ class Batch:
         rows = np.flatnonzero(~self._occupied[: len(self.tickets)])[: len(tickets)]
         for row, ticket, prefix in zip(rows.tolist(), tickets, prefixes, strict=True):
             self._assign(row, ticket)
-            if prefix.routing is not None and "routing" in ticket.request.sampling.extra:
+            if prefix.routing is not None and ticket.asks("routing"):
                 ticket.routing.append(prefix.routing)
             self._ahead[row] = prefix.ahead
         self._live += len(tickets)
         self._span = max(self._span, int(rows.max()) + 1)
         longest = (self._position + self._limit - self._count)[self._occupied].max()
         self._decoder.place(prefixes, rows.tolist(), int(longest))
-        numbers, how = self._sampling(rows)
-        sampled = sample(torch.stack([prefix.logits for prefix in prefixes]), numbers, how)
-        return self._append(rows, *on_host(*sampled), version)
+        sampled, log_prob, kept = self._drawn(torch.stack([prefix.logits for prefix in prefixes]), self._sampling(rows))
+        self._keep(rows, kept)
+        return self._append(rows, sampled, log_prob, version)
 
     def step(self, version: int) -> list[tuple[Ticket, Any]]:
         """Samples one more token for every row. Returns (ticket, completion) of finished ones."""
         self._compact()
         size = bucket(self._span)
         ahead = self._ahead[:size] if self._ahead[:size].any() else None
-        numbers, how = self._sampling(slice(0, size))  # free rows too: they cost less than to pick the others
+        how = self._sampling(slice(0, size))  # free rows too: they cost less than to pick the others
         parts = self._decoder.step_parts(
             self._next[:size],
             self._position[:size],
             ahead,
-            lambda logits, part: on_host(*sample(logits, numbers[part], how[part])),
+            lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
-        sampled, log_prob = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        sampled, log_prob = (
+            np.concatenate(each) if len(each) > 1 else each[0] for each in zip(*(p[:2] for p in parts), strict=True)
+        )
         rows = np.flatnonzero(self._occupied)
+        self._keep(np.arange(size), [each for part in parts for each in part[2]])
         if self._decoder.recorder is not None:
             self._record(rows, self._decoder.recorder.take(size, 1))
         self._position[rows] += 1
@@ -137,6 +150,7 @@ class Batch:
         sampling = ticket.request.sampling
         self.tickets[row] = ticket
         self._occupied[row], self._scanned[row] = True, bool(sampling.stop)
+        self._keeps[row] = ticket.asks("kept")
         self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
         self._count[row], self._limit[row] = 0, ticket.limit
         self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
@@ -151,6 +165,14 @@ class Batch:
             self._temperature[rows], self._top_p[rows], self._top_k[rows], count < self._min_new[rows], self._eos
         )
         return uniforms(self._digest[rows], count), how
+
+    def _drawn(
+        self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[Kept]]:
+        """Tokens and log-probabilities of some rows, and what they were sampled among, where any row asks for it."""
+        kept: list[Kept] | None = [] if self._keeps.any() else None
+        sampled, log_prob = on_host(*sample(logits, *how, kept))
+        return sampled, log_prob, kept or []
 
     def _append(
         self,
@@ -179,6 +201,15 @@ class Batch:
             ticket = self.tickets[row]
             if ticket is not None and ticket.routing:
                 ticket.routing.append(routing[row])
+
+    def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[Kept]) -> None:
+        """Notes what each row has just been sampled among; nothing where none asks."""
+        drawn = [pair for part in kept for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
+        for row, (count, ids) in zip(rows.tolist(), drawn, strict=False):
+            ticket = self.tickets[row] if self._keeps[row] else None
+            if ticket is not None:
+                ticket.kept.append(ids.astype(self._id_type))
+                ticket.kept_count.append(count)
 
     def _finished(self, rows: npt.NDArray[np.int64], sampled: npt.NDArray[np.int64]) -> list[tuple[Ticket, Any]]:
         eos, full = self._is_eos[sampled], self._count[rows] >= self._limit[rows]
@@ -212,7 +243,7 @@ class Batch:
 
     def _free(self, row: int) -> None:
         self.tickets[row] = None
-        self._occupied[row] = self._scanned[row] = False
+        self._occupied[row] = self._scanned[row] = self._keeps[row] = False
         self._reset(row)
         self._live -= 1
 
@@ -234,7 +265,7 @@ class Batch:
             for hole, row in zip(holes, moved, strict=True):
                 self.tickets[hole], self.tickets[row] = self.tickets[row], None
         beyond = slice(self._live, self._span)
-        self._occupied[beyond] = self._scanned[beyond] = False
+        self._occupied[beyond] = self._scanned[beyond] = self._keeps[beyond] = False
         self._reset(beyond)
         self._span = self._live
 
@@ -242,6 +273,7 @@ class Batch:
         return (
             self._occupied,
             self._scanned,
+            self._keeps,
             self._next,
             self._position,
             self._ahead,
@@ -265,6 +297,9 @@ class Batch:
 
 def _extra(ticket: Ticket) -> dict[str, AnyArray]:
     """What was recorded of a completion. Its last token went through no layer."""
-    if not ticket.routing:
-        return {}
-    return {"routing": np.concatenate([*ticket.routing, np.zeros_like(ticket.routing[-1][-1:])])}
+    extra: dict[str, AnyArray] = {}
+    if ticket.routing:
+        extra["routing"] = np.concatenate([*ticket.routing, np.zeros_like(ticket.routing[-1][-1:])])
+    if ticket.kept:
+        extra |= {"kept": np.concatenate(ticket.kept), "kept_count": np.array(ticket.kept_count, np.int32)}
+    return extra

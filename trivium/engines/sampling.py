@@ -34,17 +34,41 @@ class RowSampling:
         return RowSampling(self.temperature[part], self.top_p[part], self.top_k[part], self.eos_blocked[part], self.eos)
 
 
-def sample(logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that R rows were sampled among, as `EXTRAS` has them."""
+
+    counts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Kept:
+        """Those of finite logits [R, V]."""
+        kept = logits > -torch.inf
+        number = kept.sum(1, keepdim=True)
+        few = 2 * number <= kept.shape[1]
+        ids = (kept == few).nonzero()[:, 1]
+        counts = torch.where(few, number, number - kept.shape[1])[:, 0]
+        return cls(counts.to(torch.int32).cpu().numpy(), ids.cpu().numpy())
+
+    def rows(self) -> list[npt.NDArray[np.int64]]:
+        """The ids of each row."""
+        return np.split(self.ids, np.abs(self.counts).cumsum()[:-1])
+
+
+def sample(
+    logits: Tensor, uniforms: npt.NDArray[np.float64], how: RowSampling, kept: list[Kept] | None = None
+) -> tuple[Tensor, Tensor]:
     """(tokens int64, log-probabilities float32), each of length R, for logits [R, V] in float32.
 
     The log-probability is that of the distribution sampled from: softmax(logits / temperature), truncated and
     renormalised. Temperature 0 takes the most probable token with log-probability 0. A row whose logits are not numbers
-    gets a NaN, which the caller must refuse. The logits are overwritten; beside them there are never more than a few
-    times `_ELEMENTS` numbers in memory.
+    gets a NaN, which the caller must refuse. What rows were sampled among is added to `kept`; greedy ones chose among
+    all. The logits are overwritten; beside them there are never more than a few times `_ELEMENTS` numbers in memory.
     """
     rows = max(1, _ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
-    done = [_sample(logits[part], torch.from_numpy(uniforms[part]), how[part]) for part in parts]
+    done = [_sample(logits[part], torch.from_numpy(uniforms[part]), how[part], kept) for part in parts]
     if len(done) == 1:
         return done[0]
     tokens, log_probs = zip(*done, strict=True)
@@ -59,18 +83,23 @@ def on_host(tokens: Tensor, log_probs: Tensor) -> tuple[npt.NDArray[np.int64], n
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
     device = logits.device
     if how.eos_blocked.any():
         blocked = torch.from_numpy(how.eos_blocked).to(device)[:, None]
         logits.index_copy_(1, how.eos, logits.index_select(1, how.eos).masked_fill_(blocked, -torch.inf))
     greedy = how.temperature == 0
     if greedy.all():
+        if kept is not None:
+            kept.append(Kept(np.zeros(len(logits), np.int32), np.zeros(0, np.int64)))
         return _greedy(logits)
     if (how.temperature != 1).any():
         temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
         logits.div_(temperature[:, None])
-    tokens, chosen = _draw(truncated(logits, how.top_p, how.top_k), uniforms.to(device))
+    cut = truncated(logits, how.top_p, how.top_k)
+    if kept is not None:
+        kept.append(Kept.of(cut))
+    tokens, chosen = _draw(cut, uniforms.to(device))
     if greedy.any():
         mask = torch.from_numpy(greedy).to(device)
         best, zero = _greedy(logits)

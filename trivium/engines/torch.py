@@ -32,7 +32,7 @@ from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncEr
 from trivium.models.placement import device_of, dtype_of
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
-from trivium.types import Capabilities, Completion, Request, StopReason
+from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
 
 _log = logging.getLogger("trivium")
 
@@ -107,7 +107,7 @@ class TorchEngine:
                 yield Problem(where, error.asked, error.found, error.do)
 
     capabilities = Capabilities(
-        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing"})
+        exact_sampling=True, updates_in_flight=True, adopts_adapters=True, extra=frozenset(EXTRAS)
     )
 
     def __init__(

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -26,6 +26,7 @@ from pydantic import Field
 
 from trivium.concurrency import ProcessLife
 from trivium.config import EngineConfig, RunConfig, free
+from trivium.config.recording import recorded
 from trivium.engines.loads import LoadOrder
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
@@ -41,6 +42,7 @@ from trivium.engines.weight_files import WeightFiles, fast_directory
 from trivium.errors import Problem
 from trivium.models.lora import LoraConfig, is_adapter, largest_rank
 from trivium.models.placement import device_of, dtype_of
+from trivium.models.routing import routed
 from trivium.models.vision import family_in
 from trivium.policy import EngineFailure
 from trivium.protocols import Weights
@@ -172,6 +174,9 @@ class VllmEngine:
                 found = f"a context of {context}, and seeded prompts are read whole on the CPU"
                 do = f"set at least {context}, or seeds: false"
                 yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
+            if "routing" in recorded(run) and not self.options.get("enable_return_routed_experts"):
+                found, do = "vLLM returns them where it is told to", "set enable_return_routed_experts: true there"
+                yield Problem(f"{where}.options", "the experts that rollouts were sampled with", found, do)
             rank = _pushed_rank(run)
             if rank is not None and rank > (self.adapter_rank or _ADAPTER_RANKS[-1]):
                 found = f"engine.kind vllm takes up to {self.adapter_rank or _ADAPTER_RANKS[-1]}"
@@ -200,7 +205,9 @@ class VllmEngine:
             if self.device == "auto":
                 yield from self.on_this_machine().problems(run, where)
 
-    capabilities = Capabilities(exact_log_prob=False, updates_in_flight=True, adopts_adapters=True)
+    capabilities = Capabilities(
+        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing"})
+    )
 
     def __init__(
         self,
@@ -342,7 +349,9 @@ class VllmEngine:
         if output is None:
             return empty_completion()
         ended = scanned if stopped else None
-        return read_output(output, self.version, ended, self._eos, greedy=sampling.temperature == 0)
+        done = read_output(output, self.version, ended, self._eos, greedy=sampling.temperature == 0)
+        extra = {name: routed(output.routed_experts, request, len(done.tokens)) for name in sampling.extra}
+        return replace(done, extra=extra)
 
     # ------------------------------------------------------------------ weights
 

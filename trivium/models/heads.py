@@ -21,6 +21,7 @@ from trivium.errors import TriviumError
 from trivium.models.filling import fill
 from trivium.models.float64 import differentiate_in_float64
 from trivium.models.fused import fuse
+from trivium.models.kept import KeptSets
 from trivium.models.linear import use_onednn
 from trivium.models.load import load_backbone, load_lm
 from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant, sum_pi_squared, top_k_log_probs
@@ -177,18 +178,20 @@ class LanguageModel(FilledModel):
         entropy_grad: bool = False,
         candidates: torch.Tensor | None = None,
         top_k: int = 0,
+        kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Two numbers about each of the N tokens at `rows` of the pack, never the first of a sequence:
 
         `log_prob`: (log_prob, entropy), each (N,), with gradient. With `candidates`, (N, K) further token ids for each,
         `log_prob` is (N, 1 + K). Without gradient, the other number being the same one again: `sum_pi_squared`, the sum
         over the vocabulary of p^2, and `mean_discriminant`, the expectation of p (H + log p), of the distribution each
-        token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place.
+        token is drawn from. `top`: (ids, log_prob), each (N, top_k), the most probable tokens in its place. With
+        `kept`, of N tokens, distributions are over those alone, but for `top`.
         """
         if what == "verify":
             self._verify(self._tolerance)
             return ()
-        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k}
+        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k, "kept": kept}
         return self._numbers(self._states(batch, rows), batch, rows, what, **options)
 
     def _numbers(
@@ -201,23 +204,25 @@ class LanguageModel(FilledModel):
         entropy_grad: bool,
         candidates: torch.Tensor | None,
         top_k: int,
+        kept: KeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = cast(nn.Linear, self.module.get_output_embeddings())
         weight, bias = (None if each is None else each.to(self.dtype) for each in (output.weight, output.bias))
         head: dict[str, Any] = {"weight": weight, "bias": bias, "temperature": self.temperature}
+        cut: dict[str, Any] = {**head, "kept": None if kept is None else kept.select(states.mine)}
         match what:
             case "log_prob":
                 targets = batch.tokens[rows]
                 if candidates is not None:
                     targets = torch.cat([targets[:, None], candidates], 1)
                 targets = targets[states.mine]
-                first, second = log_prob_and_entropy(states.values, targets=targets, entropy_grad=entropy_grad, **head)
+                first, second = log_prob_and_entropy(states.values, targets=targets, entropy_grad=entropy_grad, **cut)
             case "top":
                 first, second = top_k_log_probs(states.values, k=top_k, **head)
             case "sum_pi_squared":
-                first = second = sum_pi_squared(states.values, **head)
+                first = second = sum_pi_squared(states.values, **cut)
             case "mean_discriminant":
-                first = second = mean_discriminant(states.values, **head)
+                first = second = mean_discriminant(states.values, **cut)
             case _:
                 raise TriviumError(f"{what!r} of a language model", "no such number", "see LanguageModel.forward")
         return states.gather(first), states.gather(second)
@@ -244,7 +249,7 @@ class LanguageModel(FilledModel):
             expected = self._by_logits(batch, self.temperature * _logit_scale(self.module))
             self.backbone.settle(tolerance)
         rows = batch.positions.nonzero().squeeze(1)
-        plain: dict[str, Any] = {"entropy_grad": False, "candidates": None, "top_k": 0}
+        plain: dict[str, Any] = {"entropy_grad": False, "candidates": None, "top_k": 0, "kept": None}
 
         def chunked() -> torch.Tensor:
             return self._numbers(self._states(batch, rows), batch, rows, "log_prob", **plain)[0]
@@ -313,10 +318,11 @@ class ActorCritic(LanguageModel):
         entropy_grad: bool = False,
         candidates: torch.Tensor | None = None,
         top_k: int = 0,
+        kept: KeptSets | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """As a language model's; `log_prob_and_values` gives (log_prob, entropy, values), and `values` those of the
         states before the tokens twice."""
-        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k}
+        options: dict[str, Any] = {"entropy_grad": entropy_grad, "candidates": candidates, "top_k": top_k, "kept": kept}
         if what not in ("values", "log_prob_and_values"):
             return super().forward(batch, rows, what, **options)
         states = self._states(batch, rows)

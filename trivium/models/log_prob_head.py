@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from trivium.models.kept import KeptSets
 from trivium.models.linear import AutogradContext, matmul_transposed
 
 _CHUNK_BYTES = 64 * 2**20
@@ -32,44 +33,61 @@ def log_prob_and_entropy(
     *,
     temperature: float = 1.0,
     entropy_grad: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
 
     `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
     (N, M) several, with repetitions if need be. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a
-    gradient only with `entropy_grad`. The arithmetic is the weight's, whatever precision `hidden` has.
+    gradient only with `entropy_grad`. With `kept`, of N tokens, both are of the distribution over those alone. The
+    arithmetic is the weight's, whatever precision `hidden` has.
     """
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad),
+        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept),
     )
     return log_prob.view(targets.shape).clone(), entropy  # what FSDP hangs its hooks on must not be a view
 
 
 @torch.no_grad()
 def sum_pi_squared(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, temperature: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    temperature: float = 1.0,
+    kept: KeptSets | None = None,
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
     for rows in _chunks(len(hidden), weight):
-        p = _logits(hidden[rows], weight, bias, temperature).softmax(1)
+        logits = _logits(hidden[rows], weight, bias, temperature)
+        _cut(logits, kept, rows)
+        p = logits.softmax(1)
         result[rows] = torch.linalg.vecdot(p, p)
     return result
 
 
 @torch.no_grad()
 def mean_discriminant(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, temperature: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    temperature: float = 1.0,
+    kept: KeptSets | None = None,
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
     for rows in _chunks(len(hidden), weight):
-        log_p = _logits(hidden[rows], weight, bias, temperature).log_softmax(1)
+        logits = _logits(hidden[rows], weight, bias, temperature)
+        left_out = _cut(logits, kept, rows)
+        log_p = logits.log_softmax(1)
         p = log_p.exp()
+        _zero(log_p, left_out)
         entropy = -torch.linalg.vecdot(p, log_p)
         result[rows] = torch.linalg.vecdot(p * p, log_p) + entropy * torch.linalg.vecdot(p, p)
     return result
@@ -102,9 +120,25 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+def _cut(logits: torch.Tensor, kept: KeptSets | None, rows: slice) -> torch.Tensor | None:
+    """Sets the logits of the tokens that were not kept to -inf, in place; which these are."""
+    if kept is None:
+        return None
+    left_out = kept.left_out(rows, logits.shape[1])
+    logits.masked_fill_(left_out, -torch.inf)
+    return left_out
+
+
+def _zero(log_p: torch.Tensor, left_out: torch.Tensor | None) -> None:
+    """Sets log-probabilities of nothing to 0, in place: 0 times -inf is not a number."""
+    if left_out is not None:
+        log_p.masked_fill_(left_out, 0.0)
+
+
 class _HeadContext(AutogradContext, Protocol):
     temperature: float
     entropy_grad: bool
+    kept: KeptSets | None
 
 
 class _Head(torch.autograd.Function):
@@ -117,18 +151,22 @@ class _Head(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         entropy_grad: bool,
+        kept: KeptSets | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
         for rows in _chunks(len(hidden), weight):
             logits = _logits(hidden[rows], weight, bias, temperature)
+            left_out = _cut(logits, kept, rows)
             norm = torch.logsumexp(logits, dim=1)
             log_norm[rows] = norm
             log_prob[rows] = logits.gather(1, targets[rows]) - norm[:, None]
             logits -= norm[:, None]
-            entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
+            p = logits.exp()
+            _zero(logits, left_out)
+            entropy[rows] = -torch.linalg.vecdot(p, logits)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
-        ctx.temperature, ctx.entropy_grad = temperature, entropy_grad
+        ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -145,11 +183,14 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         for rows in _chunks(len(hidden), weight):
-            log_p = _logits(hidden[rows], weight, bias, ctx.temperature).sub_(log_norm[rows, None])
+            log_p = _logits(hidden[rows], weight, bias, ctx.temperature)
+            left_out = _cut(log_p, ctx.kept, rows)
+            log_p.sub_(log_norm[rows, None])
             g = grad_log_prob[rows]
             total = g.sum(1, keepdim=True)
             if ctx.entropy_grad:  # d entropy / d logit = -p (log p + entropy)
                 p = log_p.exp()
+                _zero(log_p, left_out)
                 grad = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(total).mul_(p)
             else:  # d log_prob / d logit = [target] - p, summed over the targets
                 grad = log_p.exp_().mul_(-total)
@@ -162,4 +203,4 @@ class _Head(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.models.prefixes import Segment
+from trivium.types import Experience, Request
 
 ROUTER = "Router"
 """How the names of routers' classes end in transformers."""
@@ -41,6 +42,10 @@ class Routers:
     """K."""
     experts: int
     """E."""
+    numbers: tuple[int, ...]
+    """The places of the layers among all of the decoder's."""
+    depth: int
+    """How many these are."""
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
@@ -57,6 +62,10 @@ class Routers:
         """(layers, K, T) int16 of the tokens of these segments, from (tokens, layers, K) for each sequence; 0 where an
         array is missing. None: all are. Raises DataError for arrays of another model."""
         shape = (len(self.layers), self.chosen)
+        dense = [array is not None and array.shape[1] == self.depth > shape[0] for array in arrays]
+        arrays = [
+            a[:, list(self.numbers)] if has and a is not None else a for a, has in zip(arrays, dense, strict=True)
+        ]
         if all(array is None for array in arrays):
             return None
         for array in arrays:
@@ -80,6 +89,7 @@ class Routers:
 def routers_of(decoder: nn.Module) -> Routers:
     """Raises ConfigError for a model without routers, or with such as do not choose experts by one top-k."""
     by_layer: dict[nn.Module, nn.Module] = {}
+    numbers: list[int] = []
     for name, module in decoder.named_modules():
         if type(module).__name__.endswith(ROUTER):
             parts = name.split(".")
@@ -88,13 +98,15 @@ def routers_of(decoder: nn.Module) -> Routers:
             if layer in by_layer or layer is module:
                 raise _refusal(decoder, f"{type(module).__name__} is not the only router of one layer")
             by_layer[layer] = module
+            numbers.append(int(parts[number]) if parts[number].isdecimal() else 0)
     if not by_layer:
         raise _refusal(decoder, "it has no experts, or routers that transformers does not expose")
     sizes = {kind: _tried(decoder, router) for kind, router in {type(r): r for r in by_layer.values()}.items()}
     if len(set(sizes.values())) > 1:
         raise _refusal(decoder, "its layers choose among different numbers of experts")
     chosen, experts = next(iter(sizes.values()))
-    return Routers(tuple(by_layer), tuple(by_layer.values()), chosen, experts)
+    depth = int(cast(Any, decoder).config.get_text_config().num_hidden_layers)
+    return Routers(tuple(by_layer), tuple(by_layer.values()), chosen, experts, tuple(numbers), depth)
 
 
 def _refusal(decoder: nn.Module, found: str) -> ConfigError:
@@ -139,6 +151,18 @@ def _choice(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return numbers[0]
 
 
+def check_routed(experiences: Sequence[Experience], on_all_ranks: Callable[[int], int]) -> None:
+    """Raises DataError, on every rank, where one has a sampled sequence without routing."""
+    sampled = [e for e in experiences if e.response_mask.any() and not e.expert]
+    missing = sum("routing" not in e.extra for e in sampled)
+    if on_all_ranks(missing):
+        raise DataError(
+            "the experts that tokens were sampled with (train.router_replay)",
+            f"{missing} of {len(sampled)} sequences have none",
+            "use an engine that records them (engine.kind torch or vllm), or set train.router_replay to off",
+        )
+
+
 # --------------------------------------------------------------------------- recorded
 
 
@@ -159,6 +183,21 @@ class Recorder:
 
     def _keep(self, router: nn.Module, inputs: object, outputs: Sequence[torch.Tensor]) -> None:
         self._chosen.append(_choice(outputs))
+
+
+def routed(experts: npt.NDArray[Any] | None, request: Request, count: int) -> npt.NDArray[np.uint16]:
+    """(tokens, layers, K): as `EXTRAS` has it, the routing of a prompt and a completion of so many tokens, from the
+    numbers of experts of all that went through the model. Raises TriviumError where there are none."""
+    if experts is None:
+        raise TriviumError(
+            "the experts that a completion was sampled with",
+            "the engine returned none",
+            "set engine.options.enable_return_routed_experts to true, or train.router_replay to off",
+        )
+    numbers = np.zeros((len(request.prompt_tokens) + count, *experts.shape[1:]), np.uint16)
+    known = experts[: len(numbers) - 1]  # the last token went through no layer
+    numbers[: len(known)] = known.astype(np.uint16) + 1
+    return numbers
 
 
 # --------------------------------------------------------------------------- replayed

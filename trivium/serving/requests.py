@@ -231,7 +231,7 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
     limit = trained.max_new_tokens if not names else read_count(body, names[0], 1, 10**9)
     stop = read_stop(body, trained.stop)
     temperature = read_number(body, "temperature", trained.temperature, 0.0, 100.0)
-    top_p = read_number(body, "top_p", 1.0, 0.0, 1.0)
+    top_p = read_number(body, "top_p", 1.0 if evaluation else trained.top_p, 0.0, 1.0)
     if evaluation:
         if top_p == 0:
             raise bad_request("top_p", "top_p above 0", "0", "use temperature=0 for greedy sampling")
@@ -239,7 +239,7 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
             raise bad_request(
                 "temperature", f"temperature 0, or at least {MIN_TEMPERATURE}", f"{temperature}", "use 0 for greedy"
             )
-        return replace(trained, max_new_tokens=limit, stop=stop, temperature=temperature, top_p=top_p)
+        return replace(trained, max_new_tokens=limit, stop=stop, temperature=temperature, top_p=top_p, extra=())
     if temperature != trained.temperature:
         raise bad_request(
             "temperature",
@@ -247,12 +247,12 @@ def _sampling(body: Mapping[str, Any], evaluation: bool, trained: Sampling) -> S
             f"this run samples at {trained.temperature}, and the trainer computes with that",
             "leave it out, set engine.sampling.temperature, or mark the request `evaluation: true`",
         )
-    if top_p != 1:
+    if top_p != trained.top_p:
         raise bad_request(
             "top_p",
             f"top_p {top_p} in training",
-            "it changes the sampled distribution, and the trainer does not replay it",
-            "leave it out, or mark the request `evaluation: true`",
+            f"this run samples at {trained.top_p}",
+            "leave it out, set engine.sampling.top_p, or mark the request `evaluation: true`",
         )
     if limit > trained.max_new_tokens:
         raise bad_request(

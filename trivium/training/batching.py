@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trivium.errors import DataError
+from trivium.models.kept import KeptSets, kept_sets
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
 from trivium.models.prefixes import Prefixes, Tree, separate
@@ -221,6 +222,8 @@ class MicroBatch:
     """(B, L) int32."""
     columns: dict[str, torch.Tensor]
     """(B, L) each, or (B, L, ...)."""
+    kept: KeptSets | None = None
+    """What each of the trained tokens was sampled among; None: the whole vocabulary."""
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         """(N, ...) numbers of the trained tokens as (B, L, ...), zero elsewhere; differentiable."""
@@ -319,4 +322,5 @@ def collate(
             "rollout_log_prob": grid([e.rollout_log_prob for e in chosen], dtype),
             **{name: grid([batch.columns[name][row] for row in rows], dtype) for name in wanted},
         },
+        kept=kept_sets(chosen, device),
     )

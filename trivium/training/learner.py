@@ -20,6 +20,7 @@ from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.models.packed import pack
 from trivium.models.prefixes import Tree
+from trivium.models.routing import check_routed
 from trivium.models.sight import Sight
 from trivium.models.vision import pixel_reader, refuse_images
 from trivium.models.worker_threads import WorkerThreads, size_of
@@ -169,8 +170,8 @@ class Learner:
         if isinstance(self.model, ValueModel):
             return self.model(micro.pack, micro.rows)
         if what == "entropy":
-            return self.model(micro.pack, micro.rows)[1]
-        numbers = self.model(micro.pack, micro.rows, what, top_k=self.top_k)
+            return self.model(micro.pack, micro.rows, kept=micro.kept)[1]
+        numbers = self.model(micro.pack, micro.rows, what, top_k=self.top_k, kept=micro.kept)
         return torch.stack([numbers[0].to(numbers[1].dtype), numbers[1]], -1) if what == "top" else numbers[0]
 
     def update(
@@ -291,7 +292,8 @@ class Learner:
         self.model.verify()
         self.work = np.zeros((2, 4), np.int64)
         self._check_images(batch)
-        self._check_routing(batch)
+        if self._routers is not None:
+            check_routed(batch.experiences, self.ranks.all_reduce_max)
         limit = max_positions(self.model.module)
         longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
         check_lengths(batch, limit)
@@ -312,18 +314,6 @@ class Learner:
         if worst == 2:
             raise trouble or DataError("images that are whole", "one on another rank is not", "see its error")
         self._blank = worst == 1 and self.ranks.size > 1
-
-    def _check_routing(self, batch: Batch) -> None:
-        if self._routers is None:
-            return
-        sampled = [e for e in batch.experiences if e.response_mask.any() and not e.expert]
-        missing = sum("routing" not in e.extra for e in sampled)
-        if self.ranks.all_reduce_max(missing):
-            raise DataError(
-                "the experts that tokens were sampled with (train.router_replay)",
-                f"{missing} of {len(sampled)} sequences have none",
-                "use an engine that records them (engine.kind torch or vllm), or set train.router_replay to off",
-            )
 
     def _passes(self, batch: Batch, unit: str) -> Iterator[_Part]:
         """Each micro-batch. A rank with fewer than another makes empty passes: without gradient here; with gradient the
@@ -399,9 +389,15 @@ class Learner:
         else:
             top = micro.columns.get("teacher_top")
             candidates = None if top is None else micro.trained(top[..., 0]).long()
+            if candidates is not None and micro.kept is not None:
+                raise DataError(
+                    "the policy's log-probabilities of the teacher's top tokens",
+                    "sampling left some of them out (top_p, top_k or min_new_tokens)",
+                    "sample from the whole distribution, or use policy_loss.kind distill",
+                )
             what = "log_prob_and_values" if isinstance(self.model, ActorCritic) else "log_prob"
             log_prob, entropy, *values = self.model(
-                micro.pack, micro.rows, what, entropy_grad=entropy_grad, candidates=candidates
+                micro.pack, micro.rows, what, entropy_grad=entropy_grad, candidates=candidates, kept=micro.kept
             )
             if values:
                 outputs["values"] = micro.grid(values[0])

@@ -36,6 +36,13 @@ class DistillConfig(UpdateConfig):
         if isinstance(loss, Problem):
             return  # reported already
         yield from teacher_problems(self.teacher, loss.needs, f"{where}.teacher")
+        for name in run.engine.sampling.changes_distribution() if "teacher_top" in loss.needs else ():
+            yield Problem(
+                f"engine.sampling.{name}",
+                f"{name} with the loss {self.policy_loss.kind!r}",
+                "tokens that sampling left out have no log-probability, and the teacher's may be among them",
+                "leave it out, or use policy_loss.kind distill",
+            )
         if "advantages" in loss.needs:
             yield Problem(
                 f"{where}.policy_loss",

@@ -171,6 +171,8 @@ def _engine(trinity: TrinityConfig, device: str) -> dict[str, Any]:
         "device": device,
         "dtype": "float32" if device == "cpu" or dtype == "float32" else "bfloat16",
     }
+    if engine["kind"] == "vllm" and trinity["algorithm.enable_router_replay"]:
+        engine["options"] = {"enable_return_routed_experts": True}
     if trinity.offline:
         return engine
     evaluated = trinity.tasksets or trinity.eval_tasksets
@@ -224,6 +226,8 @@ def _train(trinity: TrinityConfig, device: str, steps: int) -> dict[str, Any]:
     names = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
     if any(trinity[f"trainer.{name}"] for name in names) or any(trainer[f"{fsdp}.{name}"] for name in names[:2]):
         train["cpu_offload"] = True
+    if trinity["algorithm.enable_router_replay"]:
+        train["router_replay"] = "rollout"
     if (trainer[f"{fsdp}.fsdp_size"] or -1) > 0:
         train["shard"] = trainer[f"{fsdp}.fsdp_size"]
     return train | ({"lora": _lora(trinity.lora)} if trinity.lora else {})

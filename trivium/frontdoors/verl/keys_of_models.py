@@ -16,7 +16,6 @@ _TOOLS = Restricted((None,), "tools are an environment: use a RunConfig with wor
 _REMOTE_CODE = Ignored("models and tokenizers have the classes that transformers ships")
 _ATTENTION = Ignored("attention is torch's own, whose result does not depend on it")
 _BACKENDS = "veomni torchtitan automodel mindspeed"
-_CUT_OFF = "training replays no cut of the distribution: leave it out; val_kwargs may have one"
 _SHM = Ignored("it only copies files")
 
 OPTIM: dict[str, Entry] = {
@@ -73,7 +72,7 @@ FSDP: dict[str, Entry] = {
     "turbo_config": Ignored("settings of another backend's sharding"),
     "grad_offload": Ignored("gradients follow their weights"),
     "use_fused_kernels": Ignored("log-probabilities never need the whole of the logits"),
-    "router_replay": Ignored("there is no routing to replay in dense models"),
+    "router_replay": Ignored("actor.router_replay.mode sets it"),
     **ignored(_CHUNKS, "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"),
     **ignored(_PADDING, "pad_to_length pad_to_length_bucket use_remove_padding"),
     **ignored(
@@ -106,7 +105,7 @@ UPDATE: dict[str, Entry] = {
     "profiler": Ignored("phases are timed in every step"),
     "nccl_timeout": Ignored("sync.deadline_s bounds every wait"),
     "use_prefix_grouper": Mapped("train.share_prefix", type=bool),
-    "router_replay": Ignored("there is no routing to replay in dense models"),
+    "router_replay": Ignored("actor.router_replay.mode sets it for the policy; other models route by themselves"),
     "loss_scale_factor": Restricted((None,), "seq-mean-token-sum-norm divides by data.max_response_length"),
     "use_remove_padding": Ignored(_PADDING),
     "pad_to_length": Ignored(_PADDING),
@@ -147,6 +146,10 @@ ACTOR: dict[str, Entry] = {
     "use_rollout_log_probs": Mapped("algorithm.old_log_prob: rollout", False),
     "entropy_checkpointing": Ignored("logits are always made in chunks, and again in the backward pass"),
     "freeze_vision_tower": Mapped("train.vision_tower: frozen", False),
+    "router_replay.mode": Restricted(
+        (None, "disabled", "R3"), "R3 replays the experts of the rollouts (train.router_replay): use it", "disabled"
+    ),
+    "router_replay": Ignored("experts travel with the rollouts, in no file of their own"),
     "qat": _QAT,
     **ignored(
         _CHUNKS,
@@ -254,8 +257,8 @@ ROLLOUT: dict[str, Entry] = {
     "mode": Ignored("generation is always asynchronous, weights always pushed between steps"),
     "n": Mapped("schedule.group_size", 1),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
-    "top_p": Restricted((1.0,), _CUT_OFF, 1.0),
-    "top_k": Restricted((-1, 0), _CUT_OFF, -1),
+    "top_p": Mapped("engine.sampling.top_p", 1.0),
+    "top_k": Mapped("engine.sampling.top_k", -1),
     "do_sample": Restricted((None, True), "training samples"),
     "prompt_length": Ignored("data.max_prompt_length sets it"),
     "response_length": Ignored("data.max_response_length sets it"),
@@ -309,13 +312,14 @@ ROLLOUT: dict[str, Entry] = {
     "scheduling_policy": Mapped("engine.options.scheduling_policy, with vLLM", type=str),
     "engine_kwargs.vllm": Mapped("engine.options, with vLLM", type=dict),
     "engine_kwargs": Ignored("arguments of another engine"),
+    "enable_rollout_routing_replay": Ignored("actor.router_replay.mode R3 records experts and replays them"),
     "logprobs_mode": Ignored("log-probabilities are those of the distribution that was sampled from"),
     **ignored(
         "vLLM keeps its memory between steps: lower gpu_memory_utilization", "free_cache_engine enable_sleep_mode"
     ),
     **ignored(
         ENGINE,
-        "cudagraph_capture_sizes disable_log_stats enable_rollout_routing_replay",
+        "cudagraph_capture_sizes disable_log_stats",
         "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
         "multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
         "sglang_engine_mode standalone_gpu_memory_utilization moe_tensor_parallel_size",

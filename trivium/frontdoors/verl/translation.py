@@ -195,6 +195,8 @@ def _vllm(verl: Settings, device: str) -> dict[str, Any]:
     options = {name: verl[f"{ROLLOUT}.{name}"] for name in names if verl.has(f"{ROLLOUT}.{name}")}
     given = verl[f"{ROLLOUT}.engine_kwargs.vllm"] or {}
     options |= {name: value for name, value in given.items() if value is not None}
+    if verl[f"{ACTOR}.router_replay.mode"] == "R3":
+        options["enable_return_routed_experts"] = True
     fields: dict[str, Any] = {"kind": "vllm", "options": options}
     if device != "cpu":
         fields["prefill_tokens"] = verl[f"{ROLLOUT}.max_num_batched_tokens"]
@@ -273,6 +275,8 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
         train["cpu_offload"] = True
     if verl[f"{fsdp}.fsdp_size"] > 0:
         train["shard"] = verl[f"{fsdp}.fsdp_size"]
+    if verl[f"{ACTOR}.router_replay.mode"] == "R3":
+        train["router_replay"] = "rollout"
     if verl[f"{ACTOR}.freeze_vision_tower"]:
         train["vision_tower"] = "frozen"
     if verl[f"{model}.lora_rank"]:
