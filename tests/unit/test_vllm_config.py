@@ -20,6 +20,7 @@ from trivium.models.load import load_lm
 from trivium.models.lora import LoraConfig, attach, save_adapter
 from trivium.protocols import Weights
 from trivium.runtime.launch import run
+from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Completion, Request
 
 
@@ -94,6 +95,14 @@ def test_of_an_engine_that_sleeps_a_gpu_holds_nothing_while_the_trainer_learns(s
     rank = {"policy weights": 2, "policy optimizer": 4, "activations": 1}
     plan = MemoryPlan("cuda", rank, {}, {"engine weights": 3}, "cuda", 1, 1, together=True, sleeps=sleeps)
     assert sum(plan.gpu.values()) == most + RUNTIME
+
+
+def test_vllm_changes_no_pixels_that_training_has_read(tmp_path: Path) -> None:
+    """By default it expects raw ones of some families, and normalizes them itself."""
+    config = VllmEngine.Config()
+    sees = config.arguments(TinyVisionModel(TinyVisionModel.Config(), seed=0).materialize(tmp_path / "sees"))
+    assert (sees["mm_device_do_normalize"], sees["skip_tokenizer_init"]) == (False, False)
+    assert config.arguments(write_model(tmp_path / "reads"))["skip_tokenizer_init"]
 
 
 class Rested(TorchEngine):

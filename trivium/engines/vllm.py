@@ -131,8 +131,8 @@ class VllmEngine:
                 rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
                 adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
             sees, images = family_in(model_dir) is not None, dict[str, Any]()
-            if sees:  # pixels come with each request, and keep nothing behind
-                images = {"mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
+            if sees:  # pixels come with each request, normalized, and are kept for none
+                images = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False, "skip_mm_profiling": on_cpu}
             return {
                 "model": str(model_dir),
                 "skip_tokenizer_init": not sees,  # its processor of images wants one
