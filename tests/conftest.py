@@ -2,6 +2,10 @@
 
 import gc
 import os
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
 
 # Read when torch is imported, here and in what tests start. A thread of a pool that waits for work sleeps: others need
 # its core, where it would turn in a loop.
@@ -28,3 +32,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """No collection looks at all modules and tests again."""
     gc.freeze()
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "working directory": (os.getcwd, os.chdir),
+    "thresholds of the garbage collector": (gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
+    "switch interval": (sys.getswitchinterval, sys.setswitchinterval),
+}
+"""Settings of the process: how to read one, and how to set it."""
+_at_start: dict[Path, dict[str, Any]] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """The next file finds the settings that this one has found: pytest-xdist gives a worker other files in each run."""
+    settings = SETTINGS | _of_torch()
+    if item.path not in _at_start:
+        _at_start[item.path] = {name: read() for name, (read, _) in settings.items()}
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        for name, value in _at_start.pop(item.path).items():
+            read, write = settings[name]
+            if read() != value:
+                write(value)
+    return done
+
+
+def _of_torch() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Where tests have imported it."""
+    if "torch" not in sys.modules:
+        return {}
+    import torch
+
+    return {
+        "threads": (torch.get_num_threads, torch.set_num_threads),
+        "default type": (torch.get_default_dtype, torch.set_default_dtype),
+        "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    }

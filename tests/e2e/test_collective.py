@@ -104,13 +104,13 @@ def test_an_explorer_that_dies_in_an_exchange_keeps_nobody_else_from_the_version
     victim = start("ann", at=at, nth=nth, deed=deed)
     other = start("bob")
     assert trainer.wait(60) == 0, trainer.text
-    assert other.wait(30) == 0, other.text
+    assert other.wait(120) == 0, other.text
     for version in range(4):
         assert_held(tmp_path, "bob", version)
         assert f"delivered {version}" in trainer.text
     assert "reaped ann" in trainer.text
     if deed == "kill":
-        assert victim.wait(10) == -signal.SIGKILL
+        assert victim.wait(60) == -signal.SIGKILL
     assert "adopted 3" not in victim.text
 
 
@@ -120,10 +120,10 @@ def test_a_trainer_that_dies_in_an_exchange_is_named_by_the_explorers(start: Cal
     assert trainer.wait(60) == -signal.SIGKILL, trainer.text
     died = time.monotonic()
     for explorer in explorers:
-        assert explorer.wait(20) == 1
+        assert explorer.wait(120) == 1
         assert "RoleFailed" in explorer.text
         assert "found: trainer failed: " in explorer.text
-    assert time.monotonic() - died < 15
+    assert time.monotonic() - died < 28
 
 
 def test_a_bit_that_changed_on_the_way_is_found_and_named(start: Callable[..., Forked], tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_a_bit_that_changed_on_the_way_is_found_and_named(start: Callable[..., F
     assert "its bytes changed between the trainer and here" in victim.text
     assert not (tmp_path / "ann-0.safetensors").exists()
     assert trainer.wait(30) == 0, trainer.text
-    assert other.wait(30) == 0, other.text
+    assert other.wait(120) == 0, other.text
     assert_held(tmp_path, "bob", 1)

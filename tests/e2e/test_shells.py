@@ -172,7 +172,7 @@ def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_pa
         def outcome(cuts: int) -> dict[str, Any]:
             directory = tmp_path / f"cut-{cuts}"
             directory.mkdir()
-            path = small(directory, postgres.url, steps=10)
+            path = small(directory, postgres.url, steps=6)
             trainer, explorer = (start(mode, "run", str(path), f"run.mode={mode}") for mode in ("train", "explore"))
             while (done := steps(directory / "run")) < cuts:
                 eventually(lambda: steps(directory / "run") > done, 90, lambda: trainer.text + explorer.text)
@@ -180,4 +180,4 @@ def test_a_cut_connection_to_the_database_is_made_again(postgres: Server, tmp_pa
             assert_ends_well(trainer, explorer)
             return outcome_of(directory / "run")
 
-        assert outcome(cuts=0) == outcome(cuts=5)
+        assert outcome(cuts=0) == outcome(cuts=4)

@@ -50,14 +50,14 @@ async def test_who_waits_is_woken_by_others_and_sees_what_they_wrote(boards: Boa
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await asyncio.to_thread(boards().write, counted)
-    assert await asyncio.wait_for(waiting, 5) == {"count": 2}
+    assert await asyncio.wait_for(waiting, 60) == {"count": 2}
 
 
 async def test_patience_ends_with_the_board_as_it_is(boards: Boards) -> None:
     board, started = boards(), time.monotonic()
     board.write(counted)
     assert await board.poll(lambda v: v["count"] == 2, 0.1) == {"count": 1}
-    assert 0.1 <= time.monotonic() - started < 5
+    assert 0.1 <= time.monotonic() - started < 60
     assert await board.poll(lambda v: v["count"] == 2, 0.0) == {"count": 1}
 
 

@@ -58,7 +58,7 @@ def group(slot: int, version: int = 0, attempt: int = 0, task: Task | None = Non
 
 async def lease(buf: MemoryBuffer, version: int) -> Lease:
     await buf.advance("e", version)
-    lease = await asyncio.wait_for(buf.lease("e"), 1)
+    lease = await asyncio.wait_for(buf.lease("e"), 60)
     assert lease is not None
     return lease
 
@@ -322,7 +322,7 @@ async def test_an_expert_row_without_a_reply_is_an_error(tmp_path: Path) -> None
 async def adopt(buf: MemoryBuffer, owner: str, version: int, slots: int) -> list[Lease]:
     """An explorer that has loaded a version, and so many leases of it."""
     await buf.advance(owner, version)
-    leases = [await asyncio.wait_for(buf.lease(owner), 1) for _ in range(slots)]
+    leases = [await asyncio.wait_for(buf.lease(owner), 60) for _ in range(slots)]
     return [lease for lease in leases if lease is not None]
 
 
@@ -441,7 +441,7 @@ async def test_a_stage_that_ends_while_an_explorer_waits_for_its_slots_is_no_fai
     following = await blocked(follow_weights(explorer, buf, buf.schedule, synchronizer, channel))
     assert engine.version == 0  # nobody has played its slots
     await buf.close()
-    await asyncio.wait_for(following, 1)
+    await asyncio.wait_for(following, 60)
     assert engine.version == 0
 
 

@@ -403,7 +403,7 @@ async def test_cancelling_frees_the_row(models: dict[str, Path]) -> None:
         await asyncio.sleep(0.02)
         for task in (long, waiting):
             task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert same(await engine.generate(request(5, max_new_tokens=4)), expected)
         assert engine.counters["tokens_sampled"] == 8
     finally:

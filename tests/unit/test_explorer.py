@@ -128,7 +128,7 @@ async def test_a_cancellation_that_escapes_a_workflow_is_its_failure() -> None:
     async def leaks(task: Task, policy: Policy) -> None:
         raise asyncio.CancelledError
 
-    group = await asyncio.wait_for(play(explorer(leaks)), 5)
+    group = await asyncio.wait_for(play(explorer(leaks)), 60)
     assert [t.failure.kind for t in group.trajectories if t.failure] == ["CancellationEscaped"] * 4
 
 
@@ -408,11 +408,11 @@ async def test_what_does_not_heed_its_cancellation_is_left_behind(monkeypatch: p
             late.append(error)
         return {"played": 1.0}
 
-    group = await asyncio.wait_for(play(explorer(stubborn, deadline_s=0.05)), 2)
+    group = await asyncio.wait_for(play(explorer(stubborn, deadline_s=0.05)), 60)
     assert {t.failure.side for t in group.trajectories if t.failure} == {"deadline"}
     assert [len(t.turns) for t in group.trajectories] == [1] * 4
     release.set()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         while concurrency._abandoned:
             await asyncio.sleep(0.005)
     assert len(late) == 4
@@ -441,8 +441,8 @@ async def test_replies_that_nobody_awaits_end_with_the_playing() -> None:
         return {"played": 1.0}
 
     tasks: list[asyncio.Task[Any]] = []
-    group = await play(explorer(careless, delay_s=60), 1)
-    await asyncio.wait(tasks, timeout=1)
+    group = await play(explorer(careless, delay_s=120), 1)
+    await asyncio.wait(tasks, timeout=60)
     assert tasks[0].cancelled()
     assert group.trajectories[0].turns == ()
 
@@ -480,13 +480,14 @@ async def test_plain_environments_that_hang_hold_up_nobody_and_are_counted(tmp_p
     playing = explorer(deadline_s=0.2)
     playing.workflow = workflow
     before = concurrency.left_behind()  # by other tests of this process
-    group = await asyncio.wait_for(play(playing), 3)
+    group = await asyncio.wait_for(play(playing), 60)
     failures = [t.failure for t in group.trajectories if t.failure]
     assert [failure.side for failure in failures] == ["deadline"] * 4
-    assert concurrency.left_behind() == before + 2
+    # Two threads, and whatever began in the room that a call makes when it is given up before the others.
+    assert 2 <= concurrency.left_behind() - before <= 4
     assert "call(s) of plain functions that were given up still run" in failures[-1].message
     resolve("environments", f"{where}:gate").set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while concurrency.left_behind() > before:
             await asyncio.sleep(0.01)
     assert len((await play(playing)).alive) == 4
@@ -554,8 +555,8 @@ async def test_the_order_of_completion_changes_nothing() -> None:
 
 async def test_judging_takes_its_time_from_the_rollouts_own_deadline() -> None:
     playing, judge = timed([0, 1])
-    playing.deadline_s, judge.seconds = 0.2, 5.0
-    group = await asyncio.wait_for(play(playing, 2), 2)
+    playing.deadline_s, judge.seconds = 0.2, 120.0
+    group = await asyncio.wait_for(play(playing, 2), 60)
     failures = [t.failure for t in group.trajectories if t.failure]
     assert [(failure.side, failure.kind) for failure in failures] == [("deadline", "DeadlineExceeded")] * 2
     assert judge.compared == []
@@ -564,7 +565,7 @@ async def test_judging_takes_its_time_from_the_rollouts_own_deadline() -> None:
 async def test_a_judge_is_not_charged_for_the_room(tmp_path: Path) -> None:
     playing, judge = timed([0, 1, 2, 3], room=1)
     judge.seconds = 0.05
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         assert len((await play(playing)).alive) == 4
 
 
@@ -627,7 +628,7 @@ async def test_quick_failures_do_not_stand_for_slow_successes() -> None:
     fill = filled(playing, lambda slot, index: False)
     playing.workflow = Plays(plays)
     begun = [asyncio.ensure_future(fill(slot)) for slot in range(18)]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while sum(task.done() for task in begun) < 6:
             await asyncio.sleep(0.01)
     assert sum(task.done() for task in begun) == 6

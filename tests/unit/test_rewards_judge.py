@@ -38,8 +38,14 @@ def reads_all(prompt, completion, prompt_messages, **columns):
     given = [(message["role"], message["content"]) for message in prompt_messages]
     return given == [("system", "be brief"), ("user", "1+1="), ("assistant", "hm")] and len(columns)
 
+running = most = 0
+
 async def later(completion, prompt, *, answer):
+    global running, most
+    running += 1
+    most = max(most, running)
     await asyncio.sleep(0.05)
+    running -= 1
     return completion == answer
 
 def sneaky(prompt, completion):
@@ -191,12 +197,11 @@ def test_keyword_catch_all_gets_every_column_but_the_two_that_are_given(rewards)
     assert score(rewards("everything"), task(a=1, b=2, prompt="x", completion="y"), "2") == [{"everything": 2.0}]
 
 
-def test_async_rewards_run_concurrently_and_mix_with_plain_ones(rewards):
+def test_async_rewards_run_concurrently_and_mix_with_plain_ones(rewards, tmp_path):
     judge = rewards("mine", "later", "sneaky", "Twice", "partial")
     assert judge.labels == ("mine", "later", "sneaky", "Twice", "partial")
-    start = time.perf_counter()
     scores = score(judge, task(answer="2"), *["2"] * 40)
-    assert time.perf_counter() - start < 40 * 0.05  # one after the other
+    assert sys.modules[resolve("rewards", f"{tmp_path}/my_rewards.py:later").__module__].most == 40
     assert scores == [{"mine": 1.5, "later": 1.0, "sneaky": 3.0, "Twice": 2.0, "partial": 8.0}] * 40
 
 
@@ -327,10 +332,10 @@ async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(re
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await judge.score(task(seconds=60), said_two)
-    assert time.perf_counter() - began < 5
+            await judge.score(task(seconds=120), said_two)
+    assert time.perf_counter() - began < 50
     assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while concurrency.left_behind() > before:
             await asyncio.sleep(0.01)
 
@@ -383,12 +388,12 @@ def test_a_cancellation_of_its_own_is_an_error_of_the_reward(rewards, name):
 async def test_a_coroutine_that_does_not_heed_its_cancellation_holds_up_nobody(rewards, monkeypatch):
     monkeypatch.setattr(concurrency, "_GRACE_S", 0.02)
     release = asyncio.Event()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
                 await rewards("stubborn").score(task(release=release), *said("x"))
     release.set()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         while concurrency._abandoned:
             await asyncio.sleep(0.005)
 

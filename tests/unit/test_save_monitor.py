@@ -223,10 +223,10 @@ async def test_turns_are_given_first_come_first_served(tmp_path: Path) -> None:
 async def test_whoever_waits_is_woken_and_does_not_look_now_and_then(tmp_path: Path) -> None:
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
     ticket = await target.notify_started("n", "a", step=1)
-    async with asyncio.timeout(5):  # looking alone would take 10 s
-        for _ in range(20):
+    async with asyncio.timeout(40):  # looking alone would take 60 s
+        for _ in range(120):
             waiting = asyncio.ensure_future(target.notify_started("n", "a", step=1))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
             await target.notify_finished(1, ticket=ticket)
             ticket = await waiting
 
@@ -241,7 +241,7 @@ async def test_a_saver_that_stops_waiting_leaves_the_queue(tmp_path: Path) -> No
     gone.cancel()
     await asyncio.wait({gone})
     await target.notify_finished(1, ticket=first)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await waiting
 
 

@@ -456,7 +456,7 @@ async def test_a_client_that_goes_away_leaves_its_slot(tmp_path: Path) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await here.client.post(
                 "/v1/chat/completions",
-                timeout=0.1,
+                timeout=httpx.Timeout(60, read=0.1),
                 json={"model": "policy", "messages": [{"role": "user", "content": "a"}], "session": "s"},
             )
         await here.eventually(sessions=0, open_groups=0, in_flight=0)
@@ -508,7 +508,7 @@ async def test_a_broken_engine_ends_the_run_with_its_cause(tmp_path: Path) -> No
         await here.chat("x")
         error = await here.chat("y", expect=500)
         assert error["error"]["code"] == "engine_failure"
-        await asyncio.wait([here.running], timeout=5)
+        await asyncio.wait([here.running], timeout=60)
         with pytest.raises(ExceptionGroup) as raised:
             here.running.result()
         assert raised.group_contains(EngineFailure)
@@ -522,7 +522,7 @@ async def test_the_end_of_the_training_answers_who_still_waits(tmp_path: Path) -
         await here.eventually(waiting_groups=1)
         await here.buffer.close()
         assert "the training is over" in (await waiting)["error"]["message"]
-        await asyncio.wait_for(here.running, 5)
+        await asyncio.wait_for(here.running, 60)
 
 
 async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
@@ -555,5 +555,5 @@ async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> Non
         await asyncio.sleep(0.05)
         serving.cancel()
         assert (await asking).json() == "there"
-        await asyncio.wait([serving], timeout=5)
+        await asyncio.wait([serving], timeout=60)
         assert serving.cancelled()

@@ -397,11 +397,11 @@ async def test_waiting_never_holds_up_the_event_loop(url: str, tmp_path: Path) -
     def hold(connection: sa.Connection) -> None:
         del connection
         entered.set()
-        release.wait(5)
+        release.wait(60)
 
     entered, release = threading.Event(), threading.Event()
     holding = asyncio.create_task(asyncio.to_thread(blocker.transact, hold))
-    await asyncio.to_thread(entered.wait, 5)
+    await asyncio.to_thread(entered.wait, 60)
     waits = [asyncio.create_task(buffer.lease("e")) for _ in range(2)]
     loop = asyncio.get_running_loop()
     late = 0.0
@@ -413,7 +413,7 @@ async def test_waiting_never_holds_up_the_event_loop(url: str, tmp_path: Path) -
     release.set()
     await holding
     assert {lease.slot for lease in await asyncio.gather(*waits) if lease} == {0, 1}
-    assert late < 1.0
+    assert late < 4.0
 
 
 # --------------------------------------------------------------------------- what it costs

@@ -94,7 +94,7 @@ class Life:
         try:
             for version in range(first, last):
                 await self.buffer.advance("e", max(0, version - self.lag))
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(60):
                     samples.append(await self.strategy.sample(self.schedule.groups_per_step, version))
         finally:
             await self.buffer.close()

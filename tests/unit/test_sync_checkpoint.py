@@ -114,12 +114,16 @@ def test_a_reader_that_never_reads_holds_nothing_open(ends: Ends) -> None:
     assert len(list(open_files.iterdir())) == before
 
 
-def test_a_version_that_was_removed_is_gone_and_the_error_says_what_is_there(ends: Ends) -> None:
+def test_a_version_that_was_removed_is_gone_and_the_error_says_what_is_there(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends.publish(1, 2, 3)
+    monkeypatch.setattr(ends.synchronizer, "deadline_s", 60.0)
+    monkeypatch.setattr(checkpoint, "_POLL_S", 60.0)
     started = time.monotonic()
     with pytest.raises(VersionGone, match=r"collect version 1\n.*\[2, 3\]"):
         ends.explorer.collect(1)
-    assert time.monotonic() - started < 0.25, "there are newer ones, so it will not appear"
+    assert time.monotonic() - started < 50, "there are newer ones, so it will not appear"
 
 
 def test_a_version_that_another_machine_does_not_see_yet_is_waited_for(ends: Ends, tmp_path: Path) -> None:

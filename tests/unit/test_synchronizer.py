@@ -51,7 +51,7 @@ async def pending(awaitable: Awaitable[Any], seconds: float = 0.1) -> asyncio.Fu
     return waiting
 
 
-async def soon(awaitable: Awaitable[Any], seconds: float = 4.0) -> Any:
+async def soon(awaitable: Awaitable[Any], seconds: float = 60.0) -> Any:
     return await asyncio.wait_for(asyncio.ensure_future(awaitable), seconds)
 
 
@@ -519,7 +519,7 @@ async def test_one_explorer_that_has_the_version_plays_an_evaluation(role: Make)
     assert await soon(asking) == {"eval/test/accuracy": 0.5}
     following = await pending(a.next_evaluation("a", 1))
     asking = asyncio.ensure_future(trainer.request_evaluation(3))
-    (done,), (left,) = await asyncio.wait({following, other}, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
+    (done,), (left,) = await asyncio.wait({following, other}, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     assert done.result() == (2, 3)
     a.answer_evaluation(1, {"stale": 1.0})
     await asyncio.sleep(0.1)
@@ -536,7 +536,7 @@ async def test_two_that_want_the_same_evaluation_get_it_once(role: Make) -> None
         b.adopted("b", number)
         asking = asyncio.ensure_future(trainer.request_evaluation(number))
         racing = {asyncio.ensure_future(s.next_evaluation(n, number - 1)) for n, s in (("a", a), ("b", b))}
-        done, left = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED, timeout=4.0)
+        done, left = await asyncio.wait(racing, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
         await asyncio.sleep(0.05)
         assert [task.result() for task in done] == [(number, number)]
         assert not any(task.done() for task in left)
