@@ -347,6 +347,18 @@ def test_the_command_line_starts_without_what_only_a_config_needs() -> None:
     assert ran.stdout.strip() == "[]"
 
 
+def test_checking_a_config_imports_only_what_it_uses() -> None:
+    """torch and the tokenizers of transformers are nine tenths of the time that `trivium check` takes."""
+    heavy = {"ray", "vllm", "fastapi", "peft", "sqlalchemy", "pyarrow", "wandb", "mlflow", "matplotlib", "sympy"}
+    heavy |= {"transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
+    heavy |= {"trivium.cluster", "trivium.frontdoors"}
+    recipe = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"
+    code = f"import sys, trivium.cli as cli\nsys.argv = ['trivium', 'check', {str(recipe)!r}]\ntry: cli.main()\n"
+    code += f"finally: print(sorted({heavy} & {{*sys.modules}}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
 def test_every_exception_to_a_rule_is_still_needed() -> None:
     names = {module.name: module for module in PRODUCT}
     assert MAY_PRINT | set(MAY_CATCH_EVERYTHING) <= set(names)
