@@ -265,6 +265,51 @@ def test_rows_keep_their_keys_while_their_room_grows(models: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_are_read_whole_without_a_mask_give_the_same(
+    models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: windows and soft-capping included."""
+    monkeypatch.setattr("trivium.engines.attention._PIECE", 64)
+    decoder = Decoder(models[name], dtype=torch.float32, device="cpu", exact=False)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 40, length).astype(np.int32) for length in (140, 158)]
+    with torch.inference_mode():
+        pieces = decoder.read(prompts)
+        decoder.reads_whole = True
+        whole = decoder.read(prompts)
+    for one, other, prompt in zip(pieces, whole, prompts, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=1e-3)
+        for kept, again in zip(one.cache.layers[-1], other.cache.layers[-1], strict=True):
+            index = one.index, slice(None), slice(0, len(prompt))
+            torch.testing.assert_close(kept[index], again[index], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_reads_and_decodes_without_the_math_kernel(
+    models: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    prompts = [np.random.default_rng(row).integers(3, 40, 100 + row).astype(np.int32) for row in range(3)]
+
+    def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
+        decoder = Decoder(models[name], dtype=dtype, device=device, exact=False)
+        prefixes = decoder.read(prompts)
+        decoder.place(prefixes, range(3), 120)
+        steps = [decoder.step(np.full(3, 5), np.array([100, 101, 102]) + i) for i in range(4)]
+        assert decoder.rows.length == 128
+        return torch.stack([torch.stack([prefix.logits for prefix in prefixes]), *steps]).cpu().log_softmax(-1)
+
+    with torch.inference_mode():
+        expected = logits("cpu", torch.float32)
+        with torch.profiler.profile() as profile:
+            actual = logits("cuda", dtype)
+    assert not any("attention_math" in event.key for event in profile.key_averages())
+    assert float((actual - expected).square().mean().sqrt()) < (0.5 if dtype == torch.bfloat16 else 1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_rounding_is_tolerated_as_measured_and_more_than_it_is_refused(
     models: dict[str, Path], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

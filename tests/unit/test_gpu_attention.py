@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trivium.models.gpu_attention import KERNELS, Runs, attend_in_runs, dense_attention, gpu_backend, runs_of
+from trivium.models.gpu_attention import (
+    KERNELS,
+    Runs,
+    attend_in_runs,
+    causal_attention,
+    dense_attention,
+    gpu_backend,
+    runs_of,
+)
 from trivium.models.packed import Pack, pack, packed_attention
 from trivium.models.prefixes import Prefixes
 
@@ -67,6 +75,15 @@ def test_what_kernels_are_given_is_what_the_cpu_computes(name: str, window: int 
         (result * weight).sum().backward()
     for one, other in zip(tokens, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_causal_attention_in_a_dense_grid_is_that_of_kernels(window: int | None) -> None:
+    torch.manual_seed(0)
+    tokens = [torch.randn(3, heads, 20, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    torch.testing.assert_close(
+        causal_attention(tokens, 0.3, window, None), causal_attention(tokens, 0.3, window, kernel)
+    )
 
 
 @pytest.mark.parametrize(

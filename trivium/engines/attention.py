@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trivium.models.gpu_attention import KERNELS, backend_for, causal_attention
+
 EXACT = "trivium_exact"
 """Batched matrix products and softmax: bits do not depend on B, nor on padding S by further multiples of 64."""
 FAST = "trivium_fast"
 """scaled_dot_product_attention where the model allows it: its bits depend on the other rows of the batch."""
+_PIECE = 512
+"""Queries whose scores are in memory at once."""
 
 
 def attend(
@@ -22,7 +26,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -33,12 +37,22 @@ def attend(
 ) -> tuple[Tensor, None]:
     """[B, H, L, D] queries against [B, K, S, D] keys; the output is [B, L, H, D].
 
-    `attention_mask` is additive, [B or 1, 1, L, S]. `s_aux` are attention sinks, one logit per head. `fast` takes
-    scaled_dot_product_attention, which knows neither soft-capping nor sinks: the same numbers up to rounding.
+    `attention_mask` is additive, [B or 1, 1, L, S]; None: the queries are those of the first L keys, each of which sees
+    the keys up to its own. `s_aux` are attention sinks, one logit per head. `fast` takes scaled_dot_product_attention
+    on the CPU, which knows neither soft-capping nor sinks: the same numbers up to rounding. On a GPU only its math
+    kernel takes a mask with grouped heads: it would copy keys and values for each query head.
     """
     batch, heads, length, size = query.shape
+    plain = softcap is None and s_aux is None
+    if attention_mask is None:
+        key, value = key[:, :, :length], value[:, :, :length]
+        if not plain:
+            return _in_pieces(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+        kernel = KERNELS.get(backend_for(query, value)) if query.is_cuda else None
+        out = causal_attention((query, key, value), scaling, sliding_window, kernel)
+        return out.transpose(1, 2).contiguous(), None
     mask = _windowed(attention_mask, sliding_window)
-    if fast and softcap is None and s_aux is None:
+    if fast and plain and not query.is_cuda:
         grouped = heads != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous(), None
@@ -47,7 +61,7 @@ def attend(
         # Rows that start off a vector's boundary take another path through the matrix product.
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
     groups = batch * key.shape[1]
-    scores = torch.bmm(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
+    scores = _products(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))
     scores = scores.view(batch, heads, length, -1)
     if softcap is None:
         scores = torch.add(mask, scores, alpha=scale, out=scores)
@@ -59,6 +73,35 @@ def attend(
         value = F.pad(value, (0, -width % 16))
     out = torch.bmm(weights.view(groups, -1, weights.shape[-1]), value.flatten(0, 1))[..., :width]
     return out.reshape(batch, heads, length, width).transpose(1, 2).contiguous(), None
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Of [N, Q, D] and [N, D, S]; a GPU leaves those of bfloat16 in float32."""
+    if queries.is_cuda and queries.dtype != torch.float32:
+        return torch.bmm(queries, keys, out_dtype=torch.float32)
+    return torch.bmm(queries, keys)
+
+
+def _in_pieces(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention [B, L, H, D] of what no kernel knows, some queries at a time: their scores are in memory."""
+    length, outputs = query.shape[2], list[Tensor]()
+    for start in range(0, length, _PIECE):
+        end = min(start + _PIECE, length)
+        place = torch.arange(end, device=query.device)
+        hidden = place > place[start:, None]
+        mask = torch.where(hidden, -torch.inf, 0.0)[None, None].to(query.dtype)
+        parts = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+        outputs.append(attend(module, *parts, mask, scaling, window, softcap, sinks)[0])
+    return torch.cat(outputs, 1)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CHUNK = 512
-"""Prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt alone."""
+"""On a CPU prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt
+alone."""
 _WORKER_ROWS = 16
 """Fewer rows are not worth a thread of their own."""
 _PARALLEL_BYTES = 64 * 2**20
@@ -78,6 +79,8 @@ class Decoder:
         """Of every weight that an adapter has changed, what it was before, on the CPU."""
         self.rows = RowCache()
         self._last: Tensor | None = None
+        self.reads_whole = self.device.type == "cuda"
+        """Prompts in one piece, each token of which sees those before it: kernels of GPUs need no mask for that."""
         self._head = cast(nn.Module, model.get_output_embeddings())
         self._embedding = cast(nn.Module, model.get_input_embeddings())
         if exact:
@@ -121,12 +124,13 @@ class Decoder:
         cache, logits, routing = PromptCache(length), None, list[AnyArray]()
         if self.layers is not None:
             self.layers.prepare(length)
-        for start in range(0, length, _CHUNK):
-            end = min(start + _CHUNK, length)
+        chunk = length if self.reads_whole else _CHUNK
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
             cache.start = start
             positions = torch.arange(start, end, device=self.device)
             # Padding comes after the prompt: the causal mask alone keeps it out of sight.
-            mask = self._mask(positions[:, None], pages(end))[None, None]
+            mask = None if self.reads_whole else self._mask(positions[:, None], pages(end))[None, None]
             self._last = (ends - start).clamp_(0, end - start - 1)
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
             logits = self._forward(inputs if seen is None else seen.chunk(start, end), mask, cache)
@@ -273,7 +277,7 @@ class Decoder:
         with torch.inference_mode(False):  # ordinary tensors, for any use
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
-    def _forward(self, inputs: Mapping[str, Any], mask: Tensor, cache: PromptCache | StepRows) -> Tensor:
+    def _forward(self, inputs: Mapping[str, Any], mask: Tensor | None, cache: PromptCache | StepRows) -> Tensor:
         if self.layers is not None:
             embedded = self._embedding(inputs["input_ids"])
             return self.layers(embedded, inputs["position_ids"], mask, cache, self._last)

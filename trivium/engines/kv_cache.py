@@ -70,7 +70,8 @@ class RowCache:
             self.layers = [(k[:0], v[:0]) for k, v in like.layers]
         used_rows, used_length = self._used = max(self._used[0], rows), max(self._used[1], length)
         if used_rows > self.rows or used_length > self.length:
-            self._resize(1 << (used_rows - 1).bit_length(), self._grown(used_length))
+            step = max(8, 1 << max(0, used_rows.bit_length() - 4))
+            self._resize(-(-used_rows // step) * step, self._grown(used_length))
 
     def place(self, prompts: PromptCache, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Copies prompt `sources[i]` into row `rows[i]`."""

@@ -157,7 +157,9 @@ class Layers:
         if self._fixed and length > len(self._turns[0]):
             self._turns = self._turns_of(torch.arange(max(_SMALLEST_TABLE, 1 << (length - 1).bit_length())))
 
-    def __call__(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache, last: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, last: Tensor | None = None
+    ) -> Tensor:
         """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L] that have been prepared for; float32
         logits [B, V] after the tokens `last` [B] of each sequence, or after the last ones. `mask` as in `attend`."""
         batch, length, width = x.shape

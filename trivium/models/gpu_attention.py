@@ -149,3 +149,21 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     k, v = (x if groups == 1 else x.repeat_interleave(groups, dim=1) for x in (k, v))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+
+def causal_attention(
+    tokens: Sequence[Tensor], scale: float | None, window: int | None, kernel: Kernel | None
+) -> Tensor:
+    """(B, H, L, D) of queries, (B, K, L, D) of keys and values of B sequences -> (B, H, L, D). A query sees the last
+    `window` tokens of its sequence, its own among them. Without a kernel, in a dense grid."""
+    query, key, value = tokens
+    batch, _, length, _ = query.shape
+    if kernel is None:
+        place = torch.arange(length, device=query.device)
+        behind = place[:, None] - place
+        seen = None if window is None or window >= length else (behind >= 0) & (behind < window)
+        return dense_attention(query, key, value, seen, scale)
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    end_to_end = [x.transpose(1, 2).flatten(0, 1) for x in tokens]
+    out = kernel(*end_to_end, Runs(None, bounds, bounds, length, length), scale, window)
+    return out.unflatten(0, (batch, length)).transpose(1, 2)
