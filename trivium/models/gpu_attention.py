@@ -164,6 +164,6 @@ def causal_attention(
         seen = None if window is None or window >= length else (behind >= 0) & (behind < window)
         return dense_attention(query, key, value, seen, scale)
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-    end_to_end = [x.transpose(1, 2).flatten(0, 1) for x in tokens]
-    out = kernel(*end_to_end, Runs(None, bounds, bounds, length, length), scale, window)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tokens)
+    out = kernel(query, key, value, Runs(None, bounds, bounds, length, length), scale, window)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
