@@ -9,17 +9,24 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.vision_parts import by_transformers, picture, tiny, user
 from trivium.config import config_from_mapping
+from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.vllm import VllmEngine
 from trivium.errors import RolloutError, SyncError
 from trivium.models.load import load_lm
@@ -374,3 +381,78 @@ async def test_it_reads_images_as_training_does_and_none_is_stale(sees: Sees) ->
     text = replace(request, media=(replace(request.media[0], span=(0, 1)),))
     with pytest.raises(RolloutError, match="placeholders"):
         await sees.engine.generate(text)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The URL of vLLM's own server, and its model. The model's files ask for other sampling than any request does."""
+    model = sharp_model(tmp_path_factory.mktemp("served") / "model", 0)
+    asks = {"temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "eos_token_id": 7}
+    (model / "generation_config.json").write_text(json.dumps(asks), encoding="utf-8")
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    options = f"--host 127.0.0.1 --port {port} --enforce-eager --dtype float32 --logprobs-mode processed_logprobs"
+    # `vllm serve` asks for the metadata of a package `vllm`, which that for the CPU lacks; this is what it calls.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options.split()]
+    log = model.with_name("log.txt")
+    with log.open("w") as out:
+        served = subprocess.Popen(
+            [*command, "--served-model-name", "policy", "--max-num-seqs", "16"],
+            env={**os.environ, **small, **quiet},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while served.poll() is None and not answers(f"{url}/health"):
+            time.sleep(0.2)
+        assert served.poll() is None, log.read_text()
+        yield f"{url}/v1", model
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(served.pid, signal.SIGKILL)
+        served.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+async def test_the_endpoint_engine_reads_what_vllm_serves(server: tuple[str, Path]) -> None:
+    url, model = server
+    renderer = ChatRenderer(tiny_tokenizer("bytes"))
+    eos = renderer.eos_token_ids | {*range(40, 60)}
+    config = EndpointEngine.Config(urls=url, model="policy")  # pyright: ignore[reportArgumentType]
+    engine = EndpointEngine(config, model_dir=model, eos_token_ids=eos, decode=str, threads=1)
+    policy = load_lm(model, dtype=torch.float32)
+    await engine._check_for_training()
+    for temperature in (0.5, 1.0, 1.7):
+        requests = [asked([5, 6, 7], index, temperature=temperature, max_new_tokens=40) for index in range(8)]
+        done = await asyncio.gather(*map(engine.generate, requests))
+        for each in done:
+            ends = np.flatnonzero(np.isin(each.tokens, [*eos])).tolist()
+            assert (each.stop_reason, ends) in [(StopReason.EOS, [len(each.tokens) - 1]), (StopReason.LENGTH, [])]
+            assert each.stop_reason is StopReason.EOS or len(each.tokens) == 40
+            with torch.no_grad():
+                logits = policy(torch.tensor([[5, 6, 7, *each.tokens.tolist()]])).logits[0, 2:-1]
+            expected = (logits / temperature).log_softmax(-1)[range(len(each.tokens)), each.tokens.tolist()]
+            np.testing.assert_allclose(each.log_prob, expected.numpy(), atol=1e-4)
+    greedy = [asked([token], temperature=0.0, max_new_tokens=8) for token in range(5, 37)]
+    done = await asyncio.gather(*map(engine.generate, greedy))
+    assert not any(each.log_prob.any() for each in done)
+    texts = [renderer.decode(each.tokens[1:]) for each in done]
+    index, stop = next((i, char) for i, text in enumerate(texts) for char in text if "!" <= char <= "~")
+    stopped = await engine.generate(asked([5 + index], temperature=0.0, max_new_tokens=8, stop=(stop,)))
+    first = next(n for n in range(1, 9) if stop in renderer.decode(done[index].tokens[:n]))
+    assert stopped.tokens.tolist() == done[index].tokens[:first].tolist()
+    assert stopped.stop_reason is StopReason.STOP
+    same = [await engine.generate(asked([5], 3, min_new_tokens=20)) for _ in range(2)]
+    assert same[0].tokens.tolist() == same[1].tokens.tolist()
+    await engine.close()
