@@ -196,8 +196,7 @@ def slow_mixture(mlp: Any, routing: torch.Tensor, hidden: torch.Tensor) -> torch
     return torch.stack(outputs)[None]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize(("share_prefix", "checkpointing"), [(False, False), (True, True)])
 def test_the_gradient_is_that_of_a_slow_loop(
     share_prefix: bool, checkpointing: bool, rolled_out: tuple[Path, Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,9 +126,7 @@ class Batch:
             ahead,
             lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
-        sampled, log_prob = (
-            np.concatenate(each) if len(each) > 1 else each[0] for each in zip(*(p[:2] for p in parts), strict=True)
-        )
+        sampled, log_prob = (np.concatenate(each) for each in ([p[0] for p in parts], [p[1] for p in parts]))
         rows = np.flatnonzero(self._occupied)
         self._keep(np.arange(size), [each for part in parts for each in part[2]])
         if self._decoder.recorder is not None:
