@@ -296,7 +296,7 @@ class Backbone:
         if self.sequence is None:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
         slices = Slices(batch.num_rows, self.sequence.rank, self.sequence.size, ROWS)
-        places = slices.place(torch.arange(len(batch.tokens), device=rows.device))
+        places = slices.place(torch.arange(batch.num_rows, device=rows.device))
         if batch.trunks:
             spread = replace(batch, order=places)
         else:
