@@ -57,10 +57,12 @@ def phase(name: str, batch: Batch | None = None) -> Generator[None]:
         return
     current = collected.setdefault(name, Phase())
     current.seconds += time.monotonic() - started
-    for experience in batch.experiences if batch is not None else ():
-        current.tokens += len(experience)
-        current.squares += len(experience) ** 2
-        current.trained_tokens += experience.num_response_tokens
+    if batch is None:
+        return
+    current.tokens += batch.num_tokens
+    current.squares += sum(length**2 for length in batch.lengths)
+    current.trained_tokens += batch.num_response_tokens
+    for experience in batch.experiences:
         for start, end in (item.span for item in experience.media if item.span):
             current.image_tokens += end - start
             current.image_squares += (end - start) ** 2

@@ -118,7 +118,8 @@ class Schedule:
     steps: int = field(default=1)
     """Train steps of the stage."""
     until: tuple[str, float, float] | None = None
-    """(metric, least, most): the first train step whose metric is outside of these ends the stage before that."""
+    """(metric, least, most): the first train step whose metric, or that of the evaluation after it, is outside of these
+    ends the stage before that."""
 
     @property
     def fresh_per_step(self) -> int:

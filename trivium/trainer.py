@@ -189,10 +189,14 @@ class Trainer:
         self.monitor.log(self.train_step_num, metrics)
         if self.enable_preview:
             self._preview(examples_of(fresh))
-        self._reached = self.schedule.ends_with(metrics)
-        self.train_continue = self.train_step_num < self.last_step and not self._reached
+        self._end_where_reached(metrics)
         self._ask_for_sync()
         return self.train_continue
+
+    def _end_where_reached(self, metrics: Metrics) -> None:
+        """Ends the stage with its last step, or with the one whose metrics these are by `schedule.until`."""
+        self._reached |= self.schedule.ends_with(metrics)
+        self.train_continue = self.train_step_num < self.last_step and not self._reached
 
     def _learn(self, groups: Sequence[Group], keep: Callable[[Batch], None] | None) -> Metrics:
         """Trains on a step's groups: one new version. Blocks."""
@@ -456,6 +460,8 @@ class Trainer:
     def _log_evaluation(self, metrics: Metrics, seconds: float) -> None:
         self._spend({"evaluate": seconds})
         self.monitor.log(self.train_step_num, {**metrics, "time/evaluate": seconds})
+        if self.train_step_num > self.schedule.first_version:
+            self._end_where_reached(metrics)
         if (best := self.checkpoints.keep_best) in metrics:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
 

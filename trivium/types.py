@@ -7,7 +7,7 @@ Legend: L tokens of one experience. Index t of every per-token array belongs to 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -82,8 +82,23 @@ def _frozen(array: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> AnyArra
 
 def _frozen_column(array: npt.ArrayLike) -> AnyArray:
     """The same in float32, or in float64 where that is what it is."""
+    if type(array) is np.ndarray and array.dtype is _FLOAT32 and not array.flags.writeable:
+        return array
     given = np.asarray(array)
     return _frozen(given, None if given.dtype == np.float64 else np.float32)
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class _Column(tuple[AnyArray, ...]):
+    """The arrays of a column, frozen."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, arrays: Iterable[npt.ArrayLike]) -> _Column:
+        return arrays if isinstance(arrays, cls) else cls(map(_frozen_column, arrays))
 
 
 class RunningStatus(StrEnum):
@@ -472,6 +487,15 @@ class TurnSpan:
     state: str = ""
 
 
+_TOKEN_ARRAYS = {
+    "tokens": np.int32,
+    "response_mask": np.bool_,
+    "rollout_log_prob": np.float32,
+    "policy_version": np.int32,
+}
+"""The arrays of an experience that each token has an entry in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
     """One trainable token sequence of length L."""
@@ -498,21 +522,18 @@ class Experience:
     """The reward of the task's greedy rollout, where there is one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
-        object.__setattr__(self, "response_mask", _frozen(self.response_mask, np.bool_))
-        object.__setattr__(self, "rollout_log_prob", _frozen(self.rollout_log_prob, np.float32))
-        object.__setattr__(self, "policy_version", _frozen(self.policy_version, np.int32))
-        lengths = {
-            "tokens": len(self.tokens),
-            "response_mask": len(self.response_mask),
-            "rollout_log_prob": len(self.rollout_log_prob),
-            "policy_version": len(self.policy_version),
-            **{f"extra.{name}": len(array) for name, array in self.extra.items() if f"{name}_count" not in self.extra},
-        }
-        if len(set(lengths.values())) != 1:
+        for name, dtype in _TOKEN_ARRAYS.items():
+            object.__setattr__(self, name, _frozen(getattr(self, name), dtype))
+        per_token = [name for name in self.extra if f"{name}_count" not in self.extra] if self.extra else []
+        length = len(self.tokens)
+        if not (length == len(self.response_mask) == len(self.rollout_log_prob) == len(self.policy_version)) or any(
+            len(self.extra[name]) != length for name in per_token
+        ):
+            arrays = {name: getattr(self, name) for name in _TOKEN_ARRAYS}
+            arrays |= {f"extra.{name}": self.extra[name] for name in per_token}
             raise DataError(
                 "an experience whose arrays share one length",
-                ", ".join(f"{name} has {length}" for name, length in lengths.items()),
+                ", ".join(f"{name} has {len(array)}" for name, array in arrays.items()),
                 "give every per-token array one entry per token",
             )
         if len(self.tokens) and self.response_mask[0]:
@@ -550,9 +571,9 @@ class Batch:
     """Metrics of preparing these experiences for an update; logged with it."""
 
     def __post_init__(self) -> None:
-        frozen = {name: tuple(map(_frozen_column, arrays)) for name, arrays in self.columns.items()}
+        frozen = {name: _Column.of(arrays) for name, arrays in self.columns.items()}
         object.__setattr__(self, "columns", frozen)
-        lengths = [len(e.tokens) for e in self.experiences]
+        lengths = self.lengths
         for name, arrays in frozen.items():
             if [*map(len, arrays)] != lengths:
                 raise DataError(
@@ -565,18 +586,41 @@ class Batch:
         return len(self.experiences)
 
     @property
+    def lengths(self) -> list[int]:
+        """(B,): the tokens of each experience, context included."""
+        return [len(e.tokens) for e in self.experiences]
+
+    @property
     def num_tokens(self) -> int:
         """All tokens, context included."""
-        return sum(len(e) for e in self.experiences)
+        return sum(self.lengths)
 
     @property
     def num_response_tokens(self) -> int:
-        return sum(e.num_response_tokens for e in self.experiences)
+        return int(self.response_lengths.sum())
+
+    @property
+    def response_lengths(self) -> npt.NDArray[np.int64]:
+        """(B,): the trained tokens of each experience."""
+        return self._counted(self.flat("response_mask"))
+
+    @property
+    def experts(self) -> BoolArray:
+        """(B,): whether an expert wrote any trained token of each experience."""
+        return self._counted(self.flat("response_mask") & (self.flat("policy_version") == EXPERT_VERSION)) > 0
+
+    def flat(self, name: str) -> AnyArray:
+        """One of the arrays of all experiences, one after the other."""
+        return np.concatenate([getattr(e, name) for e in self.experiences] or [np.empty(0, _TOKEN_ARRAYS[name])])
+
+    def _counted(self, flags: BoolArray) -> npt.NDArray[np.int64]:
+        """(B,): how many tokens of each experience have the flag."""
+        before, ends = np.concatenate([[0], np.cumsum(flags)]), np.cumsum(self.lengths, dtype=np.int64)
+        return np.diff(before[np.concatenate([[0], ends])])
 
     def with_columns(self, **columns: Sequence[npt.ArrayLike]) -> Batch:
         """The same experiences with further (or replaced) columns."""
-        added = {name: tuple(np.asarray(a) for a in arrays) for name, arrays in columns.items()}
-        return replace(self, columns={**self.columns, **added})
+        return replace(self, columns={**self.columns, **{name: _Column.of(a) for name, a in columns.items()}})
 
     def masked(self, masks: Sequence[BoolArray]) -> Batch:
         """The same experiences, trained only where these masks (one of length L each) are true as well."""
@@ -590,7 +634,7 @@ class Batch:
         chosen = [int(row) for row in rows]
         return Batch(
             tuple(self.experiences[row] for row in chosen),
-            {name: tuple(arrays[row] for row in chosen) for name, arrays in self.columns.items()},
+            {name: _Column([arrays[row] for row in chosen]) for name, arrays in self.columns.items()},
         )
 
 
@@ -635,8 +679,11 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         span = slice(start, stop)
         mask[span], log_prob[span], version[span] = True, turn.log_prob, turn.policy_version
         spans.append(TurnSpan(number, start, stop, turn.reward, turn.state))
+    tokens = np.concatenate([last.prompt_tokens, last.tokens])
+    for array in (tokens, mask, log_prob, version):
+        array.setflags(write=False)  # no caller holds them: they need not be copied
     return Experience(
-        tokens=np.concatenate([last.prompt_tokens, last.tokens]),
+        tokens=tokens,
         response_mask=mask,
         rollout_log_prob=log_prob,
         policy_version=version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 from collections import Counter
@@ -100,6 +101,7 @@ class Run:
     cadence: Cadence = field(default_factory=lambda: Cadence(save_every=2))
     evaluated: bool = False
     interval: int = 1
+    until: tuple[str, float, float] | None = None
     preview: bool = False
     asynchronous: bool = False
     make: Callable[..., Trainer] = Trainer
@@ -116,6 +118,7 @@ class Run:
             steps=self.steps,
             sync_interval=self.interval,
             max_staleness=self.interval - 1,
+            until=self.until,
         )
         buffer = memory_buffer(schedule, self.directory)
         engine = self.engine_of(build_algorithm(plugin("algorithms", AlgorithmConfig)("grpo"), 0, 8), lambda: 0.0)
@@ -212,6 +215,20 @@ async def test_the_end_of_the_data_is_saved_and_evaluated_once(data: int, saves:
     await more.play()
     assert more.store.saves == [data + 1]
     assert more.monitor.steps_with("eval/test/accuracy") == [data + 1]
+
+
+async def test_an_evaluation_after_a_step_may_end_the_stage(tmp_path: Path) -> None:
+    """Not the one at its start; and a run that is resumed stays ended."""
+    until = ("eval/test/version", -math.inf, 3.0)
+    cadence = Cadence(save_every=0, evaluate_every=2, evaluate_ends=True)
+    for _ in range(2):
+        one = Run(tmp_path, steps=50, cadence=cadence, evaluated=True, until=until)
+        trainer = await one.play()
+        assert (trainer.train_step_num, trainer.train_continue, one.store.steps()) == (4, False, [4])
+    at_start = Run(
+        tmp_path / "other", steps=50, cadence=cadence, evaluated=True, until=("eval/test/version", 9.0, math.inf)
+    )
+    assert (await at_start.play()).train_step_num == 2
 
 
 class Broken(Counting):

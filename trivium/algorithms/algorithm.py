@@ -203,7 +203,7 @@ class GroupAlgorithm:
         metrics |= batch.metrics
         if self.estimator is None:
             return batch, metrics
-        own = [row for row, e in enumerate(batch.experiences) if not e.expert]
+        own = np.flatnonzero(~batch.experts).tolist()
         judged = batch.select(own)
         estimate, judged_metrics = self._judged(self.estimator, judged)
         columns = {"advantages": ragged(estimate.advantages, judged), "returns": ragged(estimate.returns, judged)}
@@ -274,6 +274,8 @@ class GroupAlgorithm:
 
 def _placed(arrays: Sequence[AnyArray], rows: Sequence[int], batch: Batch) -> list[AnyArray]:
     """One array per experience: these at `rows`, zeros elsewhere."""
+    if len(rows) == len(batch):
+        return [*arrays]
     placed: list[AnyArray] = [np.zeros(len(e), np.float32) for e in batch.experiences]
     for row, array in zip(rows, arrays, strict=True):
         placed[row] = array

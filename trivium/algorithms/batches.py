@@ -183,14 +183,16 @@ def padded(arrays: Sequence[AnyArray]) -> Tensor:
     length = max((len(array) for array in arrays), default=0)
     dtype, trailing = (arrays[0].dtype, arrays[0].shape[1:]) if arrays else (np.dtype(np.float32), ())
     result = np.zeros((len(arrays), length, *trailing), dtype)
-    for row, array in zip(result, arrays, strict=True):
-        row[: len(array)] = array
+    if length:
+        result[np.arange(length) < np.array([*map(len, arrays)])[:, None]] = np.concatenate(arrays)
     return torch.from_numpy(result)  # pyright: ignore[reportUnknownMemberType]
 
 
 def ragged(values: Tensor, batch: Batch) -> list[AnyArray]:
     """The inverse of `padded` for the experiences of a batch."""
-    return [row[: len(e)].numpy() for row, e in zip(values, batch.experiences, strict=True)]
+    grid = values.numpy()
+    grid.setflags(write=False)  # parts of it become columns, which copy what could still be written to
+    return [row[:length] for row, length in zip(grid, batch.lengths, strict=True)]
 
 
 def column(batch: Batch, name: str) -> Tensor:

@@ -23,20 +23,18 @@ from trivium.types import AnyArray, Batch, Experience, StopReason, TurnSpan
 def advantage_inputs(batch: Batch) -> AdvantageInputs:
     """Each trajectory's reward on the last trained token of each of its rows, and who belongs together."""
     mask = padded([e.response_mask for e in batch.experiences]).bool()
-    scores = np.zeros(tuple(mask.shape), np.float32)
-    for row, e in zip(scores, batch.experiences, strict=True):
-        trained = np.flatnonzero(e.response_mask)
-        if len(trained):
-            row[trained[-1]] = e.reward
+    rewards = torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64)
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    scores = torch.where(last, rewards[:, None].float(), 0.0)
     group = numbered([e.group_id for e in batch.experiences])
     trajectory = numbered([(e.group_id, e.index) for e in batch.experiences])
     return AdvantageInputs(
-        torch.from_numpy(scores),  # pyright: ignore[reportUnknownMemberType]
+        scores,
         mask,
         torch.from_numpy(group),  # pyright: ignore[reportUnknownMemberType]
         torch.from_numpy(trajectory),  # pyright: ignore[reportUnknownMemberType]
         components=_components(batch),
-        reward=torch.tensor([e.reward for e in batch.experiences], dtype=torch.float64),
+        reward=rewards,
     )
 
 

@@ -37,6 +37,7 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
     if not members:
         return {}
     tokens = [member.num_tokens for member in members]
+    stops = [member.stop_reason for member in members]
     # Of several turns, the first one's prompt is what the task asked; later ones hold completions as well.
     prompts = [len(member.turns[0].prompt_tokens) for member in members if member.turns] or [0]
     turns = [len(member.turns) for member in members]
@@ -47,8 +48,8 @@ def _about(members: Sequence[Trajectory]) -> Metrics:
         "rollout/prompt_tokens": fmean(prompts),
         "rollout/prompt_tokens_max": max(prompts),
         "rollout/prompt_tokens_min": min(prompts),
-        "rollout/truncated": fmean(member.stop_reason == StopReason.LENGTH for member in members),
-        "rollout/aborted": fmean(not member.num_tokens or member.stop_reason == StopReason.ABORT for member in members),
+        "rollout/truncated": stops.count(StopReason.LENGTH) / len(members),
+        "rollout/aborted": fmean(not n or stop == StopReason.ABORT for n, stop in zip(tokens, stops, strict=True)),
         "rollout/turns": fmean(turns),
         "rollout/turns_max": max(turns),
         "rollout/turns_min": min(turns),
@@ -81,10 +82,11 @@ def _about_rewards(groups: Sequence[Group], kept: Sequence[Group]) -> Metrics:
 def describe_tokens(batch: Batch) -> Metrics:
     """Advantages, returns and values of the policy's own trained tokens, for the columns that the batch has."""
     metrics: Metrics = {}
+    if not len(batch):
+        return metrics
+    own = batch.flat("response_mask") & ~np.repeat(batch.experts, batch.lengths)
     for name, label in (("advantages", "advantage"), ("returns", "return"), ("values", "value")):
-        rows = zip(batch.columns.get(name, ()), batch.experiences, strict=False)
-        chosen = [np.asarray(row, np.float64)[e.response_mask] for row, e in rows if not e.expert]
-        numbers = np.concatenate(chosen) if chosen else np.empty(0)
+        numbers = np.concatenate(batch.columns[name])[own].astype(np.float64) if name in batch.columns else own[:0]
         if len(numbers):
             metrics[f"train/{label}_mean"] = float(numbers.mean())
             metrics[f"train/{label}_max"] = float(numbers.max())

@@ -42,19 +42,26 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
             "schedule.shuffle", "tasks in their own order", "the curriculum orders them", "leave one of the keys out"
         )
     if schedule.until is not None:
-        yield from _check_threshold(schedule.until)
+        yield from _check_threshold(schedule.until, config)
     if "train" not in config.tasks:
         yield Problem("tasks", "a taskset named `train`", suggest("train", config.tasks), "name one `train`")
 
 
-def _check_threshold(until: ThresholdConfig) -> Iterator[Problem]:
-    metric, where = until.metric, "schedule.until"
+def _check_threshold(until: ThresholdConfig, config: RunConfig) -> Iterator[Problem]:
+    metric, where, evaluation = until.metric, "schedule.until", config.evaluation
     known = any(fnmatchcase(metric, pattern) for pattern in METRICS)
-    if not known or depends_on_machine(metric) or metric.startswith("eval/"):
-        found = "it depends on the machine, or no train step reports it" if known else "no such metric"
-        yield Problem(
-            f"{where}.metric", f"a stage that ends by {metric!r}", found, "name one that docs/metrics.md lists"
-        )
+    found = do = ""
+    if not known or depends_on_machine(metric):
+        found = "it depends on the machine" if known else "no such metric"
+        do = "name one that docs/metrics.md lists"
+    elif metric.startswith("eval/"):
+        measured = [name for name in (evaluation.taskset, evaluation.held_out) if name is not None]
+        if metric.split("/")[1] not in measured:
+            found, do = "no evaluation measures it", "name the taskset in evaluation.taskset"
+        elif not evaluation.every:
+            found, do = "evaluation.every is 0: no step before the last is evaluated", "set evaluation.every"
+    if found:
+        yield Problem(f"{where}.metric", f"a stage that ends by {metric!r}", found, do)
     if until.below is None and until.above is None:
         yield Problem(where, f"a stage that ends by {metric!r}", "no threshold", f"set {where}.below or {where}.above")
 

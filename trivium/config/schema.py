@@ -397,7 +397,8 @@ class ThresholdConfig(Config):
     """When a stage has done its part."""
 
     metric: str = "train/loss/policy"
-    """What every train step reports, and does not depend on the machine."""
+    """What every train step reports, and does not depend on the machine; or what the evaluations after train steps do
+    (`evaluation.every`)."""
     below: float | None = None
     """The stage ends with the first step that reports less."""
     above: float | None = None
@@ -410,7 +411,8 @@ class ScheduleSection(Config):
     steps: int = free(100, ge=1)
     """Train steps of this stage."""
     until: ThresholdConfig | None = None
-    """Ends the stage before its last step where a metric of a train step crosses a threshold."""
+    """Ends the stage before its last step where a metric of a train step, or of an evaluation after one, crosses a
+    threshold."""
     groups_per_step: int = Field(default=32, ge=1)
     """Groups that one train step consumes."""
     group_size: int = Field(default=8, ge=1)

@@ -33,8 +33,10 @@ from trivium.types import IMAGE, IntArray, Media, Message, Prompt, StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CACHED_CHARACTERS = 16_384
-"""Longer conversations are rendered anew each time: thousands of them would take up too much memory."""
+_SHORT, _LONG = 512, 16_384
+"""Characters of a conversation. Prompts of up to 16,384 short texts are kept: tasks come again in every epoch. Of
+longer ones, and of those with images, 4,096 are, for the members of their groups; of still longer ones none: thousands
+would take up too much memory."""
 
 _EARLIER_COMPLETION = "reply"
 """Replaces earlier completions when two renderings are compared: only the other text is compared."""
@@ -76,7 +78,8 @@ class ChatRenderer:
         own = {self._end_of_turn} if eos is None else {self._end_of_turn, eos}
         self.eos_token_ids = frozenset(own | _generation_eos(tokenizer.name_or_path))
         # The members of a group start from one conversation; rendering it costs more than sampling a token of it.
-        self._rendered = lru_cache(maxsize=4096)(self._render)
+        self._rendered_short = lru_cache(maxsize=16_384)(self._render)
+        self._rendered_long = lru_cache(maxsize=4096)(self._render)
 
     def render(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a conversation, ending at the assistant's next turn.
@@ -84,8 +87,10 @@ class ChatRenderer:
         Raises DataError for what the template refuses, and for an image that cannot be read.
         """
         conversation = tuple(messages)
-        short = sum(len(message.content) for message in conversation) <= _CACHED_CHARACTERS
-        return self._rendered(conversation) if short else self._render(conversation)
+        size = sum(len(message.content) for message in conversation)
+        if size <= _SHORT and not any(message.media for message in conversation):
+            return self._rendered_short(conversation)
+        return self._rendered_long(conversation) if size <= _LONG else self._render(conversation)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, ending at the assistant's next turn: one placeholder for each image.

@@ -31,22 +31,21 @@ _MIN_TOKENS = 512
 
 def count(batch: Batch, max_response_length: int) -> LossDenominators:
     """The counts that a whole mini-batch is normalised by; the limit of one completion is a constant of the run."""
-    counts = [e.num_response_tokens for e in batch.experiences]
-    trained = [e for e in batch.experiences if e.response_mask.any()]
+    counts, experts = batch.response_lengths, batch.experts
+    chosen, rejected = counts[: len(counts) // 2 * 2].reshape(-1, 2).T
     counted = [
         int(row[e.response_mask].sum())
         for row, e in zip(batch.columns.get("counted", ()), batch.experiences, strict=False)
     ]
-    expert = [e for e in trained if e.expert]
     return LossDenominators(
-        sum(e.num_response_tokens for e in trained),
-        len(trained),
+        int(counts.sum()),
+        int((counts > 0).sum()),
         max_response_length,
-        expert_tokens=sum(e.num_response_tokens for e in expert),
-        expert_sequences=len(expert),
+        expert_tokens=int(counts[experts].sum()),
+        expert_sequences=int(experts.sum()),
         counted_tokens=sum(counted) if counted else None,
         counted_sequences=sum(n > 0 for n in counted) if counted else None,
-        pairs=sum(chosen > 0 and rejected > 0 for chosen, rejected in zip(counts[::2], counts[1::2], strict=False)),
+        pairs=int(((chosen > 0) & (rejected > 0)).sum()),
     )
 
 
@@ -69,12 +68,13 @@ def units(batch: Batch, unit: str) -> list[list[int]]:
     Units without a trained token are left out.
     """
     units_of_rows: dict[object, list[int]] = {}
+    trained = (batch.response_lengths > 0).tolist()
     for row, experience in enumerate(batch.experiences):
         keys = {"sequence": row, "pair": row // 2, "group": experience.group_id}
         if unit not in keys:
             raise DataError(f"an objective over units of {unit!r}", "no such unit", f"known: {', '.join(keys)}")
         units_of_rows.setdefault(keys[unit], []).append(row)
-    return [rows for rows in units_of_rows.values() if any(batch.experiences[row].response_mask.any() for row in rows)]
+    return [rows for rows in units_of_rows.values() if any(trained[row] for row in rows)]
 
 
 def cut(
@@ -124,6 +124,7 @@ def cut_sharing(
     def fits(rows: Sequence[int]) -> bool:
         return (max_sequences is None or len(rows) <= max_sequences) and cost(rows) <= max_tokens
 
+    costs: dict[int, int] = {}
     by_family: dict[object, list[Sequence[int]]] = {}
     first = {rows[0]: rows for rows in row_units}
     for row in prefixes.ordered([*first]):  # neighbours share most
@@ -131,10 +132,16 @@ def cut_sharing(
     parcels: list[list[int]] = []
     for family in by_family.values():
         whole = [row for rows in family for row in rows]
-        parcels += [whole] if fits(whole) else _filled(family, fits)
-    costs = {rows[0]: cost(rows) for rows in parcels}
+        tokens = cost(whole)
+        if tokens <= max_tokens and (max_sequences is None or len(whole) <= max_sequences):
+            parcels.append(whole)
+            costs[whole[0]] = tokens
+        else:
+            parts = _filled(family, fits)
+            parcels += parts
+            costs |= {rows[0]: cost(rows) for rows in parts}
     if workers > 1:
-        return _even(parcels, [*costs.values()], max_tokens, workers)
+        return _even(parcels, [costs[rows[0]] for rows in parcels], max_tokens, workers)
 
     def fit(rows: Sequence[int]) -> bool:
         few = max_sequences is None or len(rows) <= max_sequences
@@ -298,12 +305,12 @@ def collate(
             f"the batch holds {', '.join(sorted(batch.columns)) or 'none'}",
             "list the score in the algorithm's `needs`, or compute the column in its `advantages`",
         )
-    shape = (len(chosen), max(len(e) for e in chosen))
+    lengths = np.array([len(e.tokens) for e in chosen])
+    within = np.arange(lengths.max()) < lengths[:, None]
 
     def grid(arrays: Sequence[AnyArray], dtype: torch.dtype) -> torch.Tensor:
-        padded = torch.zeros((*shape, *arrays[0].shape[1:]), dtype=dtype)
-        for row, array in zip(padded.numpy(), arrays, strict=True):
-            row[: len(array)] = array
+        padded = torch.zeros((*within.shape, *arrays[0].shape[1:]), dtype=dtype)
+        padded.numpy()[within] = np.concatenate(arrays)
         return padded.to(device)
 
     skip_ends = skip_ends and not blank and not any(e.media for e in chosen)

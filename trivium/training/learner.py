@@ -295,7 +295,7 @@ class Learner:
         if self._routers is not None:
             check_routed(batch.experiences, self.ranks.all_reduce_max)
         limit = max_positions(self.model.module)
-        longest = self.ranks.all_reduce_max(max(map(len, batch.experiences), default=0))
+        longest = self.ranks.all_reduce_max(max(batch.lengths, default=0))
         check_lengths(batch, limit)
         if limit is not None and longest > limit:
             raise DataError("sequences that fit the model", f"one of {longest} tokens on another rank", "see its error")
@@ -340,7 +340,7 @@ class Learner:
         rows = [row for unit in row_units for row in unit]
         tree = None if prefixes is None else prefixes.tree(rows)
         if prefixes is None or tree is None or not tree.shares:
-            prefixes, lengths = None, [len(e) for e in batch.experiences]
+            prefixes, lengths = None, batch.lengths
             cutting = partial(cut, row_units, lengths, padded=not self.model.backbone.packs, **how)
         else:
             families = [e.group_id for e in batch.experiences]
@@ -439,15 +439,22 @@ class _Tally:
 
     def tokens(self, batch: Batch) -> dict[str, list[AnyArray]]:
         """What the losses saw of each token of the batch, leading axis L."""
-        names = dict.fromkeys(name for _, values in self._tokens for name in values)
-        seen: dict[str, list[AnyArray]] = {
-            name: [np.full(len(e), np.nan, np.float32) for e in batch.experiences] for name in names
-        }
+        seen: dict[str, list[AnyArray | None]] = {}
+        lengths = batch.lengths
         for rows, values in self._tokens:
             for name, grid in values.items():
-                for row, numbers in zip(rows, grid.float().cpu().numpy(), strict=True):
-                    seen[name][row] = numbers[: len(batch.experiences[row])]
-        return seen
+                numbers = grid.float().cpu().numpy()
+                numbers.setflags(write=False)  # parts of it become columns, which copy what could still be written to
+                column = seen.setdefault(name, [None] * len(batch))
+                for row, of_row in zip(rows, numbers, strict=True):
+                    column[row] = of_row[: lengths[row]]
+        return {
+            name: [
+                np.full(length, np.nan, np.float32) if array is None else array
+                for length, array in zip(lengths, column, strict=True)
+            ]
+            for name, column in seen.items()
+        }
 
     def not_finite(self) -> str:
         """Which losses and sums are not finite, in words; empty where all of them are."""
