@@ -25,7 +25,7 @@ from trivium.errors import (
 )
 from trivium.phases import Busy, span
 from trivium.policy import MAX_METRIC, EngineFailure, Policy, PromptTooLong, named_numbers
-from trivium.protocols import WeightHandle
+from trivium.protocols import DescribedWeights
 from trivium.types import Failure, Group, Sampling, Trajectory, capabilities_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ class Explorer:
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
-        weights = await asyncio.to_thread(_collected, channel, version)  # may wait for the trainer
+        # A trainer that waits until its weights are read need not wait for completions in flight, too.
+        hold = capabilities_of(channel).collective and self.in_flight == "finish" and bool(self._in_progress)
+        weights = await asyncio.to_thread(_collected, channel, version, hold)  # may wait for the trainer
         for each in (self._generating, self._rewarding):
             each.cut()
         with span(self.name, "load weights", version=version):
@@ -367,10 +369,10 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__} in {place}" if place else ""
 
 
-def _collected(channel: WeightChannel, version: int) -> Weights:
-    """What an engine is given: a handle that its processes read, or all weights."""
+def _collected(channel: WeightChannel, version: int, hold: bool) -> Weights:
+    """What an engine is given: weights that it reads itself, or (`hold`) all of them."""
     weights = channel.collect(version)
-    return weights if isinstance(weights, WeightHandle) else list(weights)
+    return list(weights) if hold or not isinstance(weights, DescribedWeights) else weights
 
 
 def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from trivium.errors import ConfigError
 from trivium.types import SaveStrategy
@@ -40,18 +40,37 @@ Weights = Iterable[tuple[str, Any]]
 """(Hugging Face parameter or buffer name, tensor), in a fixed order."""
 
 
-@runtime_checkable
-class WeightHandle(Protocol):
-    """The weights of one version, where they lie: small enough to be sent to other processes, which read them there.
+class TensorSpec(NamedTuple):
+    """What is known of a tensor before it is read."""
 
-    Iterating over it, any number of times, gives the tensors, every one verified against its hash; they must not be
-    written to. It blocks.
+    name: str
+    """Its Hugging Face name."""
+    dtype: str
+    """`float32`, `bfloat16`, ..."""
+    shape: tuple[int, ...]
+
+
+@runtime_checkable
+class DescribedWeights(Protocol):
+    """Weights that are read where they lie, or as they arrive, a bounded part at a time.
+
+    Iterating over it gives the tensors in this order, every one verified against its hash; they must not be written
+    to, and whoever keeps one keeps its part in memory. It blocks, and it can be done once.
     """
 
     @property
-    def version(self) -> int: ...
+    def tensors(self) -> Sequence[TensorSpec]: ...
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
+
+
+@runtime_checkable
+class WeightHandle(DescribedWeights, Protocol):
+    """The weights of one version, where they lie: small enough to be sent to other processes, which read them there,
+    any number of times."""
+
+    @property
+    def version(self) -> int: ...
 
 
 class TaskSource(Protocol):
@@ -109,13 +128,14 @@ class RolloutEngine(Protocol):
         ...
 
     async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
-        """Adopts new weights: a list, or where the channel has them a `WeightHandle`. With `finish`, after the
-        completions in flight; later requests wait for them.
+        """Adopts new weights: a list, or what the channel has (`DescribedWeights`), read once their turn has come. With
+        `finish`, after the completions in flight; later requests wait for them.
 
         With `update`, between two tokens of the completions in flight, which continue with the new weights and the
         keys and values they have; each token records which version sampled it. Only an engine with the capability
         `updates_in_flight` is asked for that, and only one with `adopts_adapters` is given a LoRA adapter instead of
-        all weights.
+        all weights. An engine that holds a part of a version, because the rest could not be read, completes nothing
+        until it holds a whole one: it raises EngineFailure.
         """
         ...
 
@@ -489,8 +509,9 @@ class WeightChannel(Protocol):
     def collect(self, version: int) -> Weights:
         """The explorer's side: the weights of `version`, every tensor verified against its hash. May block.
 
-        A `WeightHandle` goes to the explorer's engine as it is: the processes of an engine read the weights, the
-        explorer does not. Of other weights the explorer collects a list.
+        `DescribedWeights` go to the explorer's engine as they are: the engine reads them, or its processes do, the
+        explorer does not. Of other weights the explorer collects a list, and of those of a `collective` channel where
+        completions in flight have to finish first: the trainer waits until they are read.
         """
         ...
 

@@ -199,7 +199,7 @@ async def test_weights_whose_bytes_changed_are_refused() -> None:
     packed = [list(row) for row in ray.get(stored.refs[0])]
     packed[1][4] = packed[1][4] + np.uint8(1)
     with pytest.raises(SyncError, match="collect 'bias' of version 3"):
-        list(Stored(3, stored.names, (ray.put(packed),)))
+        list(Stored(3, stored.tensors, (ray.put(packed),)))
 
 
 # --------------------------------------------------------------------------- replicas

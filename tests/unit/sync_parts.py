@@ -1,11 +1,25 @@
-"""A model that is made while it is read, for tests of channels."""
+"""A model that is made while it is read, and ends of a channel in processes of their own, for tests of channels."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+
+from trivium.buffers.sql import SqlBuffer
+from trivium.engines.torch import TorchEngine
+from trivium.models.described import Described, spec
+from trivium.models.load import load_lm
+from trivium.sync import collective
+from trivium.sync.collective import CollectiveChannel
+from trivium.synchronizer import Synchronizer
+from trivium.types import TRAINER
 
 
 class Reading:
@@ -22,3 +36,68 @@ class Reading:
             self.living = [ref for ref in self.living if ref() is not None] + [weakref.ref(tensor)]
             self.most = max(self.most, len(self.living))
             yield f"layer.{number}", tensor
+
+
+def channel_end(url: str, role: str) -> tuple[Synchronizer, CollectiveChannel]:
+    """A role's end of a channel between processes, over a board in a database."""
+    board = SqlBuffer.open_board(SqlBuffer.Config(url=url), name="run")
+    synchronizer = Synchronizer(board, deadline_s=120.0, collective=True, heartbeat_s=60.0)
+    return synchronizer, CollectiveChannel(keep=1, directory=Path(), synchronizer=synchronizer, role=role)
+
+
+def engine_of(model_dir: Path) -> TorchEngine:
+    config = TorchEngine.Config(device="cpu", dtype="float32", max_rows=4)
+    return TorchEngine(config, model_dir=model_dir, eos_token_ids=frozenset(), decode=lambda _: "", threads=1)
+
+
+def shifted(model_dir: Path, dies_at: int | None = None) -> Described:
+    """The weights of a model plus one, made while they are read; before this one of them the process is killed."""
+    state = load_lm(model_dir, dtype=torch.float32).state_dict()
+
+    def each() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(state.items()):
+            if number == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield name, tensor + 1
+
+    return Described(tuple(spec(name, tensor) for name, tensor in state.items()), each())
+
+
+def train(url: str, model_dir: Path, dies_at: int | None, bucket: int) -> None:
+    """A process that offers version 1, and may die of it."""
+    collective.BUCKET_BYTES = bucket
+    synchronizer, channel = channel_end(url, TRAINER)
+    synchronizer.open()
+    with synchronizer.heartbeat(TRAINER), synchronizer.report_failure(TRAINER):
+        channel.offer(1, shifted(model_dir, dies_at))
+
+
+async def adopt(url: str, engine: TorchEngine) -> None:
+    """Has an engine load version 1 as it arrives."""
+    synchronizer, channel = channel_end(url, "ann")
+    await synchronizer.wait_for_trainer("ann")
+    with synchronizer.heartbeat("ann"):
+        await synchronizer.join("ann")
+        version = await synchronizer.next_version("ann", None, newest=True)
+        await engine.load(version, await asyncio.to_thread(channel.collect, version))
+
+
+def explore(url: str, model_dir: Path, report: Path) -> None:
+    """A process whose engine loads version 1: reports how much its memory rose, and whether it is whole."""
+
+    def memory(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    async def run() -> dict[str, object]:
+        engine = engine_of(model_dir)
+        before, libraries = memory("VmRSS"), memory("RssFile")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        await adopt(url, engine)
+        rise = memory("VmHWM") - before - (memory("RssFile") - libraries)
+        expected = dict(shifted(model_dir))
+        held = dict(await engine.weights())
+        await engine.close()
+        return {"rise": rise, "whole": all(torch.equal(held[name], tensor) for name, tensor in expected.items())}
+
+    report.write_text(json.dumps(asyncio.run(run())))

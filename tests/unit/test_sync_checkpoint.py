@@ -97,7 +97,7 @@ def test_tensors_that_share_memory_are_written_each(ends: Ends) -> None:
 def test_a_reader_outlives_the_removal_of_what_it_reads(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1)  # a file for each tensor
     ends.publish(1)
-    reading = ends.explorer.collect(1)
+    reading = iter(ends.explorer.collect(1))
     assert next(reading)[0] == "embed"
     ends.publish(2, 3, 4)
     assert folders(ends.directory) == ["version-000003", "version-000004"]
@@ -108,7 +108,7 @@ def test_a_reader_that_never_reads_holds_nothing_open(ends: Ends) -> None:
     ends.publish(1)
     open_files = Path("/proc/self/fd")
     before = len(list(open_files.iterdir()))
-    reading = ends.explorer.collect(1)
+    reading = iter(ends.explorer.collect(1))
     assert len(list(open_files.iterdir())) > before
     del reading
     assert len(list(open_files.iterdir())) == before

@@ -18,11 +18,14 @@ from sync_parts import Reading
 
 from trivium.board import MemoryBoard
 from trivium.errors import RoleFailed, SyncError, VersionGone
+from trivium.models.described import Described
+from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.sync import collective, process_group
 from trivium.sync.collective import CollectiveChannel
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
 
+NINE = tuple(TensorSpec(f"layer.{number}", "float32", (64,)) for number in range(9))
 WEIGHTS = [("embed", torch.randn(5, 3)), ("norm", torch.randn(3))]
 
 
@@ -245,7 +248,7 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
     assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
     go_on.set()
-    with pytest.raises(VersionGone):
+    with pytest.raises(SyncError, match="took it for dead: killed"):
         await entering
     for delivered in (False, True):
         await late.next_version("cy", None, newest=True)
@@ -261,7 +264,8 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
 
 
 async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are read once; who was there before gets the rest, who came meanwhile gets them anew."""
+    """The weights are read once; who was there before gets the rest in the same breath, who came meanwhile gets them
+    anew."""
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
     sent: list[int] = []
     original = process_group.ExchangeGroup.broadcast_object
@@ -274,16 +278,15 @@ async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(mo
     monkeypatch.setattr(process_group.ExchangeGroup, "broadcast_object", tell)
     run, made = Run(), iter(Reading(9))
     (ann, channel), (bob, other) = await run.explorer("ann"), await run.explorer("bob")
-    kill_at_bucket(2, run, bob, monkeypatch)[1].set()
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, made))
     await ann.next_version("ann", None, newest=True)
-    entering = [asyncio.create_task(collected(each, 0)) for each in (channel, other)]
-    for each in entering:
-        with pytest.raises(VersionGone):
-            await each
+    there, go_on = kill_at_bucket(2, run, bob, monkeypatch)
+    first, lost = (asyncio.create_task(collected(each, 0)) for each in (channel, other))
+    assert await asyncio.to_thread(there.wait, 20)
     late, late_channel = await run.explorer("cy")
-    await ann.next_version("ann", None, newest=True)
-    first = asyncio.create_task(collected(channel, 0))
+    go_on.set()
+    with pytest.raises(SyncError, match="took it for dead: killed"):
+        await lost
     with pytest.raises(VersionGone, match="it goes on with bucket 2, and of those before it some never came here"):
         await collected(late_channel, 0)
     assert {key: float(tensor[0]) for key, tensor in (await first).items()} == {f"layer.{i}": i for i in range(9)}
@@ -308,7 +311,61 @@ async def test_weights_that_cannot_be_read_to_their_end_keep_nobody_waiting(monk
     offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, broken()))
     await synchronizer.next_version("ann", None, newest=True)
     async with asyncio.timeout(10):
-        with pytest.raises(VersionGone, match="it was aborted"):
-            await collected(channel, 0)
-    with pytest.raises(FloatingPointError, match="a rank died"):
+        entering = asyncio.create_task(collected(channel, 0))
+        with pytest.raises(FloatingPointError, match="a rank died"):
+            await offering
+        run.synchronizer.mark_dead(TRAINER, "a rank died")
+        with pytest.raises(RoleFailed, match="trainer failed: a rank died"):
+            await entering
+
+
+async def test_only_the_bucket_that_came_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
+    original, came = collective._received_bytes, list[weakref.ref[torch.Tensor]]()
+
+    def received(group: Any, size: int) -> torch.Tensor:
+        assert not any(ref() is not None for ref in came), "the bucket before it is gone"
+        flat = original(group, size)
+        came.append(weakref.ref(flat))
+        return flat
+
+    monkeypatch.setattr(collective, "_received_bytes", received)
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, Described(NINE, Reading(9))))
+    await synchronizer.next_version("ann", None, newest=True)
+
+    def read() -> None:
+        weights = channel.collect(0)
+        assert isinstance(weights, DescribedWeights)
+        assert tuple(weights.tensors) == NINE
+        for number, (name, tensor) in enumerate(weights):
+            assert (name, float(tensor.sum())) == (f"layer.{number}", 64.0 * number)
+            del tensor
+
+    await asyncio.to_thread(read)
+    assert await offering is True
+    assert len(came) == 5
+
+
+async def test_a_trainer_that_offers_another_version_says_what_became_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from Reading(5)
+        raise FloatingPointError("a rank died")
+
+    offering = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 0, broken()))
+    await synchronizer.next_version("ann", None, newest=True)
+    entering = asyncio.create_task(collected(channel, 0))
+    with pytest.raises(FloatingPointError):
         await offering
+    again = asyncio.create_task(asyncio.to_thread(run.trainer.offer, 1, Reading(5)))
+    with pytest.raises(VersionGone, match=r"the rest of version 0, after \d bucket"):
+        await entering
+    assert len(await collected(channel, 1)) == 5
+    assert await again is True

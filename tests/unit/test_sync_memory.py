@@ -75,7 +75,7 @@ def test_what_the_trainer_does_after_the_offer_is_not_seen() -> None:
     module, channel = Odd(), MemoryChannel(keep=2)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     channel.offer(1, weights_of(module))
-    reading = channel.collect(1)
+    reading = iter(channel.collect(1))
     with torch.no_grad():
         for tensor in module.state_dict().values():
             tensor.zero_()
@@ -109,7 +109,7 @@ def test_the_newest_versions_are_kept() -> None:
 def test_a_version_pruned_while_it_is_read_is_read_to_its_end() -> None:
     channel = MemoryChannel()
     channel.offer(1, [("a", torch.ones(2)), ("b", torch.ones(3))])
-    reading = channel.collect(1)
+    reading = iter(channel.collect(1))
     assert next(reading)[0] == "a"
     channel.offer(2, [("a", torch.zeros(2)), ("b", torch.zeros(3))])
     assert next(reading)[1].tolist() == [1.0, 1.0, 1.0]

@@ -46,7 +46,7 @@ class HostedEngine:
 
     async def load(self, weights: WeightHandle, in_flight: str) -> None:
         """Reads weights where they lie, and adopts them."""
-        await self._engine.load(weights.version, await asyncio.to_thread(list, weights), in_flight=in_flight)
+        await self._engine.load(weights.version, weights, in_flight=in_flight)
 
     async def close(self) -> None:
         await self._engine.close()

@@ -12,12 +12,20 @@ import ray
 import torch
 
 from trivium.cluster.actors import Proxy
-from trivium.protocols import Weights
+from trivium.models.described import spec, type_name
+from trivium.protocols import TensorSpec, Weights
 from trivium.sync.memory import read_versions, write_version
-from trivium.sync.tensors import Named, digest, joined, parts, raw, type_name, type_named, verify
-
-_PART = 1 << 30
-"""Bytes of weights that are put into the store at a time: what the trainer's process needs beside the model."""
+from trivium.sync.tensors import (
+    BUCKET_BYTES,
+    Named,
+    digest,
+    drained,
+    joined,
+    parts,
+    raw,
+    type_named,
+    verify,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Stored:
     """The weights of one version in the object store: a `WeightHandle`."""
 
     version: int
-    names: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
     refs: tuple[Any, ...]
     """One per part; each a list of (name, type, shape, hash, bytes)."""
     hash: str = ""
@@ -33,20 +41,24 @@ class Stored:
 
     def __iter__(self) -> Iterator[Named]:
         """The tensors, every one verified: views of the store's own memory, which must not be written to. Blocks."""
-        return iter(_unpacked(self.version, [row for part in ray.get([*self.refs]) for row in part]))
+        for part in self.refs:
+            yield from drained(_unpacked(self.version, ray.get(part)))
 
 
 def store(version: int, weights: Weights) -> Stored:
     """Copies weights into the object store. Raises SyncError for a name that comes twice."""
-    hashes, refs = dict[str, str](), list[Any]()
-    for part in parts(weights, _PART):
+    hashes, refs, tensors = dict[str, str](), list[Any](), list[TensorSpec]()
+    for part in parts(weights, BUCKET_BYTES):
         packed = [
-            (name, type_name(tensor), tuple(tensor.shape), digest(tensor), raw(tensor).cpu().numpy())
+            (name, type_name(tensor.dtype), tuple(tensor.shape), digest(tensor), raw(tensor).cpu().numpy())
             for name, tensor in part
         ]
         refs.append(ray.put(packed))
+        tensors += [spec(name, tensor) for name, tensor in part]
+        part.clear()
         hashes |= {name: each for name, _, _, each, _ in packed}
-    return Stored(version, tuple(hashes), tuple(refs), joined(hashes))
+        del packed  # before the next part is made
+    return Stored(version, tuple(tensors), tuple(refs), joined(hashes))
 
 
 def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], str, Any]]) -> list[Named]:

@@ -5,7 +5,7 @@ Legend: B prompts, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,11 +21,13 @@ from trivium.engines.kv_cache import PromptCache, RowCache, StepRows, pages
 from trivium.engines.layers import Layers, changing_rotation, supports
 from trivium.engines.seen import PromptImages, SeenPrompts, look
 from trivium.errors import ConfigError, SyncError
+from trivium.models.described import described
 from trivium.models.load import load_lm, max_positions
-from trivium.models.lora import LowRank, check_base, fingerprint, merged, received_adapter
+from trivium.models.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
 from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
 from trivium.models.worker_threads import WorkerThreads, size_of
+from trivium.protocols import DescribedWeights, TensorSpec
 from trivium.types import AnyArray, IntArray, Media
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class Decoder:
         self.text = model if self.vision is None else self.vision.decoder
         """The part whose attention is ours: a vision tower keeps its own, and reads each image alone."""
         self._model_dir, self._pixels = model_dir, pixel_reader(model_dir)
+        self.is_whole = True
+        """Whether all weights are of one version: a load that failed half-way leaves those of two."""
         self._is_base = True
         """Whether what an adapter does not change is what lies in `model_dir`."""
         self._base: dict[str, Tensor] = {}
@@ -217,19 +221,22 @@ class Decoder:
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
 
-        Of tensors that are tied, one name is enough. Afterwards every tensor is compared with what was given for it. A
-        LoRA adapter (`trivium.models.lora.pushed_adapter`) is added to the weights that the model was loaded with.
-        Raises SyncError for weights that do not fit, RuntimeError where they fit and are not what the model holds now.
+        `DescribedWeights` are read one after the other, and not kept. Of tensors that are tied, one name is enough.
+        Every tensor is compared with what was given for it. A LoRA adapter (`trivium.models.lora.pushed_adapter`) is
+        added to the weights that the model was loaded with.
+
+        Raises SyncError for weights that do not fit, Unread where they could not be read (to their end: `is_whole` is
+        false then), RuntimeError where they fit and are not what the model holds now.
         """
-        given = {name: torch.as_tensor(value) for name, value in weights}
-        adapter = received_adapter(given, self.model)
-        if adapter is None:
-            self._replace(given)
-            self._is_base = False
+        if not isinstance(weights, DescribedWeights):
+            weights = described([(name, torch.as_tensor(value)) for name, value in _read(weights)])
+        if is_adapter((each.name, each) for each in weights.tensors):
+            self._add(received_adapter(dict(_read(weights)), self.model))
         else:
-            self._add(adapter)
+            self._replace(weights.tensors, _read(weights))
         if self.layers is not None:
             self.layers.refresh()
+        self.is_whole = True
 
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
         """The base model with this adapter, whatever was loaded before."""
@@ -239,38 +246,33 @@ class Decoder:
             base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
             check_base(adapter, lambda name: fingerprint(base[name]))
             if not self._is_base:
-                self._replace(base)
+                self._replace(described(base.items()).tensors, base.items())
                 self._is_base = True
             self._base |= {name: base[name] for name in adapter}
         check_base(adapter, lambda name: fingerprint(self._base[name]))
+        self.is_whole = False
         for name, weight in self._base.items():  # one after the other: a layer's sum at a time is in memory
             value = merged(weight.to(self.device), adapter[name]) if name in adapter else weight
             own[name].data.copy_(value)
-            _compare(name, value, own[name].data)
+            _compare(name, value, own[name].data, name)
 
-    def _replace(self, given: Mapping[str, Tensor]) -> None:
+    def _replace(self, given: Sequence[TensorSpec], weights: Iterable[tuple[str, Tensor]]) -> None:
         own = self.model.state_dict(keep_vars=True)
-        covered = {_place(own[name]) for name in given if name in own}
-        problems = {
-            "missing": [name for name in own if name not in given and _place(own[name]) not in covered],
-            "unexpected": [name for name in given if name not in own],
-            "of another shape": [
-                f"{name} {tuple(value.shape)} instead of {tuple(own[name].shape)}"
-                for name, value in given.items()
-                if name in own and value.shape != own[name].shape
-            ],
-        }
-        mismatches = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
-        if mismatches:
-            raise SyncError(
-                f"weights for a {type(self.model).__name__}",
-                "; ".join(mismatches),
-                "publish every parameter and buffer under its Hugging Face name, from the same model",
-            )
-        for name, value in given.items():
-            own[name].data.copy_(value)
-        for name, value in given.items():
-            _compare(name, value, own[name].data)
+        _check_fit(given, own, type(self.model).__name__)
+        left, written = {each.name for each in given}, dict[int, list[tuple[int, int, str]]]()
+        for name, value in weights:
+            if name not in left or value.shape != own[name].shape:
+                raise Unread(f"{name} {tuple(value.shape)}, which was not announced")
+            left.remove(name)
+            self.is_whole = self._is_base = False
+            target = own[name].data
+            if earlier := _overwritten(name, target, written):
+                _compare(name, value, target, earlier)
+            target.copy_(value)
+            _compare(name, value, target, name)
+            del value  # before the next is read
+        if left:
+            raise Unread(f"{len(left)} tensors never came, first {min(left)}")
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
@@ -299,16 +301,77 @@ class Decoder:
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
 
 
+def _check_base(base: Mapping[str, Tensor], adapter: Mapping[str, LowRank]) -> None:
+    """Raises SyncError for an adapter of other weights than these."""
+    wrong = [name for name, added in adapter.items() if fingerprint(base[name]) != added.base]
+    if wrong:
+        raise SyncError(
+            f"add an adapter to {wrong[0]}",
+            "the weight here is not the one that it was trained beside",
+            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
+            "commands of their own know the first stage's model only)",
+        )
+
+
+class Unread(Exception):
+    """Weights that could not be read; the cause is the error of what they are read from, if it raised one."""
+
+
+def _read(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights; what goes wrong while they are read is Unread."""
+    try:
+        yield from weights
+    except Exception as error:
+        raise Unread(f"{type(error).__name__}: {error}") from error
+
+
+def _check_fit(given: Sequence[TensorSpec], own: Mapping[str, Tensor], model: str) -> None:
+    """Raises SyncError unless these are all tensors of a model, and no others."""
+    names = {each.name for each in given}
+    covered = {_place(own[name]) for name in names if name in own}
+    problems = {
+        "missing": [name for name in own if name not in names and _place(own[name]) not in covered],
+        "unexpected": [each.name for each in given if each.name not in own],
+        "of another shape": [
+            f"{each.name} {each.shape} instead of {tuple(own[each.name].shape)}"
+            for each in given
+            if each.name in own and each.shape != tuple(own[each.name].shape)
+        ],
+    }
+    mismatches = [f"{what}: {', '.join(names[:8])} ({len(names)})" for what, names in problems.items() if names]
+    if mismatches:
+        raise SyncError(
+            f"weights for a {model}",
+            "; ".join(mismatches),
+            "publish every parameter and buffer under its Hugging Face name, from the same model",
+        )
+
+
+def _overwritten(name: str, tensor: Tensor, written: dict[int, list[tuple[int, int, str]]]) -> str:
+    """The name of a tensor that was written into some of the memory of this one; empty where there is none.
+    `written`: (first byte, end, name) of each, by storage."""
+    storage = written.setdefault(tensor.untyped_storage().data_ptr(), [])
+    first = tensor.data_ptr()
+    end = first + (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
+        tensor.itemsize
+    )
+    if not tensor.numel():
+        return ""
+    earlier = next((other for start, stop, other in storage if start < end and first < stop), "")
+    storage.append((first, end, name))
+    return earlier
+
+
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Equal for tensors that are tied: the same memory, read in the same way. Empty ones have no memory."""
     return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _compare(name: str, given: Tensor, held: Tensor) -> None:
+def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
     """Raises RuntimeError unless the model holds, to the bit, what it was given, brought to its type and device."""
     pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
     if held.numel() and not torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8)):
-        raise RuntimeError(f"the model holds another {name} than was loaded (is it tied to a different one?)")
+        raise RuntimeError(f"the model holds another {loaded} than was loaded (is {name} tied to a different one?)")
 
 
 def _refuse_unsupported(model: PreTrainedModel, exact: bool) -> None:

@@ -157,7 +157,7 @@ class EndpointEngine:
             if not self._trains:
                 await self._check_for_training()
                 self._trains = True
-            directory = await asyncio.to_thread(self._write, version, dict(weights))
+            directory = await asyncio.to_thread(lambda: self._write(version, dict(weights)))
             body = {"model_path": str(directory), "weight_version": str(version)}
             try:
                 responses = await asyncio.gather(*(client.post(body) for client in self._updates))

@@ -24,18 +24,19 @@ from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
-from trivium.engines.decoder import Decoder, Prefix, padded_length
+from trivium.engines.decoder import Decoder, Prefix, Unread, padded_length
 from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
 from trivium.engines.servable import check_request
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
 from trivium.models.placement import device_of, dtype_of
 from trivium.policy import EngineFailure
-from trivium.protocols import Weights
+from trivium.protocols import DescribedWeights, Weights
 from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
 
 _log = logging.getLogger("trivium")
 
+_RELOAD = "load a version, whole; the log of the trainer says more"
 _CLOSE_S = 60.0
 """Longest wait for the worker to end its current step when the engine is closed."""
 
@@ -45,7 +46,7 @@ class _Load:
     """New weights on their way to the worker."""
 
     version: int
-    weights: list[tuple[str, Any]]
+    weights: Weights
     future: Any
     at_once: bool = False
     """Between two tokens of the completions in flight, instead of after them."""
@@ -138,6 +139,8 @@ class TorchEngine:
         self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
         self._any_cancelled = False
         self._backlog: deque[_Item] = deque()
+        self._mixed = ""
+        """What the model holds where that is of no version; empty: one whole version."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._admitting: list[Ticket] = []
         self._done: list[tuple[_Item, Any]] = []
@@ -175,10 +178,13 @@ class TorchEngine:
         """Adopts weights once everything submitted so far has finished; with `update` before the next token of it.
 
         An update keeps the keys and values of completions that have begun; other prompts are read again.
-        Raises SyncError (and keeps the old weights) when names or shapes do not fit.
+        Raises SyncError (and keeps the old weights) when names or shapes do not fit. What the weights raise while they
+        are read is raised here; where some of them are loaded by then, the engine is of no version, and requests fail
+        until the next load.
         """
         loop = asyncio.get_running_loop()
-        load = _Load(version, list(weights), loop.create_future(), at_once=in_flight == "update")
+        held = weights if isinstance(weights, DescribedWeights) else list(weights)
+        load = _Load(version, held, loop.create_future(), at_once=in_flight == "update")
         self._submit(load, loop)
         await load.future
 
@@ -299,7 +305,9 @@ class TorchEngine:
         """Queues requests by prompt, in order of arrival, up to a load; the load when its time has come."""
         while self._backlog:
             item = self._backlog[0]
-            if isinstance(item, Ticket):
+            if self._mixed and not isinstance(item, _Load):
+                self._done.append((item, self._refusal()))
+            elif isinstance(item, Ticket):
                 self._record(item)
                 self._waiting.setdefault(item.prompt, _Waiting()).tickets.append(item)
             elif isinstance(item, _ReadWeights):
@@ -319,13 +327,27 @@ class TorchEngine:
     def _adopt(self, load: _Load) -> None:
         try:
             self._decoder.load(load.weights)
-        except SyncError as error:  # the trainer's mistake, not the engine's: the old weights still serve
-            self._done.append((load, error))
+        except (SyncError, Unread) as error:  # the fault of the trainer, or of the way from it
+            unread = error.__cause__ or SyncError(f"load version {load.version}", str(error), _RELOAD)
+            self._done.append((load, error if isinstance(error, SyncError) else unread))
+            if not self._decoder.is_whole:
+                self._mixed = f"a part of version {load.version} over another one: {error}"
+                self._refuse_all()
             return
-        self._version = load.version
+        self._version, self._mixed = load.version, ""
         for entry in self._waiting.values():
             entry.prefix = None  # read under the old weights; nothing of it has been used yet
         self._done.append((load, None))
+
+    def _refuse_all(self) -> None:
+        """Ends what is in progress: its next token would be of no version."""
+        waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
+        self._waiting = {}
+        lost = [*waiting, *(ticket for ticket, _ in self._batch.abort())]
+        self._done += [(ticket, self._refusal()) for ticket in lost]
+
+    def _refusal(self) -> EngineFailure:
+        return EngineFailure("a completion of the engine", f"it holds {self._mixed}", _RELOAD)
 
     def _admit(self) -> None:
         """Assigns waiting requests to free rows, oldest prompt first; a prompt is read once for all its requests."""

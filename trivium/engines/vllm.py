@@ -45,7 +45,7 @@ from trivium.models.placement import device_of, dtype_of
 from trivium.models.routing import routed
 from trivium.models.vision import family_in
 from trivium.policy import EngineFailure
-from trivium.protocols import Weights
+from trivium.protocols import DescribedWeights, Weights
 from trivium.types import Capabilities, Completion, Request
 
 if TYPE_CHECKING:
@@ -272,7 +272,8 @@ class VllmEngine:
         """
         if self._closing:
             raise _closed()
-        named = list(weights)
+        described = isinstance(weights, DescribedWeights)  # of those, reading takes time
+        named = await asyncio.to_thread(list, weights) if described else list(weights)
         # What is in flight cannot begin to use an adapter, nor end to.
         at_once = in_flight == "update" and is_adapter(named) == (self._loaded.adapter is not None)
         adopting = self._submit(self._load(version, named, at_once=at_once))

@@ -76,7 +76,7 @@ class WeightFiles:
 
     def _write_adapter(self, named: Named, path: Path) -> Path:
         """Each layer's scale becomes a part of its B."""
-        adapter = received_adapter({name: torch.as_tensor(value) for name, value in named}, self._empty()) or {}
+        adapter = received_adapter({name: torch.as_tensor(value) for name, value in named}, self._empty())
         rank = max(len(added.down) for added in adapter.values())
         if self._rank is None or rank > self._rank:
             found = "it was started without" if self._rank is None else f"it was started for up to {self._rank}"

@@ -187,6 +187,13 @@ def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str
     return merged(tensor, _low_rank(owner)) if part == "weight" and hasattr(owner, "lora_A") else tensor
 
 
+def merged_dtype(module: nn.Module, base: Mapping[str, torch.Tensor], name: str) -> torch.dtype:
+    """The type of `merged_tensor`."""
+    layer, _, part = name.rpartition(".")
+    owner: Any = module.get_submodule(layer)
+    return owner.lora_A[_NAME].weight.dtype if part == "weight" and hasattr(owner, "lora_A") else base[name].dtype
+
+
 def merged_state(module: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the model with its adapter added, each computed when it is asked for (`merged_tensor`).
 
@@ -274,14 +281,11 @@ def is_adapter(weights: Iterable[tuple[str, Any]]) -> bool:
     return bool(names) and all(name.startswith(_PREFIX) for name in names)
 
 
-def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> dict[str, LowRank] | None:
-    """The adapter in weights that were pushed, by the name of the weight in the model `base` that it changes; None
-    where they are no adapter.
+def received_adapter(weights: Mapping[str, torch.Tensor], base: nn.Module) -> dict[str, LowRank]:
+    """The adapter that was pushed, by the name of the weight in the model `base` that it changes.
 
     Raises SyncError where a part of it is missing, or does not fit the model.
     """
-    if not is_adapter(weights.items()):
-        return None
     layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in weights})
     modules, adapter = dict(base.named_modules()), dict[str, LowRank]()
     for layer in layers:

@@ -3,8 +3,8 @@
 The trainer offers a version, every explorer that lacks it enters the exchange (`Synchronizer.ready_to_nccl_sync`), and
 the tensors are sent in buckets: the entries of each, its bytes, its hashes. An explorer acknowledges a bucket once it
 has verified it; only then is the next one filled. The version is delivered when all explorers have all buckets. The
-weights are read once, one tensor at a time, and only the current bucket is kept: an exchange that is aborted continues
-with it, with the members that have those before it. A version can be collected only while it is offered.
+weights are read once, one tensor at a time, and both sides keep only the current bucket: an exchange that is aborted
+continues with it, with the members that have those before it. A version can be collected only while it is offered.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from trivium.errors import RoleFailed, SyncError, VersionGone
-from trivium.protocols import Weights
+from trivium.models.described import Described, type_name
+from trivium.protocols import TensorSpec, Weights
 from trivium.sync.process_group import (
     ALL_BUCKETS,
     ExchangeAborted,
@@ -32,17 +34,27 @@ from trivium.sync.process_group import (
     own_address,
     refuses_connections,
 )
-from trivium.sync.tensors import Named, digests, joined, raw, type_name, type_named, unique, verify
+from trivium.sync.tensors import (
+    BUCKET_BYTES,
+    Named,
+    digests,
+    drained,
+    joined,
+    on_host,
+    raw,
+    type_named,
+    unique,
+    verify,
+)
 from trivium.synchronizer import Exchange, Synchronizer, dead_explorers
 from trivium.types import TRAINER, Capabilities
 
 _log = logging.getLogger("trivium")
 
-BUCKET_BYTES = 2**28
-"""The size of a bucket, unless it holds one larger tensor: what the trainer needs beside its model and the tensor that
-it reads."""
 MAX_EXCHANGES = 5
 """How many exchanges an offer begins: one that is aborted is followed by another, with the members that are left."""
+_CLOSING_S = 1.0
+"""How long after its connections a process that was killed may still accept others."""
 _ALIGNED = 16
 """Tensors begin at multiples of this in a bucket, so that any type can be viewed in place."""
 
@@ -60,7 +72,6 @@ class CollectiveChannel:
         """The number of the last exchange of this explorer: none is entered twice."""
         self._group: ExchangeGroup | None = None
         """The group of the last exchange: what this process relays may still be under way when it has everything."""
-        self._received = _Received("")
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
@@ -98,29 +109,73 @@ class CollectiveChannel:
             "look at the logs of the explorers; sync.method checkpoint needs no exchange",
         )
 
-    def collect(self, version: int) -> Iterator[Named]:
+    def collect(self, version: int) -> Weights:
+        """The weights as they arrive: reading them is taking part in the exchange, and in those that continue it."""
         exchange = self._enter(version)
+        with self._aborts(exchange, version):
+            group = self._join(exchange)
+            tensors: list[Any] | None = group.receive_object()
+        arriving = self._arriving(exchange, group, version)
+        if tensors is None:
+            return arriving
+        return Described(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors), arriving)
+
+    def _arriving(self, exchange: Exchange, group: ExchangeGroup, version: int) -> Iterator[Named]:
+        """The tensors, a bucket at a time; an exchange that is aborted after some of them is followed by the next."""
+        number, is_over = 0, False
+        while not is_over:
+            try:
+                with self._aborts(exchange, version):
+                    while (header := group.receive_object()) is not None:
+                        named = _received(group, version, header)
+                        group.acknowledge(header["number"])
+                        if header["number"] == number:  # else it came with the exchange before
+                            number += 1
+                            yield from drained(named)
+                        del named  # before the next bucket comes
+                    group.acknowledge_all()
+                    is_over = True
+            except VersionGone as gone:
+                if not number:
+                    raise
+                _log.warning("version %d, after %d bucket(s): %s", version, number, gone.found)
+                exchange, group = self._continued(version, group.stream, number)
+
+    def _continued(self, version: int, stream: str, number: int) -> tuple[Exchange, ExchangeGroup]:
+        """The next exchange of a version of which this explorer has so many buckets. Raises VersionGone where there is
+        none: the trainer offers another version, or this one anew."""
+        while asyncio.run(self._synchronizer.next_version(self._role, None, newest=True)) == version:
+            exchange = self._enter(version)
+            try:
+                with self._aborts(exchange, version):
+                    group = self._join(exchange, stream, number)
+                    if group.stream == stream:
+                        group.receive_object()
+                        return exchange, group
+            except VersionGone as gone:
+                _log.warning("version %d, after %d bucket(s): %s", version, number, gone.found)
+                continue
+            break
+        self._close_group()
+        raise VersionGone(
+            f"the rest of version {version}, after {number} bucket(s)",
+            "the trainer does not send it any more",
+            "adopt what it offers now",
+        )
+
+    def _join(self, exchange: Exchange, stream: str = "", has: int = 0) -> ExchangeGroup:
+        rank, store = exchange.members.index(self._role) + 1, join_store(exchange.address)
+        self._group = ExchangeGroup(exchange, rank, store, self._synchronizer, _own_device(), stream=stream, has=has)
+        return self._group
+
+    @contextmanager
+    def _aborts(self, exchange: Exchange, version: int) -> Generator[None]:
+        """Raises VersionGone where an exchange breaks off inside, RoleFailed where it does because the trainer died."""
         try:
-            rank = exchange.members.index(self._role) + 1
-            store = join_store(exchange.address)
-            received = self._received
-            group = self._group = ExchangeGroup(
-                exchange,
-                rank,
-                store,
-                self._synchronizer,
-                _own_device(),
-                stream=received.stream,
-                has=len(received.buckets),
-            )
-            if group.stream != received.stream:
-                received = self._received = _Received(group.stream)
-            _receive(group, version, received.buckets)
-            self._received = _Received("")
-            return (named for bucket in received.buckets for named in bucket)
+            yield
         except (ExchangeAborted, RuntimeError) as error:
             self._close_group()
-            if refuses_connections(exchange.address):
+            if refuses_connections(exchange.address, _CLOSING_S if isinstance(error, RuntimeError) else 0.0):
                 cause = f"its store at {exchange.address} closed while it sent version {version}"
                 self._synchronizer.mark_dead(TRAINER, cause)
                 raise RoleFailed(TRAINER, cause) from error
@@ -163,14 +218,6 @@ class CollectiveChannel:
 
 
 @dataclass(frozen=True)
-class _Received:
-    """The buckets of an offer that an explorer has."""
-
-    stream: str
-    buckets: list[list[Named]] = field(default_factory=list[list[Named]])
-
-
-@dataclass(frozen=True)
 class _Bucket:
     """Tensors end to end, and where each begins."""
 
@@ -183,6 +230,8 @@ class _Stream:
 
     def __init__(self, weights: Weights) -> None:
         self.name, self.number = uuid.uuid4().hex, 0
+        self.tensors: Sequence[TensorSpec] | None = getattr(weights, "tensors", None)
+        """What there will be; None: not known before it is read."""
         self._buckets = _buckets(weights)
         self.hashes: dict[str, str] = {}
         """Of the tensors that were sent."""
@@ -207,7 +256,9 @@ def _buckets(weights: Weights) -> Iterator[_Bucket]:
             del flat  # before the next is allocated
             # On a CPU, memory that is never written to costs nothing.
             flat, at = torch.empty(max(BUCKET_BYTES, size), dtype=torch.uint8, device=tensor.device), 0
-        entries.append({"name": name, "dtype": type_name(tensor), "shape": list(tensor.shape), "at": at, "bytes": size})
+        entries.append(
+            {"name": name, "dtype": type_name(tensor.dtype), "shape": list(tensor.shape), "at": at, "bytes": size}
+        )
         flat[at : at + size] = raw(tensor)
         at += -(-size // _ALIGNED) * _ALIGNED
     if entries:
@@ -216,6 +267,7 @@ def _buckets(weights: Weights) -> Iterator[_Bucket]:
 
 def _send(group: ExchangeGroup, version: int, stream: _Stream) -> dict[str, str]:
     """Sends everything from the current bucket on; returns the problems of members."""
+    group.broadcast_object(stream.tensors)
     while stream.bucket is not None:
         stream.hashes |= _send_bucket(group, version, stream.number, stream.bucket)
         if problems := group.problems(stream.number):
@@ -231,40 +283,36 @@ def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucke
         {"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries}
     )
     wait = group.broadcast_async(bucket.flat.to(group.device))
-    hashes = digests([tensor for _, tensor in _unpacked(bucket.entries, bucket.flat)])  # while it is sent
+    hashes = digests([tensor for _, tensor in _unpacked(bucket.entries, on_host(bucket.flat))])  # while it is sent
     wait()
     group.broadcast_object(hashes)
     return {entry["name"]: each for entry, each in zip(bucket.entries, hashes, strict=True)}
 
 
-def _receive(group: ExchangeGroup, version: int, buckets: list[list[Named]]) -> None:
-    """Receives everything, and adds to the `buckets` that were received before."""
-    while (header := group.receive_object()) is not None:
-        if header["version"] != version:
-            raise ExchangeAborted(f"the trainer sends version {header['version']}")
-        named = _unpacked(header["tensors"], _received_bytes(group, header["bytes"]))
-        try:
-            verify(
-                named,
-                group.receive_object(),
-                version,
-                "its bytes changed between the trainer and here",
-                "look at the network and the memory of both machines",
-            )
-        except SyncError as error:
-            group.acknowledge(header["number"], error.found)
-            raise
-        if header["number"] == len(buckets):  # else it came with the exchange before
-            buckets.append(named)
-        group.acknowledge(header["number"])
-    group.acknowledge_all()
+def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> list[Named]:
+    """The tensors of the bucket that this header announces, verified, on the device of the group. Tells the trainer why
+    they are refused."""
+    if header["version"] != version:
+        raise ExchangeAborted(f"the trainer sends version {header['version']}")
+    flat = _received_bytes(group, header["bytes"])
+    try:
+        verify(
+            _unpacked(header["tensors"], on_host(flat)),
+            group.receive_object(),
+            version,
+            "its bytes changed between the trainer and here",
+            "look at the network and the memory of both machines",
+        )
+    except SyncError as error:
+        group.acknowledge(header["number"], error.found)
+        raise
+    return _unpacked(header["tensors"], flat)
 
 
 def _received_bytes(group: ExchangeGroup, size: int) -> torch.Tensor:
-    """The bytes of a bucket, on the CPU, where they are hashed."""
     flat = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(flat)
-    return flat.cpu()
+    return flat
 
 
 def _unpacked(entries: Sequence[Mapping[str, Any]], flat: torch.Tensor) -> list[Named]:

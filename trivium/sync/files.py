@@ -16,7 +16,6 @@ import uuid
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +25,19 @@ from safetensors.torch import save_file
 from trivium.checkpoint.atomic import fsync, staging_directory
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import SyncError, VersionGone
-from trivium.protocols import Weights
-from trivium.sync.tensors import Named, digests, joined, parts, raw, type_name, type_named, verify
+from trivium.models.described import Described, type_name
+from trivium.protocols import TensorSpec, Weights
+from trivium.sync.tensors import (
+    BUCKET_BYTES,
+    Named,
+    digests,
+    drained,
+    joined,
+    parts,
+    raw,
+    type_named,
+    verify,
+)
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
 
@@ -57,13 +67,15 @@ class FileChannel:
             self.offered = _write(staging, version, weights)
         return True
 
-    def collect(self, version: int) -> Iterator[Named]:
+    def collect(self, version: int) -> Described:
         with ExitStack() as stack:
             tensors, files = self._open(version, stack)
             opened = stack.pop_all()
         reading = _read(version, tensors, files, opened)
         weakref.finalize(reading, opened.close)  # also where it is never read
-        return reading
+        return Described(
+            tuple(TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in tensors), reading
+        )
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -180,7 +192,7 @@ def _write_file(file: Path, part: Sequence[Named]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "dtype": type_name(tensor),
+            "dtype": type_name(tensor.dtype),
             "shape": list(tensor.shape),
             "bytes": tensor.nbytes,
             "file": file.name,
@@ -202,19 +214,31 @@ def _starts(file: Path) -> dict[str, int]:
 def _read(
     version: int, tensors: Sequence[Mapping[str, Any]], files: Mapping[str, BinaryIO], opened: ExitStack
 ) -> Iterator[Named]:
-    """Every tensor, verified; one file at a time."""
+    """Every tensor, verified; those of a bucket are in memory together."""
     with opened:
-        for name, group in groupby(tensors, lambda entry: entry["file"]):
-            entries = list(group)
-            named = [(entry["name"], _tensor(version, entry, files[name])) for entry in entries]
+        for entries in _buckets(tensors):
+            named = [(entry["name"], _tensor(version, entry, files[entry["file"]])) for entry in entries]
             verify(
                 named,
                 [entry["hash"] for entry in entries],
                 version,
-                f"its bytes in {name} are not what was offered",
+                f"its bytes in {entries[0]['file']} are not what was offered",
                 "check the disk or the file system; the trainer writes each version anew",
             )
-            yield from named
+            yield from drained(named)
+
+
+def _buckets(tensors: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """The entries of one file that are read together, at most `BUCKET_BYTES` unless one has more."""
+    bucket, size = list[Mapping[str, Any]](), 0
+    for entry in tensors:
+        if bucket and (size + entry["bytes"] > BUCKET_BYTES or entry["file"] != bucket[0]["file"]):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += entry["bytes"]
+    if bucket:
+        yield bucket
 
 
 def _tensor(version: int, entry: Mapping[str, Any], file: BinaryIO) -> torch.Tensor:

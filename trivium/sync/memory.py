@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trivium.errors import VersionGone
+from trivium.models.described import Described, spec
 from trivium.protocols import Weights
 from trivium.sync.tensors import Named, digests, joined, unique, verify
 from trivium.synchronizer import Synchronizer
@@ -51,7 +52,7 @@ class MemoryChannel:
                 del self._versions[old]
         return True
 
-    def collect(self, version: int) -> Iterator[Named]:
+    def collect(self, version: int) -> Described:
         # Looked up now and read later: an explorer may first have to finish its completions in flight.
         with self._lock:
             copies = self._versions.get(version)
@@ -59,7 +60,7 @@ class MemoryChannel:
             raise VersionGone(
                 f"collect version {version}", f"the channel holds {self.versions}", "publish before adopting"
             )
-        return _verified(version, *copies)
+        return Described(tuple(spec(name, tensor) for name, tensor in copies[0]), _verified(version, *copies))
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -240,15 +240,19 @@ def endpoint(address: str) -> tuple[str, int]:
     return _LOOPBACK if host == own_address() else host, int(port)
 
 
-def refuses_connections(address: str) -> bool:
-    """Whether no process listens there any more."""
-    try:
-        socket.create_connection(endpoint(address), timeout=CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False  # a network failure proves nothing; the heartbeat will tell
-    return False
+def refuses_connections(address: str, within_s: float = 0.0) -> bool:
+    """Whether no process listens there any more, or none does `within_s` from now."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection(endpoint(address), timeout=CONNECT_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass  # a network failure proves nothing; the heartbeat will tell
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
 
 
 def own_address() -> str:

@@ -11,9 +11,28 @@ import torch
 
 from trivium.concurrency import usable_cores
 from trivium.errors import SyncError
+from trivium.models.described import type_name
 from trivium.protocols import Weights
 
 Named = tuple[str, torch.Tensor]
+
+BUCKET_BYTES = 2**28
+"""The size of a bucket, unless it holds one larger tensor: what a process that sends or reads weights needs beside
+them."""
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where its bytes can be hashed: itself on the CPU, else a copy in pinned memory, which a GPU writes to
+    directly."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def drained(named: list[Named]) -> Iterator[Named]:
+    """Each in turn, kept no longer than until the next is asked for."""
+    while named:
+        yield named.pop(0)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +43,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensor: torch.Tensor) -> str:
     """128 bits of blake2b over dtype, shape and bytes."""
-    header = f"{type_name(tensor)} {list(tensor.shape)}\n".encode()
+    header = f"{type_name(tensor.dtype)} {list(tensor.shape)}\n".encode()
     hasher = hashlib.blake2b(header, digest_size=16)
     hasher.update(raw(tensor).cpu().numpy().data)
     return hasher.hexdigest()
@@ -48,13 +67,8 @@ def joined(hashes: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(dict(sorted(hashes.items()))).encode(), digest_size=16).hexdigest()
 
 
-def type_name(tensor: torch.Tensor) -> str:
-    """The name of the dtype without the module: `float32`, `bfloat16`, ..."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def type_named(name: str) -> torch.dtype:
-    """The inverse of `type_name`."""
+    """The inverse of `described.type_name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise SyncError(f"a tensor of type {name!r}", "torch knows no such type", "use one version of torch everywhere")

@@ -10,7 +10,7 @@ backbone's matrix products, on GPUs attention too, under autocast, which casts f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
+from trivium.models.described import Described
 from trivium.models.heads import VALUE_HEAD, ActorCritic, LanguageModel, ScoreModel, ValueModel, saved_head
 from trivium.models.lora import (
     ADAPTER_STEM,
@@ -45,6 +46,7 @@ from trivium.training.snapshot import (
     Snapshot,
     TensorFile,
     copy_companions,
+    full_specs,
     full_weights,
     read_tensors,
     take_snapshot,
@@ -250,13 +252,14 @@ class TorchTrainEngine(TrainEngine):
             pass
         return delivered
 
-    def offered_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def offered_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """What `sync_weight` offers: the adapter alone where explorers add it themselves, else all weights, made as
         narrow as engines keep them. All ranks must iterate over all of them."""
         lora = self.config.lora
         if lora is not None and lora.push == "adapter":
             return pushed_adapter(self._policy.module)
-        return ((name, narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
+        narrow = ((name, narrowed(tensor, self.engine_dtype)) for name, tensor in self.export_weights())
+        return Described(full_specs(self._policy, self.engine_dtype), narrow)
 
     def save(self, directory: Path) -> None:
         """`policy/`, `critic/`, `reward/` (Hugging Face directories), `<role>-optimizer.safetensors`, `engine.json`;

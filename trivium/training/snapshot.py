@@ -26,10 +26,13 @@ from safetensors.torch import save_file
 
 from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.errors import RoleFailed, RunDirError
+from trivium.models.described import type_name
 from trivium.models.filling import local_part
 from trivium.models.heads import VALUE_HEAD, LanguageModel, ValueModel
-from trivium.models.lora import base_state, has_adapter, merged_state, merged_tensor
+from trivium.models.lora import base_state, has_adapter, merged_dtype, merged_state, merged_tensor
+from trivium.models.placement import narrowed
 from trivium.models.saved_tensors import SafetensorsFiles
+from trivium.protocols import TensorSpec
 from trivium.training.fsdp import full_tensor
 from trivium.training.ranks import Ranks
 from trivium.types import SaveStrategy
@@ -165,6 +168,14 @@ def full_weights(model: LanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     state = model.module.state_dict()
     for name in model.names:
         yield name, full_tensor(state[name])
+
+
+def full_specs(model: LanguageModel, engine_dtype: str) -> tuple[TensorSpec, ...]:
+    """What `full_weights` gives, made as narrow as `engine_dtype`."""
+    base = base_state(model.module)
+    types = {name: torch.empty(0, dtype=merged_dtype(model.module, base, name)) for name in model.names}
+    narrow = {name: type_name(narrowed(each, engine_dtype).dtype) for name, each in types.items()}
+    return tuple(TensorSpec(name, narrow[name], tuple(base[name].shape)) for name in model.names)
 
 
 def weight_files(model: LanguageModel | ValueModel, folder: str) -> list[TensorFile]:

@@ -190,7 +190,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     async def adopt_weights(self, weights: WeightHandle, in_flight: str = "finish") -> None:
         """Has this rank's engine load published weights."""
-        await self._engine().load(weights.version, await asyncio.to_thread(list, weights), in_flight=in_flight)
+        await self._engine().load(weights.version, weights, in_flight=in_flight)
 
     @register(Dispatch.DP_COMPUTE)
     async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:

@@ -1,0 +1,135 @@
+"""Weights go into an engine as they arrive: what a process needs beside them, and what a transfer leaves that ends
+half-way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sync_parts import adopt, channel_end, engine_of, explore, shifted, train
+from training_parts import write_model
+
+from tests.processes import Forked
+from trivium.engines.torch import TorchEngine
+from trivium.errors import RoleFailed, SyncError
+from trivium.models.described import Described
+from trivium.policy import EngineFailure
+from trivium.randomness import SampleKey
+from trivium.types import Completion, Request, Sampling
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128, "vocab_size": 4000}
+BUCKET = 8 * 2**20
+
+
+def asked(tokens: int = 4) -> Request:
+    return Request(np.array([3, 4, 5], np.int32), Sampling(tokens), SampleKey(0, "test", "test", "1"))
+
+
+def board_at(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'board.db'}"
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncGenerator[TorchEngine]:
+    engine = engine_of(write_model(tmp_path / "model", max_position_embeddings=8192))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
+def test_an_engine_in_another_process_needs_one_bucket_beside_its_weights(tmp_path: Path) -> None:
+    """The weights have several times as many bytes: no second copy of them is in the engine's process."""
+    model_dir, url = write_model(tmp_path / "large", "llama", **LARGE), board_at(tmp_path)
+    size = (model_dir / "model.safetensors").stat().st_size
+    tensor = LARGE["vocab_size"] * LARGE["hidden_size"] * 4
+    assert size > 6 * BUCKET > 6 * tensor
+    channel_end(url, "nobody")  # makes the database, once
+    trainer = Forked("trainer", tmp_path / "trainer.out", train, url, model_dir, None, BUCKET)
+    explorer = Forked("explorer", tmp_path / "explorer.out", explore, url, model_dir, tmp_path / "report.json")
+    try:
+        assert (trainer.wait(120), explorer.wait(120)) == (0, 0), trainer.text + explorer.text
+    finally:
+        trainer.kill()
+        explorer.kill()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["whole"]
+    assert report["rise"] < BUCKET + tensor + size / 8, report
+
+
+async def test_a_trainer_that_dies_half_way_is_named_and_its_half_answers_nothing(
+    tmp_path: Path, engine: TorchEngine
+) -> None:
+    model_dir, url = tmp_path / "model", board_at(tmp_path)
+    channel_end(url, "nobody")
+    before = await engine.generate(asked())
+    trainer = Forked("trainer", tmp_path / "trainer.out", train, url, model_dir, 9, 2000)
+    try:
+        with pytest.raises(RoleFailed, match=r"trainer failed: its store at .* closed while it sent version 1"):
+            await asyncio.wait_for(adopt(url, engine), 120)
+    finally:
+        trainer.kill()
+    assert engine.version == 0
+    for ask in (engine.generate(asked()), engine.weights()):
+        with pytest.raises(EngineFailure, match="it holds a part of version 1 over another one"):
+            await ask
+    await engine.load(1, shifted(model_dir))
+    after = await engine.generate(asked())
+    assert engine.version == 1
+    fresh = engine_of(model_dir)
+    await fresh.load(1, [*shifted(model_dir)])
+    assert same(after, await fresh.generate(asked()))
+    await fresh.close()
+    assert not same(after, before)
+
+
+def same(one: Completion, other: Completion) -> bool:
+    return one.tokens.tolist() == other.tokens.tolist() and one.log_prob.tolist() == other.log_prob.tolist()
+
+
+def ending(weights: Described, after: int) -> Described:
+    def some() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(weights):
+            if number == after:
+                raise ConnectionResetError("the network is gone")
+            yield named
+
+    return Described(weights.tensors, some())
+
+
+async def test_before_the_first_tensor_the_old_version_still_answers(tmp_path: Path, engine: TorchEngine) -> None:
+    before = await engine.generate(asked())
+    with pytest.raises(ConnectionResetError, match="the network is gone"):
+        await engine.load(1, ending(shifted(tmp_path / "model"), 0))
+    assert same(await engine.generate(asked()), before)
+    wrong = shifted(tmp_path / "model")
+    with pytest.raises(SyncError, match="missing: "):
+        await engine.load(1, Described(tuple(each for each in wrong.tensors if "norm" not in each.name), wrong))
+    with pytest.raises(SyncError, match="which was not announced"):
+        await engine.load(1, Described(wrong.tensors, ((f"{name}s", tensor) for name, tensor in wrong)))
+    assert same(await engine.generate(asked()), before)
+    assert engine.version == 0
+
+
+async def test_an_update_in_flight_that_fails_ends_what_is_in_flight(tmp_path: Path, engine: TorchEngine) -> None:
+    going = asyncio.ensure_future(engine.generate(asked(tokens=8000)))
+    while not engine.counters["steps"] and not going.done():
+        await asyncio.sleep(0.001)
+    with pytest.raises(ConnectionResetError):
+        await engine.load(1, ending(shifted(tmp_path / "model"), 2), in_flight="update")
+    with pytest.raises(EngineFailure, match="the network is gone"):
+        await going
+    never = shifted(tmp_path / "model")
+    with pytest.raises(SyncError, match="tensors never came"):
+        await engine.load(2, Described(never.tensors, list(never)[:3]))
+    with pytest.raises(EngineFailure, match="a part of version 2"):
+        await engine.generate(asked())
+    await engine.load(3, shifted(tmp_path / "model"), in_flight="update")
+    assert len((await engine.generate(asked())).tokens) == 4
