@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from trivium.buffers.sql import SqlBuffer
+from trivium.engines import layers
 from trivium.engines.torch import TorchEngine
 from trivium.models.described import Described, spec
 from trivium.models.load import load_lm
@@ -88,6 +89,8 @@ def explore(url: str, model_dir: Path, report: Path) -> None:
     def memory(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    layers.PACKED_BYTES = 0  # models as small as this one are kept a second time, for speed
 
     async def run() -> dict[str, object]:
         engine = engine_of(model_dir)
