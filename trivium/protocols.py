@@ -55,7 +55,7 @@ class DescribedWeights(Protocol):
     """Weights that are read where they lie, or as they arrive, a bounded part at a time.
 
     Iterating over it gives the tensors in this order, every one verified against its hash; they must not be written
-    to, and whoever keeps one keeps its part in memory. It blocks, and it can be done once.
+    to, and a tensor that is kept holds its part in memory. It blocks, and it can be done once.
     """
 
     @property
