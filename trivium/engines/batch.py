@@ -126,7 +126,8 @@ class Batch:
             ahead,
             lambda logits, part: self._drawn(logits, (how[0][part], how[1][part])),
         )
-        sampled, log_prob = (np.concatenate(each) for each in ([p[0] for p in parts], [p[1] for p in parts]))
+        sampled = np.concatenate([part[0] for part in parts])
+        log_prob = np.concatenate([part[1] for part in parts])
         rows = np.flatnonzero(self._occupied)
         self._keep(np.arange(size), [each for part in parts for each in part[2]])
         if self._decoder.recorder is not None:
