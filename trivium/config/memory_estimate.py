@@ -31,7 +31,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PACKED_BYTES = 256 * MIB
 """An engine on a CPU keeps weights of up to so many bytes a second time, in the order in which products read them."""
 _HEAD_BYTES = 64 * MIB
-"""Logits of one chunk of the head, and their gradient, at most."""
+"""Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
+_HEAD_PART_OF_GPU = 256
 _FEWER_WEIGHTS = "train.lora, train.frozen_dtype: bfloat16, more ranks, train.cpu_offload on GPUs, or a smaller model"
 _KNOBS = {
     "activations": "lower train.max_tokens_per_micro_batch, or set train.gradient_checkpointing",
@@ -163,6 +164,7 @@ def memory_plan(
     vision_tower: str | None = None,
     image_tokens: int = 0,
     frozen_dtype: str = "float32",
+    gpu: int = 0,
 ) -> dict[str, int]:
     """Bytes by item on one rank that trains models of `shape` (a critic has the policy's) and holds frozen ones.
 
@@ -170,7 +172,7 @@ def memory_plan(
     optimizer are float32 (float64 for that dtype); `bfloat16` halves what layers keep for the backward pass, norms
     aside. With `adapter_rank` the policy trains low-rank adapters only. What is not trained is kept in `frozen_dtype`,
     and its head made wider where it computes. `image_tokens` of the tokens are images', and
-    `vision_tower` says what of the image side is trained.
+    `vision_tower` says what of the image side is trained. `gpu` is the memory of the GPU it has, 0 for none.
     """
     wide = 8 if dtype == "float64" else 4
     kept = min(wide, _BYTES[frozen_dtype]) if dtype != "float64" else wide
@@ -195,7 +197,7 @@ def memory_plan(
     elif dtype == "bfloat16" and not (adapts and kept == _BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
-    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing)
+    items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
     if shape.vision is not None:
         learns = vision_tower in (None, "trained") and not adapter_rank
         items["vision activations"] = _vision_activations(
@@ -212,7 +214,7 @@ def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, a
     return image_tokens * vision.patches_per_token * patch * _BYTES[dtype]
 
 
-def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool) -> int:
+def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool, gpu: int = 0) -> int:
     """Bytes that one forward and backward pass over so many tokens needs at its peak."""
     narrow, wide = _BYTES[dtype], 8 if dtype == "float64" else 4
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -220,7 +222,9 @@ def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointi
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
     whole = layer * (3 if gradient_checkpointing else shape.layers + 1)  # beside it, gradients of one layer
     kept = shape.layers * shape.hidden * wide * gradient_checkpointing
-    logits = min(_HEAD_BYTES, max(4 * MIB, 256 * shape.vocabulary * wide), tokens * shape.vocabulary * wide)
+    chunk = max(_HEAD_BYTES, gpu // _HEAD_PART_OF_GPU)
+    chunk = chunk if gpu else min(chunk, max(4 * MIB, 256 * shape.vocabulary * wide))
+    logits = min(chunk, tokens * shape.vocabulary * wide)
     return tokens * (whole + kept + 3 * shape.hidden * wide) + 3 * logits
 
 
@@ -355,6 +359,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         shards=train.shard or batch.ranks,
         vision_tower=getattr(train, "vision_tower", None),
         frozen_dtype=getattr(train, "frozen_dtype", "float32"),
+        gpu=min(machine.gpus, default=0) if device != "cpu" else 0,
         image_tokens=seen * min(PROMPT_TOKENS, batch.tokens_per_sequence) // batch.tokens_per_sequence,
     )
     host: dict[str, int] = {}

@@ -24,6 +24,7 @@ from trivium.errors import ConfigError, SyncError
 from trivium.models.described import described
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
+from trivium.models.precision import use_in
 from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
 from trivium.models.worker_threads import WorkerThreads, size_of
@@ -67,7 +68,9 @@ def padded_length(length: int) -> int:
 class Decoder:
     """Holds the weights and the key-value rows. All calls come from one thread, inside inference mode."""
 
-    def __init__(self, model_dir: Path, *, dtype: torch.dtype, device: str, exact: bool) -> None:
+    def __init__(
+        self, model_dir: Path, *, dtype: torch.dtype, device: str, exact: bool, head_precision: str = "float32"
+    ) -> None:
         model = load_lm(model_dir, dtype=dtype, device=device, attention=registered(exact=exact))
         _refuse_unsupported(model, exact)
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
@@ -85,7 +88,8 @@ class Decoder:
         self._last: Tensor | None = None
         self.reads_whole = self.device.type == "cuda"
         """Prompts in one piece, each token of which sees those before it: kernels of GPUs need no mask for that."""
-        self._head = cast(nn.Module, model.get_output_embeddings())
+        self._head = cast(nn.Linear, model.get_output_embeddings())
+        use_in(self._head, head_precision)
         self._embedding = cast(nn.Module, model.get_input_embeddings())
         if exact:
             make_invariant(self.text)
@@ -102,7 +106,7 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        return len(cast(Tensor, self._head.weight))
+        return len(self._head.weight)
 
     @property
     def max_positions(self) -> int | None:

@@ -30,6 +30,7 @@ from trivium.engines.selfcheck import check_decoder
 from trivium.engines.servable import check_request
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
 from trivium.models.placement import device_of, dtype_of
+from trivium.models.precision import HeadPrecision, precision_of, settle
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
@@ -84,6 +85,8 @@ class TorchEngine:
         """Type of weights and keys and values; logits and log-probabilities are float32 always. `auto` is bfloat16 on a
         GPU that computes in it, else float32. On a CPU, bfloat16 is faster only where the CPU multiplies in it (AVX-512
         or AMX)."""
+        head_precision: HeadPrecision = "auto"
+        """Matrix products of the output layer on a GPU, as `train.head_precision`, whose value it has."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
         max_context: int | None = Field(default=None, ge=2)
@@ -95,13 +98,18 @@ class TorchEngine:
 
         def on_this_machine(self) -> Self:
             device = device_of(self.device).type if self.device == "auto" else self.device
-            return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
+            settled = {"device": device, "dtype": dtype_of(self.dtype, device)}
+            if self.head_precision == "auto":
+                settled["head_precision"] = precision_of("auto", torch.device(device), settled["dtype"], "")
+            return self.model_copy(update=settled)
 
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
             shape = shape_in(run)
             try:
                 if self.device != "cuda" or torch.cuda.is_available():
                     _resolve_invariance(self.on_this_machine())
+                    here, key = self.on_this_machine(), f"{where}.head_precision"
+                    precision_of(self.head_precision, torch.device(here.device), here.dtype, key)
                 if shape is not None:
                     _resolve_context(self.max_context, shape.max_positions)
             except ConfigError as error:
@@ -255,9 +263,11 @@ class TorchEngine:
             dtype = getattr(torch, self.config.dtype)
             if self.config.device == "cpu" and not invariance.multiplies(dtype):
                 _log.warning("engine.dtype %s: this CPU has no such matrix products; float32 is faster", dtype)
-            self._decoder = Decoder(
-                model_dir, dtype=dtype, device=self.config.device, exact=self.capabilities.batch_invariant
-            )
+            device, how = self.config.device, {"exact": self.capabilities.batch_invariant}
+            key = "engine.head_precision"
+            precision = precision_of(self.config.head_precision, torch.device(device), self.config.dtype, key)
+            settle(precision)
+            self._decoder = Decoder(model_dir, dtype=dtype, device=device, head_precision=precision, **how)
             max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():
                 check_decoder(self._decoder, max_context)

@@ -136,6 +136,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float | Non
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -111,6 +111,8 @@ class LanguageModel(FilledModel):
 
     routers: Routers | None = None
     """What chooses experts as packs say; None: nothing does."""
+    head_precision = "float32"
+    """How the products of its output layer are computed (`trivium.models.precision`)."""
 
     def __init__(
         self,
@@ -209,6 +211,7 @@ class LanguageModel(FilledModel):
         output = cast(nn.Linear, self.module.get_output_embeddings())
         weight, bias = (None if each is None else each.to(self.dtype) for each in (output.weight, output.bias))
         head: dict[str, Any] = {"weight": weight, "bias": bias, "temperature": self.temperature}
+        head["precision"] = self.head_precision
         cut: dict[str, Any] = {**head, "kept": None if kept is None else kept.select(states.mine)}
         match what:
             case "log_prob":

@@ -15,10 +15,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trivium.models.kept import KeptSets
-from trivium.models.linear import AutogradContext, matmul_transposed
+from trivium.models.linear import AutogradContext
+from trivium.models.precision import Parts, parts_of, product
 
 _CHUNK_BYTES = 64 * 2**20
 """Most memory for the logits of one chunk."""
+_PART_OF_GPU = 256
+"""On a GPU, this part of its memory, which is a constant of the machine as a run's bits are."""
 _CACHE_BYTES = 4 * 2**20
 """Preferred memory for them: what a core's cache can hold, so that exp and sum do not wait for memory."""
 _MIN_ROWS = 256
@@ -34,18 +37,20 @@ def log_prob_and_entropy(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     kept: KeptSets | None = None,
+    precision: str = "float32",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_prob, entropy) in the dtype of `weight`, of softmax((hidden @ weight.T + bias) / temperature).
 
     `hidden` (N, H), `weight` (V, H) in float32 or float64, `bias` (V,), `targets` int64: (N,) one token id each, or
     (N, M) several, with repetitions if need be. `log_prob` has the shape of `targets`, `entropy` is (N,) and has a
     gradient only with `entropy_grad`. With `kept`, of N tokens, both are of the distribution over those alone. The
-    arithmetic is the weight's, whatever precision `hidden` has.
+    arithmetic is the weight's, whatever type `hidden` has; `precision` is that of its products
+    (`trivium.models.precision`).
     """
     several = targets if targets.dim() == 2 else targets[:, None]
     log_prob, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept),
+        _Head.apply(hidden.to(weight.dtype), weight, bias, several, temperature, entropy_grad, kept, precision),
     )
     return log_prob.view(targets.shape).clone(), entropy  # what FSDP hangs its hooks on must not be a view
 
@@ -58,12 +63,14 @@ def sum_pi_squared(
     *,
     temperature: float = 1.0,
     kept: KeptSets | None = None,
+    precision: str = "float32",
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
+    parts = parts_of(weight, precision)
     for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], weight, bias, temperature)
+        logits = _logits(hidden[rows], parts, bias, temperature, precision)
         _cut(logits, kept, rows)
         p = logits.softmax(1)
         result[rows] = torch.linalg.vecdot(p, p)
@@ -78,12 +85,14 @@ def mean_discriminant(
     *,
     temperature: float = 1.0,
     kept: KeptSets | None = None,
+    precision: str = "float32",
 ) -> torch.Tensor:
     """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
+    parts = parts_of(weight, precision)
     for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], weight, bias, temperature)
+        logits = _logits(hidden[rows], parts, bias, temperature, precision)
         left_out = _cut(logits, kept, rows)
         log_p = logits.log_softmax(1)
         p = log_p.exp()
@@ -95,13 +104,20 @@ def mean_discriminant(
 
 @torch.no_grad()
 def top_k_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, k: int, *, temperature: float = 1.0
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    precision: str = "float32",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
     hidden = hidden.to(weight.dtype)
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
+    parts = parts_of(weight, precision)
     for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], weight, bias, temperature)
+        logits = _logits(hidden[rows], parts, bias, temperature, precision)
         top = logits.topk(k, dim=1)
         ids[rows], log_prob[rows] = top.indices, top.values - torch.logsumexp(logits, dim=1)[:, None]
     return ids, log_prob
@@ -109,12 +125,18 @@ def top_k_log_probs(
 
 def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
     row_bytes = weight.shape[0] * weight.element_size()
-    size = max(1, min(max(_CACHE_BYTES // row_bytes, _MIN_ROWS), _CHUNK_BYTES // row_bytes))
+    if weight.is_cuda:
+        memory = torch.cuda.get_device_properties(weight.device).total_memory
+        size = max(1, max(memory // _PART_OF_GPU, _CHUNK_BYTES) // row_bytes)
+    else:
+        size = max(1, min(max(_CACHE_BYTES // row_bytes, _MIN_ROWS), _CHUNK_BYTES // row_bytes))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = matmul_transposed(hidden, weight)
+def _logits(
+    hidden: torch.Tensor, weight: Parts, bias: torch.Tensor | None, temperature: float, precision: str
+) -> torch.Tensor:
+    logits = product(hidden, weight, precision)
     if bias is not None:
         logits += bias
     return logits if temperature == 1.0 else logits.div_(temperature)
@@ -139,6 +161,7 @@ class _HeadContext(AutogradContext, Protocol):
     temperature: float
     entropy_grad: bool
     kept: KeptSets | None
+    precision: str
 
 
 class _Head(torch.autograd.Function):
@@ -152,11 +175,13 @@ class _Head(torch.autograd.Function):
         temperature: float,
         entropy_grad: bool,
         kept: KeptSets | None,
+        precision: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
+        parts = parts_of(weight, precision)
         for rows in _chunks(len(hidden), weight):
-            logits = _logits(hidden[rows], weight, bias, temperature)
+            logits = _logits(hidden[rows], parts, bias, temperature, precision)
             left_out = _cut(logits, kept, rows)
             norm = torch.logsumexp(logits, dim=1)
             log_norm[rows] = norm
@@ -167,6 +192,7 @@ class _Head(torch.autograd.Function):
             entropy[rows] = -torch.linalg.vecdot(p, logits)
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.kept = temperature, entropy_grad, kept
+        ctx.precision = precision
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -182,8 +208,10 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if wants_bias else None
+        parts, precision = parts_of(weight, ctx.precision), ctx.precision
+        transposed = tuple(part.T for part in parts)
         for rows in _chunks(len(hidden), weight):
-            log_p = _logits(hidden[rows], weight, bias, ctx.temperature)
+            log_p = _logits(hidden[rows], parts, bias, ctx.temperature, precision)
             left_out = _cut(log_p, ctx.kept, rows)
             log_p.sub_(log_norm[rows, None])
             g = grad_log_prob[rows]
@@ -198,9 +226,17 @@ class _Head(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 grad.div_(ctx.temperature)
             if grad_hidden is not None:
-                grad_hidden[rows] = matmul_transposed(grad, weight.T)
+                grad_hidden[rows] = product(grad, transposed, precision)
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, hidden[rows])
+                _add_product(grad_weight, grad.T, hidden[rows].T, precision)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: str) -> None:
+    """into (M, H) += a (M, N) @ b (H, N).T."""
+    if precision == "bfloat16x3":
+        into += product(a, parts_of(b, precision), precision)
+    else:
+        into.addmm_(a, b.T)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from trivium.errors import ConfigError
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def device_of(name: str, key: str = "train.device") -> torch.device:
@@ -24,6 +28,21 @@ def dtype_of(name: str, device: str) -> str:
         return name
     halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bfloat16" if halved else "float32"
+
+
+def use_deterministic_kernels(key: str) -> None:
+    """From now on, GPU operations of this process give equal bits for equal inputs, or raise RuntimeError where torch
+    has no kernel that does. Raises ConfigError, which names the config's `key`, where cuBLAS may have started without
+    the workspace that it takes."""
+    if torch.cuda.is_initialized() and _CUBLAS not in os.environ:
+        raise ConfigError(
+            key,
+            f"{_CUBLAS} is not set, and this process uses a GPU already",
+            f"set {_CUBLAS}=:4096:8 in the environment of the run",
+        )
+    os.environ.setdefault(_CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
 
 
 def narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -30,7 +30,8 @@ from trivium.models.lora import (
     pushed_adapter,
 )
 from trivium.models.loss import LossDenominators, ScoreHead
-from trivium.models.placement import device_of, narrowed
+from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
+from trivium.models.precision import precision_of, settle
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
@@ -121,6 +122,11 @@ class TorchTrainEngine(TrainEngine):
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
         self._frozen = torch.float64 if config.dtype == "float64" else getattr(torch, config.frozen_dtype)
+        if config.deterministic_kernels and self._device.type == "cuda":
+            use_deterministic_kernels("train.deterministic_kernels")
+        key = "train.head_precision"
+        self._head_precision = precision_of(config.head_precision, self._device, self.config.dtype, key)
+        settle(self._head_precision)
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()
@@ -440,6 +446,8 @@ class TorchTrainEngine(TrainEngine):
 
     def _add(self, role: str, model: LanguageModel | ValueModel, *, trained: bool, top_k: int = 0) -> None:
         optimizer = None
+        if isinstance(model, LanguageModel):
+            model.head_precision = self._head_precision
         if not trained:
             model.requires_grad_(False)
         elif self.config.lora is None or role != "policy":

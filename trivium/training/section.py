@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, Self
 
+import torch
 from pydantic import Field
 
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.memory_estimate import vision_problems
-from trivium.errors import Problem
+from trivium.errors import ConfigError, Problem
 from trivium.models.lora import LoraConfig
 from trivium.models.placement import device_of, dtype_of
+from trivium.models.precision import HeadPrecision, precision_of
 from trivium.registry import resolve
 from trivium.training.optim import OptimizerConfig
 from trivium.types import capabilities_of
@@ -28,6 +30,16 @@ class TorchTrainConfig(TrainConfig):
     """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
     bfloat16 they take half the memory, and as many bits as they were most often saved with. `int8` and `nf4` are
     refused: they take a library for GPUs that is not built in."""
+    head_precision: HeadPrecision = "auto"
+    """Matrix products of the output layer on a GPU. `float32`: strictly; `tf32`: both factors rounded to 11 bits, which
+    holds for all float32 products of the process; `bfloat16x3`: as three in bfloat16 that add up in float32, off by at
+    most 3 * 2^-16 of the sum of the factors' sizes. `auto` is `bfloat16x3` on a GPU that computes in bfloat16, else
+    `float32`, which is all that a CPU has. The same in `engine`."""
+    deterministic_kernels: bool = False
+    """On a GPU, scores and updates of equal numbers have equal bits in every run, on the same kind of GPU and as many
+    ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for all of the
+    process. What has no such kernel is an error. Takes longer, says nothing of what engines sample on a GPU, and
+    changes nothing on a CPU, where bits repeat anyway."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
     max_tokens_per_micro_batch: int = free(16384, ge=1)
@@ -65,9 +77,28 @@ class TorchTrainConfig(TrainConfig):
 
     def on_this_machine(self) -> Self:
         device = device_of(self.device).type if self.device == "auto" else self.device
-        return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
+        settled = {"device": device, "dtype": dtype_of(self.dtype, device)}
+        if self.head_precision == "auto":
+            settled["head_precision"] = precision_of("auto", torch.device(device), settled["dtype"], "")
+        return self.model_copy(update=settled)
+
+    def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        here, key = self.on_this_machine(), f"{where}.head_precision"
+        try:
+            if here.device == "cpu" or torch.cuda.is_available():
+                precision_of(self.head_precision, torch.device(here.device), here.dtype, key)
+        except ConfigError as error:
+            yield Problem(key, error.asked, error.found, error.do)
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+        other = getattr(run.engine, "head_precision", self.head_precision)
+        if other != self.head_precision:
+            yield Problem(
+                f"{where}.head_precision",
+                f"{self.head_precision!r}",
+                f"engine.head_precision is {other!r}: log-probabilities would differ between engine and trainer",
+                "set both to the same",
+            )
         if self.frozen_dtype in ("int8", "nf4"):
             yield Problem(
                 f"{where}.frozen_dtype",
