@@ -367,7 +367,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         "tasks": {"train": {"kind": "arithmetic"}},
         "rewards": ["exact"],
         "engine": {"kind": "scripted", "replies": ["1"]},
-        "train": {"frozen_dtype": "nf4", "lora": {"push": "adapter", "path": "nowhere", "rank": 3}},
+        "train": {"lora": {"push": "adapter", "path": "nowhere", "rank": 3}},
     }
     with pytest.raises(ConfigError) as caught:
         config_from_mapping(said)
@@ -375,7 +375,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert wrong["train.lora.push"] == "engine.kind 'scripted' cannot"
     assert "no such directory" in wrong["train.lora.path"]
     assert "has its own" in wrong["train.lora.rank"]
-    assert "bitsandbytes or torchao on a GPU" in wrong["train.frozen_dtype"]
 
 
 class Kept:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivium.config.model_shape import ModelShape, read_shape
+from trivium.config.model_shape import FEW_BITS, ModelShape, frozen_weights, read_shape
 from trivium.config.vision_shape import VisionShape
 from trivium.errors import ConfigError, Problem, TriviumError
 from trivium.registry import resolve
@@ -40,6 +40,7 @@ _KNOBS = {
     "gradients": f"use {_FEWER_WEIGHTS}",
     "weights": f"use {_FEWER_WEIGHTS}",
     "head": "set train.frozen_dtype: float32, or use a model with a smaller vocabulary",
+    "dequantized": "use a smaller model: its widest matrix is in bfloat16 while it is computed with",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
     "engine": "set engine.dtype: bfloat16, give engines a GPU of their own (cluster.kind: ray), or use a smaller model",
@@ -175,18 +176,21 @@ def memory_plan(
     `vision_tower` says what of the image side is trained. `gpu` is the memory of the GPU it has, 0 for none.
     """
     wide = 8 if dtype == "float64" else 4
-    kept = min(wide, _BYTES[frozen_dtype]) if dtype != "float64" else wide
+    few = FEW_BITS.get(frozen_dtype)
+    kept = wide if dtype == "float64" else 2 if few else min(wide, _BYTES[frozen_dtype])
     items: dict[str, int] = {}
     for role in trained:
         adapted = role == "policy" and adapter_rank > 0
         own = shape.parameters if role == "policy" else shape.backbone + shape.hidden
         frozen_vision = 0 if shape.vision is None else shape.vision.parameters - shape.vision.trained(vision_tower)
         moving = adapter_parameters(shape, adapter_rank) if adapted else own - frozen_vision
-        items[f"{role} weights"] = (own * (kept if adapted else wide) + moving * adapted * wide) // shards
+        held = frozen_weights(shape, kept, few) + moving * wide if adapted else own * wide
+        items[f"{role} weights"] = held // shards
         items[f"{role} gradients"] = moving * wide // shards
         items[f"{role} optimizer"] = 2 * moving * wide // shards
     for role, its in (frozen or {}).items():
-        items[f"{role} weights"] = its.parameters * kept // shards
+        # A policy that is neither trained nor the base of an adapter is saved as it is: in no fewer bits.
+        items[f"{role} weights"] = frozen_weights(its, kept, None if role == "policy" else few) // shards
     adapts = adapter_rank > 0 and "policy" in trained
     narrowed = [*(frozen or {}).values(), *[shape] * adapts]
     if kept < wide and narrowed:
@@ -197,6 +201,8 @@ def memory_plan(
     elif dtype == "bfloat16" and not (adapts and kept == _BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
+    if few and narrowed:  # a matrix is made wide where it is used, forward or backward
+        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * _BYTES[dtype]
     items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
     if shape.vision is not None:
         learns = vision_tower in (None, "trained") and not adapter_rank
@@ -367,7 +373,9 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         host = {name: rank.pop(name) for name in list(rank) if name.endswith(("weights", "gradients", "optimizer"))}
     kept = rank if device == "cpu" else host
     if device != "cpu":
-        host["loading"] = shape.embedding * 4  # weights go through host memory one tensor at a time
+        few = getattr(train, "frozen_dtype", "") in FEW_BITS
+        # Weights go through host memory one tensor at a time; those for few bits whole, in bfloat16.
+        host["loading"] = shape.parameters * 2 if few else shape.embedding * 4
     held = {**rank, **host}
     if config.checkpoint.asynchronous:
         state = ("weights", "optimizer")

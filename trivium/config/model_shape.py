@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trivium.config.vision_shape import VisionShape, vision_shape
 from trivium.errors import DataError
@@ -163,3 +163,23 @@ def _small(text: Mapping[str, Any], kind: str, hidden: int, query: int, key: int
     if text.get("mlp_bias"):
         biases += 2 * mlp + hidden
     return 2 * hidden + (2 * head_dim if kind in _QK_NORM else 0) + biases
+
+
+# --------------------------------------------------------------------------- in few bits
+
+
+class FewBits(NamedTuple):
+    """A format that keeps a matrix in few bits, and a float32 scale for each block of its numbers."""
+
+    bits: int
+    block: int
+
+
+FEW_BITS = {"int8": FewBits(8, 256), "nf4": FewBits(4, 64)}
+"""By value of `train.frozen_dtype`."""
+
+
+def frozen_weights(shape: ModelShape, width: int, few: FewBits | None) -> int:
+    """Bytes of a model whose numbers have `width` bytes, those of its linear layers few bits."""
+    linear = shape.layers * (shape.attention + shape.experts * shape.expert) if few else 0
+    return (shape.parameters - linear) * width + (linear * few.bits // 8 + linear // few.block * 4 if few else 0)

@@ -28,6 +28,7 @@ from trivium.models.log_prob_head import log_prob_and_entropy, mean_discriminant
 from trivium.models.lora import LoraConfig, base_state, inject
 from trivium.models.loss import ScoreHead
 from trivium.models.packed import Backbone, Pack, probe_pack
+from trivium.models.quantized import quantize
 from trivium.models.rounding import explained_by_rounding
 from trivium.models.routing import Routers, routers_of
 from trivium.models.sequence_parallel import LocalStates, SequenceGroup
@@ -125,15 +126,21 @@ class LanguageModel(FilledModel):
         sequence: SequenceGroup | None = None,
         empty: bool = False,
         weights: torch.dtype | None = None,
+        quantized: str = "",
     ) -> None:
         """`source` is a Hugging Face directory, or a model of this type on this device, whose attention is replaced in
         place. `sequence` are the ranks that share every pack: all open the model, and call it with the same arguments.
-        `empty`: the weights of the directory are not read yet. `weights` is the type of weights that are not trained;
+        `empty`: the weights of the directory are not read yet. `weights` is the type of weights that are not trained,
+        `quantized` the format in which those of linear layers are kept instead (`models.quantized`);
         log-probabilities are computed in `dtype`.
         """
         super().__init__()
         how: dict[str, Any] = {"dtype": weights or dtype, "device": device, "attention": None, "empty": empty}
+        if quantized:
+            how["device"] = "cpu"  # in few bits it may be all that the device has room for
         self.module = source if isinstance(source, nn.Module) else load_lm(source, **how)
+        if quantized:
+            quantize(self.module, quantized, device)
         if empty and not isinstance(source, nn.Module):
             self._loading = _Loading(Path(source))
         output = self.module.get_output_embeddings()

@@ -28,6 +28,7 @@ from trivium.config import Config
 from trivium.errors import MissingPackage, Problem, SyncError, TriviumError
 from trivium.models.filling import CopyRows, allocated, base_name, first_row, local_part, rows_of
 from trivium.models.hub import ModelPath, absence
+from trivium.models.quantized import QuantizedLinear, original
 from trivium.models.saved_tensors import SafetensorsFiles
 from trivium.models.vision import vision_of
 from trivium.randomness import stream
@@ -45,6 +46,8 @@ ADAPTER_STEM = "adapter_model"
 _WEIGHTS, _CONFIG = f"{ADAPTER_STEM}.safetensors", "adapter_config.json"
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names by which peft understands stacked experts, whatever else is called so."""
+_LINEAR = (nn.Linear, Conv1D, QuantizedLinear)
+"""The layers that an adapter is added to."""
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -183,7 +186,9 @@ def merged_tensor(module: nn.Module, base: Mapping[str, torch.Tensor], name: str
     """A tensor of `base` (`base_state`) with the adapter added; the model stays as it is. Where parameters are sharded,
     every rank must ask for it, and gets the whole of it."""
     layer, _, part = name.rpartition(".")
-    tensor, owner = _whole(base[name]), module.get_submodule(layer)
+    owner = module.get_submodule(layer)
+    packed = original(owner) if part == "weight" else None
+    tensor = _whole(base[name]) if packed is None else packed.weight
     return merged(tensor, _low_rank(owner)) if part == "weight" and hasattr(owner, "lora_A") else tensor
 
 
@@ -343,9 +348,7 @@ def _targets(module: PreTrainedModel, named: tuple[str, ...] | None) -> list[str
 def _linear_layers(part: PreTrainedModel, module: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear layers in a part of a model, the output layer left out."""
     output = module.get_output_embeddings()
-    linear = (
-        name for name, layer in part.named_modules() if type(layer) in (nn.Linear, Conv1D) and layer is not output
-    )
+    linear = (name for name, layer in part.named_modules() if type(layer) in _LINEAR and layer is not output)
     names = {name.rpartition(".")[2] for name in linear}
     stacked = any(parameter.ndim == 3 for parameter in part.parameters())
     return sorted(names - _EXPERTS if stacked else names)
@@ -368,7 +371,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check(module: PreTrainedModel, output: nn.Module | None) -> None:
     """Refuses what merging, here and in engines, would get wrong."""
-    strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in (nn.Linear, Conv1D)]
+    strange = [name for name, layer in _layers(module).items() if type(layer.base_layer) not in _LINEAR]
     if strange or module.get_output_embeddings() is not output:
         problem = f"{strange[0]} is no linear layer" if strange else "the output layer is among its targets"
         raise TriviumError(

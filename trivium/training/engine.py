@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from trivium.config.model_shape import ModelShape, read_shape
 from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
@@ -32,6 +33,7 @@ from trivium.models.lora import (
 from trivium.models.loss import LossDenominators, ScoreHead
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
 from trivium.models.precision import precision_of, settle
+from trivium.models.quantized import is_quantized, original
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
 from trivium.protocols import Algorithm, Objective, TrainEngine
@@ -121,7 +123,9 @@ class TorchTrainEngine(TrainEngine):
         self.ranks, self._roles = ranks, roles
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        self._frozen = torch.float64 if config.dtype == "float64" else getattr(torch, config.frozen_dtype)
+        frozen = "bfloat16" if is_quantized(config.frozen_dtype) else config.frozen_dtype
+        self._frozen = torch.float64 if config.dtype == "float64" else getattr(torch, frozen)
+        self._few_bits = config.frozen_dtype if is_quantized(config.frozen_dtype) else ""
         if config.deterministic_kernels and self._device.type == "cuda":
             use_deterministic_kernels("train.deterministic_kernels")
         key = "train.head_precision"
@@ -147,6 +151,8 @@ class TorchTrainEngine(TrainEngine):
                 continue
             parameters = [(each.numel(), each.requires_grad) for each in learner.model.module.parameters()]
             number, trained = sum(size for size, _ in parameters), sum(size for size, grad in parameters if grad)
+            packed = (layer for layer in learner.model.module.modules() if original(layer) is layer)
+            number += sum(layer.in_features * layer.out_features for layer in packed if isinstance(layer, nn.Linear))
             frozen = learner.optimizer is None
             some = "frozen" if frozen else f"{trained:,} of them trained" if trained < number else "all trained"
             models.append(f"{role} of {number:,} parameters, {some}")
@@ -376,6 +382,8 @@ class TorchTrainEngine(TrainEngine):
                 f"the algorithm {self.algorithm.name!r} trains " + (", ".join(sorted(trained)) or "nothing"),
                 "leave the section out",
             )
+        if self._few_bits and (why := self.config.refuses_few_bits(self._device.type, self.ranks.size)):
+            raise ConfigError(f"train.frozen_dtype: {self._few_bits}", why.reason, why.do)
         torch.set_num_threads(self._threads)
         self._learners = {}
         if "policy" in roles:
@@ -383,6 +391,7 @@ class TorchTrainEngine(TrainEngine):
             kind = ActorCritic if self._shares_trunk else LanguageModel
             source = policy if lora is None else self._model_dir
             weights = self._frozen if lora is not None or "policy" not in trained else None
+            own |= {"quantized": self._few_bits if lora is not None else ""}
             model = kind(source, temperature=self._temperature, weights=weights, **how, **own)
             if lora is not None:
                 model.adapt(lora, seed=self._seed, adapter=adapter)
@@ -415,10 +424,14 @@ class TorchTrainEngine(TrainEngine):
             off = partial(adapter_off, self._policy.module)
             self._learners["reference"] = self._learner_of("reference", self._policy, score_context=off)
             return
-        reference = LanguageModel(self._model_dir, temperature=self._temperature, weights=self._frozen, **how)
+        reference = self._frozen_model(self._model_dir, how)
         if lora is not None:
             reference.adapt(lora, seed=self._seed)
         self._add("reference", reference, trained=False)
+
+    def _frozen_model(self, path: Path, how: dict[str, Any]) -> LanguageModel:
+        kept: dict[str, Any] = {"weights": self._frozen, "quantized": self._few_bits}
+        return LanguageModel(path, temperature=self._temperature, **kept, **how)
 
     def _add_teacher(self, how: dict[str, Any]) -> None:
         """The teacher speaks of the distribution at the same temperature, over the same tokens."""
@@ -429,7 +442,7 @@ class TorchTrainEngine(TrainEngine):
                 "it needs one and names none",
                 "set algorithm.teacher.path",
             )
-        model = LanguageModel(teacher.path, temperature=self._temperature, weights=self._frozen, **how)
+        model = self._frozen_model(Path(teacher.path), how)
         if model.vocabulary != self._policy.vocabulary:
             raise TriviumError(
                 f"distill {teacher.path} into {self._model_dir}",

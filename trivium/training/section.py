@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from trivium.errors import ConfigError, Problem
 from trivium.models.lora import LoraConfig
 from trivium.models.placement import device_of, dtype_of
 from trivium.models.precision import HeadPrecision, precision_of
+from trivium.models.quantized import Refusal, has_library, is_quantized, refusal
 from trivium.registry import resolve
 from trivium.training.optim import OptimizerConfig
 from trivium.types import capabilities_of
@@ -28,8 +29,9 @@ class TorchTrainConfig(TrainConfig):
     GPU that computes in it, else float32."""
     frozen_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
     """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
-    bfloat16 they take half the memory, and as many bits as they were most often saved with. `int8` and `nf4` are
-    refused: they take a library for GPUs that is not built in."""
+    bfloat16 they take half the memory, and as many bits as they were most often saved with. `int8` and `nf4` keep those
+    of linear layers in 8 or 4 bits, the others in bfloat16: bitsandbytes (`pip install 'trivium[quantized]'`), on one
+    rank."""
     head_precision: HeadPrecision = "auto"
     """Matrix products of the output layer on a GPU. `float32`: strictly; `tf32`: both factors rounded to 11 bits, which
     holds for all float32 products of the process; `bfloat16x3`: as three in bfloat16 that add up in float32, off by at
@@ -90,6 +92,12 @@ class TorchTrainConfig(TrainConfig):
         except ConfigError as error:
             yield Problem(key, error.asked, error.found, error.do)
 
+    def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
+        """Why frozen weights cannot be kept in 8 or 4 bits on a device of this type."""
+        pushes = self.lora is not None and self.lora.push == "adapter"
+        how: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks, "pushes_adapter": pushes}
+        return refusal(installed=has_library(), device=device, **how)
+
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         other = getattr(run.engine, "head_precision", self.head_precision)
         if other != self.head_precision:
@@ -99,13 +107,9 @@ class TorchTrainConfig(TrainConfig):
                 f"engine.head_precision is {other!r}: log-probabilities would differ between engine and trainer",
                 "set both to the same",
             )
-        if self.frozen_dtype in ("int8", "nf4"):
-            yield Problem(
-                f"{where}.frozen_dtype",
-                f"weights in {self.frozen_dtype}",
-                "they take bitsandbytes or torchao on a GPU, which are not built in",
-                "set it to bfloat16: with train.lora, 1.5B parameters train in 24 GB and 7B in 80 GB",
-            )
+        device = "cpu" if self.device == "auto" else self.device.partition(":")[0]  # auto is either, and both will do
+        if is_quantized(self.frozen_dtype) and (why := self.refuses_few_bits(device)):
+            yield Problem(f"{where}.frozen_dtype", f"weights in {self.frozen_dtype}", why.reason, why.do)
         if self.critic_optimizer is not None and not run.algorithm.has_critic:
             yield Problem(
                 f"{where}.critic_optimizer",

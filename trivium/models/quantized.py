@@ -1,0 +1,166 @@
+"""Frozen linear layers whose weights are kept in 8 or 4 bits, by bitsandbytes, and computed with in the type of their
+inputs: each is made wide when it is used, forward and backward, and let go of.
+
+Rows of a weight are cut into blocks that share a scale: `int8` is 8-bit dynamic numbers in blocks of 256 (Dettmers et
+al. 2022), `nf4` 4-bit NormalFloat in blocks of 64 (Dettmers et al. 2023). Both depend on the weight alone: a model that
+is opened again from the same files has the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from trivium.config.model_shape import FEW_BITS
+from trivium.errors import MissingPackage, TriviumError
+from trivium.models.vision import decoder_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LIBRARY, EXTRA = "bitsandbytes", "quantized"
+_DEVICES = ("cpu", "cuda")
+
+
+def is_quantized(frozen_dtype: str) -> bool:
+    """Whether a value of `train.frozen_dtype` takes this module."""
+    return frozen_dtype in FEW_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why weights cannot be kept in few bits."""
+
+    reason: str
+    do: str
+
+
+def refusal(*, installed: bool, device: str, dtype: str, ranks: int, pushes_adapter: bool) -> Refusal | None:
+    """Whether a frozen base in few bits can be had: `installed` says whether the library is, `device` is the type of
+    the device and `dtype` the arithmetic of the trained models, `ranks` share one model."""
+    if not installed:
+        return Refusal(
+            f"the package {LIBRARY!r} is not installed",
+            f"pip install 'trivium[{EXTRA}]', or set it to bfloat16: with train.lora, 1.5B parameters train in 24 GB "
+            "and 7B in 80 GB",
+        )
+    if device not in _DEVICES:
+        return Refusal(f"{LIBRARY} is used on {' and '.join(_DEVICES)}, not on {device}", "set it to bfloat16")
+    if dtype == "float64":
+        return Refusal("train.dtype: float64 keeps all weights in it", "leave one of the two out")
+    if ranks > 1:
+        return Refusal(f"{ranks} ranks share the model, and weights in few bits are not sharded", "train on one rank")
+    if pushes_adapter:
+        return Refusal(
+            "train.lora.push: adapter: engines would add it to another base than it is trained beside",
+            "set train.lora.push: merged",
+        )
+    return None
+
+
+def has_library() -> bool:
+    """Whether bitsandbytes is installed."""
+    return importlib.util.find_spec(LIBRARY) is not None
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is kept in few bits and never trained. Its state has the weight as an empty tensor
+    (on torch's `meta` device): what reads it asks for `dequantized`."""
+
+    def __init__(self, layer: nn.Linear, kind: str, device: torch.device) -> None:
+        """Takes the weight (out, in) of a layer; its type is that of `dequantized`."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.kind = layer.in_features, layer.out_features, kind
+        weight = layer.weight.detach().to(device)
+        self.dtype = weight.dtype
+        functional = _functional()
+        if kind == "nf4":
+            packed, state = functional.quantize_4bit(weight, blocksize=FEW_BITS[kind].block, quant_type=kind)
+        else:
+            packed, state = functional.quantize_blockwise(weight, blocksize=FEW_BITS[kind].block)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", state.absmax)
+        self.register_buffer("code", state.code)
+        self.register_parameter("bias", None)
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().to(device), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight (out, in), dequantised."""
+        return self.dequantized(self.dtype)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight (out, in) in this type."""
+        functional, shape = _functional(), torch.Size((self.out_features, self.in_features))
+        how: dict[str, Any] = {"absmax": self.scales, "code": self.code, "shape": shape, "dtype": dtype}
+        state = functional.QuantState(blocksize=FEW_BITS[self.kind].block, quant_type=self.kind, **how)
+        restore = functional.dequantize_4bit if self.kind == "nf4" else functional.dequantize_blockwise
+        return restore(self.packed, state)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        output = cast(torch.Tensor, _Product.apply(input, self))
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        del keep_vars
+        shape = self.out_features, self.in_features
+        destination[f"{prefix}weight"] = torch.empty(shape, dtype=self.dtype, device="meta")
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias.detach()
+
+
+class _Product(torch.autograd.Function):
+    """x (..., in) @ W.T, which keeps nothing but the layer for the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return linear(x, layer.dequantized(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_outputs[0] @ ctx.layer.dequantized(grad_outputs[0].dtype), None
+
+
+def quantize(module: PreTrainedModel, kind: str, device: torch.device) -> None:
+    """Keeps the weights of a model's linear layers, its output layer aside, in few bits on a device, and moves the rest
+    there. What is in float32 or bfloat16 may lie on another device before: one layer at a time comes here wide.
+
+    Raises MissingPackage without bitsandbytes, TriviumError for a model whose layers are of another kind.
+    """
+    decoder, output = decoder_of(module), module.get_output_embeddings()
+    chosen = [name for name, layer in decoder.named_modules() if type(layer) is nn.Linear and layer is not output]
+    stacked = any(parameter.ndim == 3 for parameter in decoder.parameters())
+    if stacked or not chosen:
+        raise TriviumError(
+            f"{type(module).__name__} with train.frozen_dtype: {kind}",
+            "its experts are stacked in one tensor" if stacked else "it has no layer of the kind torch.nn.Linear",
+            "set train.frozen_dtype: bfloat16",
+        )
+    for name in chosen:
+        decoder.set_submodule(name, QuantizedLinear(cast(nn.Linear, decoder.get_submodule(name)), kind, device))
+    cast(nn.Module, module).to(device)
+
+
+def original(owner: nn.Module) -> QuantizedLinear | None:
+    """The layer in few bits that a module is, or that an adapter in it is added to."""
+    layer = getattr(owner, "base_layer", owner)
+    return layer if isinstance(layer, QuantizedLinear) else None
+
+
+def _functional() -> Any:
+    try:
+        return importlib.import_module(f"{LIBRARY}.functional")
+    except ImportError as error:
+        raise MissingPackage(LIBRARY, EXTRA, "keep frozen weights in 8 or 4 bits") from error
