@@ -32,9 +32,9 @@ def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
         return "bfloat16x3" if applies else "float32"
     if name == "float32" or applies:
         return name
-    found = "the model computes in float64" if dtype == "float64" else "this GPU has no instructions for it"
-    found = found if gpu else "the model is on a CPU, where float32 is all there is"
-    raise ConfigError(f"{key} {name!r}", found, "set it to auto or float32")
+    reason = "the model computes in float64" if dtype == "float64" else "this GPU has no instructions for it"
+    reason = reason if gpu else "the model is on a CPU, where float32 is all there is"
+    raise ConfigError(f"{key} {name!r}", reason, "set it to auto or float32")
 
 
 def settle(precision: str) -> None:
