@@ -302,7 +302,11 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
 
 def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: Any, run_dir: Path) -> None:
     pool = ResourcePool([3], cpus=0.5)
-    group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir) as group:
+        dies_while_called(group, pool, three)
+
+
+def dies_while_called(group: Any, pool: ResourcePool, three: Any) -> None:
     reserved, pids = pool.placements[0].group, [each["pid"] for each in group.who()]
     stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
     with pytest.raises(RoleFailed, match="no answer after 2 s"):

@@ -300,12 +300,13 @@ def expected(directory: Path, batches: dict[str, Batch]) -> Any:
 def test_equals_one_process(size: int, name: str, found: Any, expected: Any) -> None:
     how = WAYS[size][name]
     ranks, alone = found[size][name], expected[replace(how, packed=True, config=())]
-    close = 1e-9 if how.dtype == "float64" else 1e-5
+    close = 1e-9 if how.dtype == "float64" else 1e-6
+    loss = close if how.dtype == "float64" else 4e-6  # a sum of terms of both signs, each of which is rounded
     for step, (mine, theirs) in enumerate(zip(ranks.metrics, alone.metrics, strict=True)):
         exact = {key for key in theirs if key.startswith(("train/loss", "train/grad_norm"))}
-        for keys, tolerance in ((exact, close), (theirs.keys() - exact, 10 * close)):  # some are exponentials of sums
-            said = {key: mine[key] for key in keys}
-            assert said == pytest.approx({key: theirs[key] for key in keys}, rel=tolerance, abs=tolerance), list(
+        for keys, tolerance in ((exact, loss), (theirs.keys() - exact, 10 * close)):  # some are exponentials of sums
+            got = {key: mine[key] for key in keys}
+            assert got == pytest.approx({key: theirs[key] for key in keys}, rel=tolerance, abs=tolerance), list(
                 how.program()
             )[step]
         assert mine.keys() == theirs.keys()

@@ -83,7 +83,8 @@ def test_what_the_loss_saw_of_each_token_adds_up_to_what_the_step_logged(tmp_pat
     algorithm = {"kind": "grpo", "mini_batches": 2, "epochs": 2, "policy_loss": {"kind": "ppo", "clip_low": 0.0}}
     train = {"optimizer": {"lr": 0.05}, "max_tokens_per_micro_batch": 32}
     run(config_from_mapping({**CONFIG, "algorithm": algorithm, "train": train, "run": run_section(tmp_path)}))
-    sequences = [each.sequences[0] for each in read_rollouts(tmp_path / "run", step=2)]
+    rollouts = sorted(read_rollouts(tmp_path / "run", step=2), key=identity)  # as the step took them
+    sequences = [each.sequences[0] for each in rollouts]
     first = sequences[: GROUPS * SIZE // 2]  # of the first mini-batch: the weights are still those of the old policy
     for sequence in first:
         seen, old = sequence.columns["update_log_prob"], sequence.columns["old_log_prob"]

@@ -152,7 +152,7 @@ class ActorGroup:
         waiting = {call.ref: number for number, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         while waiting:
-            refs = [*waiting, *(life.ref for life in self._lives)]
+            refs = [*(life.ref for life in self._lives), *waiting]  # a death goes before answers that came beside it
             poll_s = min(_POLL_S, max(end - time.monotonic(), 0.0))
             done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
             if deaths := [self._death(life) for life in self._lives if life.ref in done]:
@@ -206,7 +206,7 @@ class ActorGroup:
         end, errors = time.monotonic() + _GRACE_S, [error]
         waiting = {call.ref: call for call in others}
         while waiting and (poll_s := end - time.monotonic()) > 0:
-            refs = [*waiting, *(life.ref for life in self._lives)]
+            refs = [*(life.ref for life in self._lives), *waiting]
             done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
             if deaths := [self._death(life) for life in self._lives if life.ref in done]:
                 return deaths[0]

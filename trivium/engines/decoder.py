@@ -305,18 +305,6 @@ class Decoder:
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last][:, None].contiguous(),)
 
 
-def _check_base(base: Mapping[str, Tensor], adapter: Mapping[str, LowRank]) -> None:
-    """Raises SyncError for an adapter of other weights than these."""
-    wrong = [name for name, added in adapter.items() if fingerprint(base[name]) != added.base]
-    if wrong:
-        raise SyncError(
-            f"add an adapter to {wrong[0]}",
-            "the weight here is not the one that it was trained beside",
-            "give explorers the model that the stage began with, or set train.lora.push to merged (explorers that are "
-            "commands of their own know the first stage's model only)",
-        )
-
-
 class Unread(Exception):
     """Weights that could not be read; the cause is the error of what they are read from, if it raised one."""
 

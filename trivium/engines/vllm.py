@@ -27,7 +27,7 @@ from pydantic import Field
 from trivium.concurrency import ProcessLife
 from trivium.config import EngineConfig, RunConfig, free
 from trivium.config.recording import recorded
-from trivium.engines.loads import LoadOrder
+from trivium.engines.load_gate import LoadGate
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
 from trivium.engines.vllm_forms import empty_completion, prompt_reader, read_output, sampling_params
@@ -233,7 +233,7 @@ class VllmEngine:
         self._loaded, self._sleeps = _Loaded(), False
         self._prompt = prompt_reader(model_dir)
         self._numbers = itertools.count()
-        self._order = LoadOrder()
+        self._gate = LoadGate()
         self._exclusive = asyncio.Lock()
         """Held by what changes the weights or the process."""
         self._loop = asyncio.new_event_loop()
@@ -317,7 +317,7 @@ class VllmEngine:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _generate(self, request: Request, limit: int) -> Completion:
-        async with self._order.request():
+        async with self._gate.completion():
             while not self._closing:
                 if self._sleeps:
                     await self._wake()
@@ -358,7 +358,7 @@ class VllmEngine:
 
     async def _load(self, version: int, named: list[tuple[str, Any]], *, at_once: bool) -> None:
         if not at_once:
-            async with self._order.load():
+            async with self._gate.load():
                 return await self._adopt(version, named)
         await self._adopt(version, named, at_once=True)
 
@@ -379,7 +379,7 @@ class VllmEngine:
                 self._files.remove(old)
 
     async def _rest(self) -> None:
-        async with self._order.load(), self._exclusive:
+        async with self._gate.load(), self._exclusive:
             try:
                 await self._llm.sleep(self.config.sleep_level, mode="wait")
             except dead_error() as error:
@@ -471,7 +471,7 @@ class VllmEngine:
             shut_down(self._llm)
 
     async def _drained(self) -> None:
-        async with self._order.load():
+        async with self._gate.load():
             """Nothing is in flight."""
 
 
