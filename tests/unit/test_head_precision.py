@@ -14,7 +14,7 @@ from trivium.config.reading import config_from_mapping
 from trivium.errors import ConfigError
 from trivium.models import log_prob_head
 from trivium.models.log_prob_head import log_prob_and_entropy
-from trivium.models.precision import parts_of, precision_of, product, settle, use_in
+from trivium.models.precision import parts_of, precision_of, product, set_matmul_precision, use_in
 from trivium.runtime.preflight import preflight
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
 def test_an_output_layer_on_the_cpu_stays_as_it_is() -> None:
     layer = torch.nn.Linear(4, 8)
     use_in(layer, X3)
-    settle("float32")
+    set_matmul_precision("float32")
     assert "forward" not in vars(layer)
 
 
@@ -114,7 +114,7 @@ def test_precisions_on_a_gpu(name: str, bound: float) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     a, b = draw(N, H, seed=0).cuda(), draw(V, H, seed=1).cuda()
     try:
-        settle(name)
+        set_matmul_precision(name)
         measured = error(product(a, parts_of(b, name), name), a, b)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -158,14 +158,14 @@ def _between(old: RunConfig, new: RunConfig, where: str) -> Iterator[Difference]
 
 def _filled_in(stage: RunConfig, training: SamplingConfig) -> RunConfig:
     """The stage with what its evaluation leaves open as it is used, for configs were saved with it; where nothing is
-    evaluated, without it. What is left to the machine is as here."""
+    evaluated, without it. `auto` is resolved for this machine."""
     own, used = stage.evaluation, {"sampling": EvaluationSampling(), "threshold": 1.0}
     if own.taskset is not None:
         sampling = asdict(own.sampling.sampling(training, own.samples))
         used["sampling"] = EvaluationSampling(**{name: sampling[name] for name in EvaluationSampling.model_fields})
         used["threshold"] = 1.0 if own.threshold is None else own.threshold
-    settled = {"engine": stage.engine.on_this_machine(), "train": stage.train.on_this_machine()}
-    return stage.model_copy(update={"evaluation": own.model_copy(update=used), **settled})
+    resolved = {"engine": stage.engine.on_this_machine(), "train": stage.train.on_this_machine()}
+    return stage.model_copy(update={"evaluation": own.model_copy(update=used), **resolved})
 
 
 def _differences(old: object, new: object, section: object, where: str, may_change: bool) -> Iterator[Difference]:

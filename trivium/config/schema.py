@@ -100,19 +100,19 @@ class Config(BaseModel):
             field.description = field.description or text
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """What is wrong with this section beside the others of `run`. `where` is its path in the config."""
+        """What is wrong with this section, given the others of `run`. `where` is its path in the config."""
         yield from ()
 
     def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """Why this machine cannot do what the section says: looked at where a run is to start, not to read a config."""
+        """Why this machine cannot run the section. Checked before a run starts, not when a config is read."""
         yield from ()
 
     def warnings(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        """What is allowed, and probably not meant."""
+        """What is allowed, and probably a mistake."""
         yield from ()
 
     def on_this_machine(self) -> Self:
-        """The section with what it leaves to the machine (`auto`) settled as this one settles it."""
+        """The section with every `auto` resolved for this machine."""
         return self
 
 

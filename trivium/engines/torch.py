@@ -14,23 +14,23 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from trivium.config import EngineConfig, RunConfig, free
+from trivium.config import RunConfig, free
 from trivium.config.memory_estimate import shape_in
 from trivium.engines import invariance
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder, Prefix, Unread, padded_length
+from trivium.engines.section import LocalEngineConfig
 from trivium.engines.seen import PromptImages
 from trivium.engines.selfcheck import check_decoder
 from trivium.engines.servable import check_request
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, SyncError
-from trivium.models.placement import device_of, dtype_of
-from trivium.models.precision import HeadPrecision, precision_of, settle
+from trivium.models.placement import head_precision_problems
+from trivium.models.precision import HeadPrecision, precision_of, set_matmul_precision
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
 from trivium.types import EXTRAS, Capabilities, Completion, Request, StopReason
@@ -77,39 +77,23 @@ class _Waiting:
 class TorchEngine:
     """Samples completions with torch and transformers, on the CPU or one GPU."""
 
-    class Config(EngineConfig):
+    class Config(LocalEngineConfig):
         kind: str = "torch"
-        device: Literal["auto", "cpu", "cuda"] = "auto"
-        """Where the policy samples; `auto` takes a GPU if there is one."""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """Type of weights and keys and values; logits and log-probabilities are float32 always. `auto` is bfloat16 on a
-        GPU that computes in it, else float32. On a CPU, bfloat16 is faster only where the CPU multiplies in it (AVX-512
-        or AMX)."""
         head_precision: HeadPrecision = "auto"
         """Matrix products of the output layer on a GPU, as `train.head_precision`, whose value it has."""
         batch_invariant: bool | None = None
         """Whether a completion's bits are independent of the rest of its batch; unset: yes for float32 on the CPU."""
-        max_context: int | None = Field(default=None, ge=2)
-        """Longest prompt and completion together, in tokens; unset: what the model was built for."""
         max_rows: int = free(512, ge=1)
         """Completions that decode at once; each holds keys and values for its whole context."""
         prefill_tokens: int = free(16384, ge=16)
         """Prompt tokens read in one forward pass (one longer prompt is still read); bounds memory."""
 
-        def on_this_machine(self) -> Self:
-            device = device_of(self.device).type if self.device == "auto" else self.device
-            settled = {"device": device, "dtype": dtype_of(self.dtype, device)}
-            if self.head_precision == "auto":
-                settled["head_precision"] = precision_of("auto", torch.device(device), settled["dtype"], "")
-            return self.model_copy(update=settled)
-
         def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
+            yield from head_precision_problems(self, where)
             shape = shape_in(run)
             try:
                 if self.device != "cuda" or torch.cuda.is_available():
                     _resolve_invariance(self.on_this_machine())
-                    here, key = self.on_this_machine(), f"{where}.head_precision"
-                    precision_of(self.head_precision, torch.device(here.device), here.dtype, key)
                 if shape is not None:
                     _resolve_context(self.max_context, shape.max_positions)
             except ConfigError as error:
@@ -266,7 +250,7 @@ class TorchEngine:
             device, how = self.config.device, {"exact": self.capabilities.batch_invariant}
             key = "engine.head_precision"
             precision = precision_of(self.config.head_precision, torch.device(device), self.config.dtype, key)
-            settle(precision)
+            set_matmul_precision(precision)
             self._decoder = Decoder(model_dir, dtype=dtype, device=device, head_precision=precision, **how)
             max_context = _resolve_context(self.config.max_context, self._decoder.max_positions)
             with torch.inference_mode():

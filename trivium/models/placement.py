@@ -1,18 +1,39 @@
-"""Where models compute on this machine, and in which type of numbers, where a config leaves it open (`auto`)."""
+"""What `auto` stands for on this machine: the device, the dtype, and the precision of the output layer."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from trivium.errors import ConfigError
+from trivium.errors import ConfigError, Problem
+from trivium.models.precision import precision_of
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
+class _ModelSection(Protocol):
+    """A config section that says where a model computes, and in which dtype."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    def model_copy(self, *, update: Mapping[str, Any] | None = ...) -> Self: ...
+
+
+class _HeadSection(_ModelSection, Protocol):
+    @property
+    def head_precision(self) -> str: ...
+
+
+S = TypeVar("S", bound=_ModelSection)
+
+
 def device_of(name: str, key: str = "train.device") -> torch.device:
-    """The device that a config's `key` means here. Raises ConfigError for a GPU that is not there."""
+    """The device that a config's `key` names on this machine. Raises ConfigError without a usable GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -28,6 +49,29 @@ def dtype_of(name: str, device: str) -> str:
         return name
     halved = device.startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return "bfloat16" if halved else "float32"
+
+
+def resolve_auto(section: S) -> S:
+    """A copy of a config section with every `auto` of `device`, `dtype` and `head_precision` resolved for this machine;
+    explicit values stay as they are, unchecked."""
+    device = device_of("auto").type if section.device == "auto" else section.device
+    resolved = {"device": device, "dtype": dtype_of(section.dtype, device)}
+    if getattr(section, "head_precision", None) == "auto":
+        resolved["head_precision"] = precision_of("auto", torch.device(device), resolved["dtype"], "")
+    return section.model_copy(update=resolved)
+
+
+def head_precision_problems(section: _HeadSection, where: str) -> Iterator[Problem]:
+    """Reports a `head_precision` that this machine does not support. Reports nothing for a GPU on a machine without
+    one: a missing device is a problem of its own."""
+    resolved, key = resolve_auto(section), f"{where}.head_precision"
+    device = torch.device(resolved.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return
+    try:
+        precision_of(resolved.head_precision, device, resolved.dtype, key)
+    except ConfigError as error:
+        yield Problem(key, error.asked, error.found, error.do)
 
 
 def use_deterministic_kernels(key: str) -> None:

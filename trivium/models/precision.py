@@ -23,22 +23,22 @@ Parts = tuple[Tensor, ...]
 
 
 def precision_of(name: str, device: torch.device, dtype: str, key: str) -> str:
-    """What a config's `key` means on a device, for a model that computes in `dtype`. Raises ConfigError where it does
-    not apply."""
+    """The precision that a config's `key` names on a device, for a model that computes in `dtype`: `name`, or what
+    `auto` stands for. Raises ConfigError where the device or the dtype does not support it."""
     gpu = device.type == "cuda"
-    applies = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    applies = applies and dtype != "float64"
+    supported = gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    supported = supported and dtype != "float64"
     if name == "auto":
-        return "bfloat16x3" if applies else "float32"
-    if name == "float32" or applies:
+        return "bfloat16x3" if supported else "float32"
+    if name == "float32" or supported:
         return name
     reason = "the model computes in float64" if dtype == "float64" else "this GPU has no instructions for it"
     reason = reason if gpu else "the model is on a CPU, where float32 is all there is"
     raise ConfigError(f"{key} {name!r}", reason, "set it to auto or float32")
 
 
-def settle(precision: str) -> None:
-    """Lets this process multiply as `precision` says: TF32 is a setting of all float32 products on its GPUs."""
+def set_matmul_precision(precision: str) -> None:
+    """Turns TF32 on for `tf32`. The setting holds for all float32 matrix products of this process on its GPUs."""
     if precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True
 

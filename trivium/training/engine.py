@@ -32,7 +32,7 @@ from trivium.models.lora import (
 )
 from trivium.models.loss import LossDenominators, ScoreHead
 from trivium.models.placement import device_of, narrowed, use_deterministic_kernels
-from trivium.models.precision import precision_of, settle
+from trivium.models.precision import precision_of, set_matmul_precision
 from trivium.models.quantized import is_quantized, original
 from trivium.models.vision import freeze_vision
 from trivium.phases import Phase, announce
@@ -130,7 +130,7 @@ class TorchTrainEngine(TrainEngine):
             use_deterministic_kernels("train.deterministic_kernels")
         key = "train.head_precision"
         self._head_precision = precision_of(config.head_precision, self._device, self.config.dtype, key)
-        settle(self._head_precision)
+        set_matmul_precision(self._head_precision)
         self._learners: dict[str, Learner] = {}
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field
 
 from trivium.config import RunConfig, TrainConfig, free
 from trivium.config.memory_estimate import vision_problems
-from trivium.errors import ConfigError, Problem
+from trivium.errors import Problem
 from trivium.models.lora import LoraConfig
-from trivium.models.placement import device_of, dtype_of
-from trivium.models.precision import HeadPrecision, precision_of
+from trivium.models.placement import head_precision_problems, resolve_auto
+from trivium.models.precision import HeadPrecision
 from trivium.models.quantized import Refusal, has_library, is_quantized, refusal
 from trivium.registry import resolve
 from trivium.training.optim import OptimizerConfig
@@ -78,19 +77,10 @@ class TorchTrainConfig(TrainConfig):
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
     def on_this_machine(self) -> Self:
-        device = device_of(self.device).type if self.device == "auto" else self.device
-        settled = {"device": device, "dtype": dtype_of(self.dtype, device)}
-        if self.head_precision == "auto":
-            settled["head_precision"] = precision_of("auto", torch.device(device), settled["dtype"], "")
-        return self.model_copy(update=settled)
+        return resolve_auto(self)
 
     def machine_problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        here, key = self.on_this_machine(), f"{where}.head_precision"
-        try:
-            if here.device == "cpu" or torch.cuda.is_available():
-                precision_of(self.head_precision, torch.device(here.device), here.dtype, key)
-        except ConfigError as error:
-            yield Problem(key, error.asked, error.found, error.do)
+        yield from head_precision_problems(self, where)
 
     def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
         """Why frozen weights cannot be kept in 8 or 4 bits on a device of this type."""

@@ -1,0 +1,26 @@
+"""The part of the section `engine` that is common to engines which hold the policy's weights themselves."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field
+
+from trivium.config import EngineConfig
+from trivium.models.placement import resolve_auto
+
+
+class LocalEngineConfig(EngineConfig):
+    """Base of the sections of engines that run the model on this machine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy samples; `auto` takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and keys and values; logits and log-probabilities are float32 always. `auto` is bfloat16 on a
+    GPU that computes in it, else float32. On a CPU, bfloat16 is faster only where the CPU multiplies in it (AVX-512
+    or AMX)."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest prompt and completion together, in tokens; unset: what the model was built for."""
+
+    def on_this_machine(self) -> Self:
+        return resolve_auto(self)
