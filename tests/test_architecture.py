@@ -92,6 +92,7 @@ SAME_BASENAME = {
     "remote": "what is on another machine: copies of checkpoints, and what computes rewards",
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
+    "section": "the config section that a package reads",
     "synchronizer": "statuses and versions of the roles of a run: the core's, and Trinity's over it",
     "trainer": "trainers: of the core, verl's and Trinity's over it",
 }

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from training_parts import random_model
+from transformers import AutoConfig, PreTrainedModel
 
 from trivium.engines.torch import TorchEngine
 from trivium.randomness import SampleKey
@@ -33,13 +33,7 @@ def mixture(kind: str = "qwen3_moe", *, seed: int = 0, scale: float = 6.0, **cha
     """A random model of 8 experts, 2 for each token, whose weights are large enough to tell them apart."""
     experts = {_EXPERTS.get(kind, "num_experts"): 8, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(kind, **{**_SIZES, **experts, **changes})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(scale)
-    return model
+    return random_model(config, seed=seed, scale=scale)
 
 
 def write_mixture(directory: Path, kind: str = "qwen3_moe", **how: Any) -> Path:

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
 from trivium.protocols import CutAnywhere
@@ -39,14 +48,19 @@ MODELS = {
 def write_model(directory: Path, name: str = "qwen3", seed: int = 0, scale: float = 8.0, **changes: Any) -> Path:
     """A random model whose weights are large enough for its predictions to differ from uniform."""
     config = MODELS[name].__class__(**{**MODELS[name].to_dict(), **changes})
+    random_model(config, seed=seed, scale=scale).save_pretrained(directory)
+    return directory
+
+
+def random_model(config: PreTrainedConfig, *, seed: int, scale: float) -> PreTrainedModel:
+    """A language model whose random matrices are multiplied by `scale`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(scale)
-    model.save_pretrained(directory)
-    return directory
+    return model
 
 
 def make_batch(lengths=(9, 21, 5, 14, 7, 18), seed=0, masked=(), **columns: float) -> Batch:

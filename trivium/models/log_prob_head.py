@@ -68,10 +68,7 @@ def sum_pi_squared(
     """(N,) without gradient: the sum over the vocabulary of the squared probabilities; arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
-    parts = parts_of(weight, precision)
-    for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], parts, bias, temperature, precision)
-        _cut(logits, kept, rows)
+    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
         p = logits.softmax(1)
         result[rows] = torch.linalg.vecdot(p, p)
     return result
@@ -90,10 +87,7 @@ def mean_discriminant(
     """(N,) without gradient: the sum over the vocabulary of p^2 (entropy + log p); arguments as above."""
     hidden = hidden.to(weight.dtype)
     result = hidden.new_empty(len(hidden))
-    parts = parts_of(weight, precision)
-    for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], parts, bias, temperature, precision)
-        left_out = _cut(logits, kept, rows)
+    for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
         log_p = logits.log_softmax(1)
         p = log_p.exp()
         _zero(log_p, left_out)
@@ -115,9 +109,7 @@ def top_k_log_probs(
     """(ids int64, log_prob), each (N, k), without gradient: the k most probable tokens, in descending order."""
     hidden = hidden.to(weight.dtype)
     ids, log_prob = hidden.new_empty(len(hidden), k, dtype=torch.int64), hidden.new_empty(len(hidden), k)
-    parts = parts_of(weight, precision)
-    for rows in _chunks(len(hidden), weight):
-        logits = _logits(hidden[rows], parts, bias, temperature, precision)
+    for rows, logits, _ in _chunked_logits(hidden, weight, bias, temperature, None, precision):
         top = logits.topk(k, dim=1)
         ids[rows], log_prob[rows] = top.indices, top.values - torch.logsumexp(logits, dim=1)[:, None]
     return ids, log_prob
@@ -133,22 +125,28 @@ def _chunks(rows: int, weight: torch.Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _logits(
-    hidden: torch.Tensor, weight: Parts, bias: torch.Tensor | None, temperature: float, precision: str
-) -> torch.Tensor:
-    logits = product(hidden, weight, precision)
-    if bias is not None:
-        logits += bias
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _cut(logits: torch.Tensor, kept: KeptSets | None, rows: slice) -> torch.Tensor | None:
-    """Sets the logits of the tokens that were not kept to -inf, in place; which these are."""
-    if kept is None:
-        return None
-    left_out = kept.left_out(rows, logits.shape[1])
-    logits.masked_fill_(left_out, -torch.inf)
-    return left_out
+def _chunked_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    kept: KeptSets | None,
+    precision: str,
+    parts: Parts | None = None,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+    """Yields (rows, logits of these rows, which of them were not kept) chunk by chunk; the caller may overwrite the
+    logits. Those of tokens that were not kept are -inf. `parts` are those of `weight`, where the caller has them."""
+    parts = parts_of(weight, precision) if parts is None else parts
+    for rows in _chunks(len(hidden), weight):
+        logits = product(hidden[rows], parts, precision)
+        if bias is not None:
+            logits += bias
+        if temperature != 1.0:
+            logits.div_(temperature)
+        left_out = None if kept is None else kept.left_out(rows, logits.shape[1])
+        if left_out is not None:
+            logits.masked_fill_(left_out, -torch.inf)
+        yield rows, logits, left_out
 
 
 def _zero(log_p: torch.Tensor, left_out: torch.Tensor | None) -> None:
@@ -179,10 +177,7 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_norm = hidden.new_empty(len(hidden))  # log of the sum of exponentials
         log_prob, entropy = hidden.new_empty(targets.shape), torch.empty_like(log_norm)
-        parts = parts_of(weight, precision)
-        for rows in _chunks(len(hidden), weight):
-            logits = _logits(hidden[rows], parts, bias, temperature, precision)
-            left_out = _cut(logits, kept, rows)
+        for rows, logits, left_out in _chunked_logits(hidden, weight, bias, temperature, kept, precision):
             norm = torch.logsumexp(logits, dim=1)
             log_norm[rows] = norm
             log_prob[rows] = logits.gather(1, targets[rows]) - norm[:, None]
@@ -210,9 +205,8 @@ class _Head(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if wants_bias else None
         parts, precision = parts_of(weight, ctx.precision), ctx.precision
         transposed = tuple(part.T for part in parts)
-        for rows in _chunks(len(hidden), weight):
-            log_p = _logits(hidden[rows], parts, bias, ctx.temperature, precision)
-            left_out = _cut(log_p, ctx.kept, rows)
+        chunks = _chunked_logits(hidden, weight, bias, ctx.temperature, ctx.kept, precision, parts)
+        for rows, log_p, left_out in chunks:
             log_p.sub_(log_norm[rows, None])
             g = grad_log_prob[rows]
             total = g.sum(1, keepdim=True)
