@@ -11,7 +11,7 @@ import yaml
 
 from tests.processes import commands
 from trivium.config import load_config
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError
 from trivium.models.heads import VALUE_HEAD

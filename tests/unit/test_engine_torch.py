@@ -264,6 +264,22 @@ def test_rows_keep_their_keys_while_their_room_grows(models: dict[str, Path]) ->
     assert sizes == {192, 384, 704}
 
 
+def test_a_prompt_that_waits_for_rows_keeps_no_others_in_memory(models: dict[str, Path]) -> None:
+    decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
+    with torch.inference_mode():
+        prefixes = decoder.read([np.array([3 + row, 4, 5], np.int32) for row in range(3)])
+        alone = prefixes[1].alone()
+        assert alone.alone() is alone
+        assert [len(tensor) for layer in alone.cache.layers for tensor in layer] == [1] * 2 * len(alone.cache.layers)
+        steps = []
+        for prefix in (prefixes[1], alone):
+            decoder.place([prefix], [0])
+            steps.append(decoder.step(np.array([7]), np.array([3])))
+    assert torch.equal(*steps)
+    assert torch.equal(prefixes[1].logits, alone.logits)
+    assert alone.logits.untyped_storage().nbytes() < prefixes[1].logits.untyped_storage().nbytes()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_that_are_read_whole_without_a_mask_give_the_same(
     models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_parts import make_engine, write_model
 
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.reading import config_from_mapping
 from trivium.errors import ConfigError
 from trivium.models import log_prob_head

@@ -1,9 +1,12 @@
 """What a run will want of memory: counts that are torch's own, an estimate that a real step agrees with, a refusal."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,10 +27,13 @@ from unit.training_parts import Parts, Reinforce, make_batch, make_engine
 from tests.processes import Forked
 from trivium.cli import app
 from trivium.config import RunConfig, config_from_mapping, load_config
+from trivium.config.engine_memory import MIB, engine_memory
+from trivium.config.machine import Machine, host_memory
 from trivium.config.machine_file import read_machine
-from trivium.config.memory_estimate import MIB, Machine, adapter_parameters, engine_memory, host_memory, memory_plan
+from trivium.config.memory_estimate import adapter_parameters, memory_plan
 from trivium.config.model_shape import read_shape, shape_of
 from trivium.config.plan import plan_run, refuse_too_large
+from trivium.engines.decoder import Decoder
 from trivium.errors import ConfigError, DataError
 from trivium.text.tiny import TinyModel, tiny_tokenizer
 from trivium.training.device import machine
@@ -198,6 +204,18 @@ class TestEstimate:
         found = engine_memory(shape, dtype="bfloat16", rows=32, tokens=2048)
         assert found == {"engine": 2 * shape.parameters, "engine cache": 32 * 2048 * 28 * 2 * 2 * 128 * 2}
 
+    def test_a_prompt_pass_is_bounded_by_its_budget(self) -> None:
+        shape = shape_of(QWEN_32B)
+
+        def items(**how: Any) -> tuple[float, float]:
+            found = engine_memory(shape, dtype="bfloat16", rows=32, tokens=2048, device="cuda", **how)
+            return found["engine prompts"] / 2**30, found["engine pass"] / 2**30
+
+        assert items(prefill=16384, prompt=1024) == pytest.approx((4.0, 3.0), abs=0.05)
+        assert items(prefill=4096, prompt=1024) == pytest.approx((1.0, 0.75), abs=0.05)
+        assert items(prefill=16384, prompt=16) == pytest.approx((0.125, 0.15), abs=0.05)  # no more than there are
+        assert items(prefill=1024, prompt=4096)[0] == pytest.approx(1.0, abs=0.05)  # one longer prompt is still read
+
     @pytest.mark.parametrize(
         ("sizes", "how", "rows", "length"),
         [
@@ -231,23 +249,57 @@ class TestEstimate:
         items = memory_plan(read_shape(tmp_path), tokens=rows * length, **how)
         assert 0.6 < sum(items.values()) / grown < 1.7, (grown, items)
 
+    @pytest.mark.parametrize(("device", "rows", "prompt"), [("cuda", 16, 256), ("cpu", 8, 1024)])
+    def test_a_prompt_pass_takes_about_as_much(self, device: str, rows: int, prompt: int, tmp_path: Path) -> None:
+        """Prompts in one piece, as on a GPU; and in pieces, with the scores of a CPU's exact attention."""
+        sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 4000}
+        Qwen3Config(**{**SIZES, **sizes, "max_position_embeddings": 1024}, head_dim=32).save_pretrained(tmp_path)
+        process = Forked("pass", tmp_path / "pass.out", measured_pass, tmp_path, device, rows, prompt)
+        assert process.wait(120) == 0, process.text
+        grown = int((tmp_path / "grown").read_text())
+        how: dict[str, Any] = {"dtype": "float32", "rows": rows, "tokens": prompt, "device": device}
+        items = engine_memory(read_shape(tmp_path), **how, prefill=rows * prompt, prompt=prompt)
+        assert 0.7 < (items["engine prompts"] + items["engine pass"]) / grown < 1.5, (grown, items)
 
-def measured(model_dir: Path, how: dict[str, Any], rows: int, length: int) -> None:
-    """Writes by how many bytes this process grows at most, over an engine and two of its updates."""
+
+def measured_pass(model_dir: Path, device: str, rows: int, prompt: int) -> None:
+    """Writes by how many bytes this process grows at most while an engine reads so many prompts."""
+    AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(model_dir)).save_pretrained(model_dir)
+    decoder = Decoder(model_dir, dtype=torch.float32, device="cpu", exact=device == "cpu")
+    if device == "cuda":
+        decoder.reads_whole, decoder.layers = True, None
+    prompts = [np.full(prompt, 3 + row, np.int32) for row in range(rows)]
+    with torch.inference_mode():
+        decoder.read([each[:40] for each in prompts])
+        grown = peak_growth(lambda: decoder.read(prompts))
+    (model_dir / "grown").write_text(str(grown))
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """By how many bytes this process grows at most while `work` runs."""
 
     def now(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-    AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(model_dir)).save_pretrained(model_dir)
-    batch = make_batch(lengths=(length,) * rows, advantages=0.3)
     before, libraries = now("VmRSS"), now("RssFile")
     Path("/proc/self/clear_refs").write_text("5")
-    engine = make_engine(model_dir, Parts((Reinforce(),)), max_tokens_per_micro_batch=10**6, **how)
-    for _ in range(2):
-        engine.update("policy", batch, engine.algorithm.objectives[0])
+    work()
     # A forked process maps the code of the libraries as it first runs it.
-    (model_dir / "grown").write_text(str(now("VmHWM") - before - (now("RssFile") - libraries)))
+    return now("VmHWM") - before - (now("RssFile") - libraries)
+
+
+def measured(model_dir: Path, how: dict[str, Any], rows: int, length: int) -> None:
+    """Writes by how many bytes this process grows at most, over an engine and two of its updates."""
+    AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(model_dir)).save_pretrained(model_dir)
+    batch = make_batch(lengths=(length,) * rows, advantages=0.3)
+
+    def updates() -> None:
+        engine = make_engine(model_dir, Parts((Reinforce(),)), max_tokens_per_micro_batch=10**6, **how)
+        for _ in range(2):
+            engine.update("policy", batch, engine.algorithm.objectives[0])
+
+    (model_dir / "grown").write_text(str(peak_growth(updates)))
 
 
 # --------------------------------------------------------------------------- plan and refusal
@@ -260,13 +312,14 @@ def config_of(tmp_path: Path, said: dict[str, Any] = QWEN_1B5, **changes: Any) -
             "model": {"kind": "hf", "path": str(tmp_path)},
             "tasks": {"train": {"kind": "arithmetic"}},
             "rewards": ["exact"],
-            "schedule": {"groups_per_step": 32, "group_size": 8},
+            "schedule": STEP,
             "engine": {"dtype": "bfloat16", "sampling": {"max_new_tokens": 1024}},
             **changes,
         }
     )
 
 
+STEP = {"groups_per_step": 32, "group_size": 8}
 HUGE = Machine(2**50, (2**50,))
 ADAPTED = {"lora": {"rank": 16}, "frozen_dtype": "bfloat16", "gradient_checkpointing": True}
 
@@ -372,6 +425,28 @@ class TestPlan:
         assert wide == pytest.approx(2 * 4 * shape_of(QWEN_1B5).parameters / MIB, abs=1)
         assert narrow == pytest.approx(wide / 2, abs=1)
 
+    def test_recorded_routing_is_counted_on_the_host(self, tmp_path: Path) -> None:
+        """Qwen3-30B-A3B: 48 layers, 8 of 128 experts; a byte for each, in the turns and in the experiences."""
+        sizes = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        mixture = {**QWEN_1B5, **sizes, "model_type": "qwen3_moe"}
+
+        def host(**changes: Any) -> dict[str, float]:
+            config = config_of(tmp_path, mixture, **changes)
+            memory = plan_run(config, 1, HUGE).stages[0].memory or {}
+            return {"needed": memory["needed"]["host"], **memory.get("rollouts, host", {})}
+
+        off, on = host(), host(train={"router_replay": "rollout"})
+        assert on["recorded routing"] * MIB == 2 * 256 * 2048 * 48 * 8
+        assert on["needed"] - off["needed"] == pytest.approx(on["recorded routing"], abs=1)
+        ahead = host(train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 2})
+        assert ahead["recorded routing"] == 3 * on["recorded routing"]
+        assert shape_of({**mixture, "num_experts": 256}).routing_per_token == 2 * 48 * 8  # and one for "none"
+        config = config_of(
+            tmp_path, mixture, train={"router_replay": "rollout"}, schedule={**STEP, "max_staleness": 900}
+        )
+        with pytest.raises(ConfigError, match="host memory"):
+            refuse_too_large(config, Machine(500 * 2**30, (2**50,)))
+
     def test_this_machine_has_memory(self) -> None:
         assert 2**28 < host_memory() < 2**50
         assert machine().memory == host_memory()
@@ -403,21 +478,23 @@ class TestAnotherMachine:
         assert part in str(error.value)
 
     def test_32b_on_eight_gpus(self, tmp_path: Path) -> None:
-        """The plans of docs/memory.md."""
+        """The plans of docs/memory.md, whose figures they are."""
         tiny_tokenizer("0123456789+=").save_pretrained(tmp_path)
         file, there = tmp_path / "run.yaml", tmp_path / "machine.yaml"
         there.write_text("memory: 1 TiB\ngpus: 8\ngpu_memory: 80 GiB\nranks: 8\n")
 
         def checked(**changes: Any) -> tuple[int, dict[str, Any], str]:
-            sampling = {"max_rows": 32, "max_context": 2048, "sampling": {"max_new_tokens": 1024}}
-            config = config_of(tmp_path, QWEN_32B, engine=sampling, **changes)
+            changes["train"] = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 8192} | changes["train"]
+            engine = {"max_rows": 32, "max_context": 2048, "prefill_tokens": 4096, "sampling": {"max_new_tokens": 1024}}
+            config = config_of(tmp_path, QWEN_32B, engine=engine, **changes)
             file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
             done = CliRunner().invoke(app, ["check", str(file), "--machine", str(there)])
             return done.exit_code, yaml.safe_load(done.stdout)["stages"][0]["memory"], done.stderr
 
         number = shape_of(QWEN_32B).parameters
-        code, memory, error = checked(train={"gradient_checkpointing": True})
+        code, memory, error = checked(train={})
         assert code == 2
+        columns = [figures(memory)]
         rank = memory["each rank"]
         assert rank["ranks"] == 8
         assert rank["policy optimizer"] * MIB == pytest.approx(number, rel=1e-3)  # 8 N over 8 ranks
@@ -426,7 +503,42 @@ class TestAnotherMachine:
         assert memory["each rank, host"]["weights received"] * MIB == pytest.approx(2 * number, rel=1e-3)
         assert "of the memory of a GPU" in error
         ray = {"kind": "ray", "ranks": 6, "engines": 2}
+        code, memory, _ = checked(train={}, cluster=ray)
+        assert code == 2
+        columns.append(figures(memory))
+        code, memory, _ = checked(train={"cpu_offload": True}, cluster=ray)
+        assert code == 0
+        offloaded = memory["each rank"]["total"] / 1024, memory["needed"]["host"] / 1024
         code, memory, error = checked(train=ADAPTED, cluster=ray)
         assert (code, error) == (0, "")
+        columns.append(figures(memory))
         assert memory["each rank"]["policy weights"] * MIB == pytest.approx(2 * number / 6, rel=0.02)
         assert memory["needed"]["gpu"] == pytest.approx(memory["each engine"]["total"] + 512, abs=1)
+        page = (ROOT / "docs/memory.md").read_text().partition("## Another machine")[2]
+        rows = [line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| ")]
+        written = [[re.findall(r"[0-9]+\.[0-9]", cell) for cell in row] for row in rows]
+        for row, numbers in zip(written[1:], zip(*columns, strict=True), strict=True):
+            assert [[f"{number:.1f}" for number in cell] for cell in numbers] == row
+        assert f"{offloaded[0]:.1f}\non its GPU, and all processes together {offloaded[1]:.0f} GiB" in page
+
+
+def figures(memory: dict[str, Any]) -> list[list[float]]:
+    """GiB by row of the table in docs/memory.md."""
+    rank, engine = ({name: memory[each].get(name, 0) / 1024 for name in names} for each, names in ITEMS.items())
+    head = [rank["float32 head"]] if rank["float32 head"] else []
+    return [
+        [rank["policy weights"]],
+        [rank["policy gradients"] + rank["policy optimizer"]],
+        [rank["gathered"]],
+        [rank["activations"], *head],
+        [rank["total"]],
+        [engine["engine"]],
+        [engine["engine cache"]],
+        [engine["engine prompts"], engine["engine pass"]],
+        [engine["total"]],
+        [memory["needed"]["gpu"] / 1024],
+    ]
+
+
+HELD = ("policy weights", "policy gradients", "policy optimizer", "float32 head", "gathered", "activations", "total")
+ITEMS = {"each rank": HELD, "each engine": ("engine", "engine cache", "engine prompts", "engine pass", "total")}

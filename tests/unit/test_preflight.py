@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from trivium.config import config_from_mapping, merged
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.resume import resume_differences, to_yaml
 from trivium.errors import ConfigError
 from trivium.runtime import launch

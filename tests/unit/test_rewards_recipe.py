@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trivium.config import RunConfig, load_config
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.resume import resume_differences, to_yaml
 from trivium.errors import ConfigError, DataError, RewardError
 from trivium.registry import resolve

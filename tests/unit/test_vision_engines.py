@@ -30,7 +30,8 @@ from vision_parts import (
 
 from tests.rank_processes import run_ranks
 from trivium.config import RunConfig, config_from_mapping
-from trivium.config.memory_estimate import Machine, plan_batch, plan_memory
+from trivium.config.machine import Machine
+from trivium.config.memory_estimate import plan_batch, plan_memory
 from trivium.config.model_shape import read_shape
 from trivium.config.plan import plan_run
 from trivium.errors import ConfigError, DataError, RolloutError

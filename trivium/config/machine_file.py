@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.reading import flatten, read_yaml
 from trivium.config.schema import Config
 from trivium.errors import ConfigError

@@ -7,10 +7,11 @@ estimate that measured training steps agree with (tests/unit/test_memory_plan.py
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trivium.config.engine_memory import BYTES, MIB, engine_memory
+from trivium.config.machine import Machine
 from trivium.config.model_shape import FEW_BITS, ModelShape, frozen_weights, read_shape
 from trivium.config.vision_shape import VisionShape
 from trivium.errors import ConfigError, Problem, TriviumError
@@ -20,16 +21,12 @@ from trivium.types import SyncMethod, capabilities_of
 if TYPE_CHECKING:
     from trivium.config.schema import RunConfig
 
-MIB = 2**20
 PROMPT_TOKENS = 1024
 """The prompt assumed beside `max_new_tokens`, where the model's context has room for it; of a model that sees, all of
 it images."""
 RUNTIME = 512 * MIB
 """What a process with torch takes before it holds a model."""
 _ROLE_OF = {"ref": "reference", "teacher": "teacher", "teacher_top": "teacher", "values": "critic"}
-_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-PACKED_BYTES = 256 * MIB
-"""An engine on a CPU keeps weights of up to so many bytes a second time, in the order in which products read them."""
 _HEAD_BYTES = 64 * MIB
 """Logits of one chunk of the head, and their gradient, at most; on a GPU this part of its memory, if that is more."""
 _HEAD_PART_OF_GPU = 256
@@ -43,24 +40,17 @@ _KNOBS = {
     "dequantized": "use a smaller model: its widest matrix is in bfloat16 while it is computed with",
     "gathered": "use a smaller model: the largest layer and the head are whole on each rank while they compute",
     "cache": "lower engine.max_rows, engine.max_context or engine.sampling.max_new_tokens",
+    "prompts": "lower engine.prefill_tokens",
+    "pass": "lower engine.prefill_tokens or engine.max_rows",
     "engine": "set engine.dtype: bfloat16, give engines a GPU of their own (cluster.kind: ray), or use a smaller model",
     "loading": "use fewer ranks on this machine",
+    "routing": "lower schedule.groups_per_step or schedule.max_staleness, or set train.router_replay: off",
     "versions": "set sync.method: checkpoint, or lower schedule.max_staleness",
     "received": "use fewer ranks on this machine, or set engine.dtype: bfloat16",
     "copy": "set checkpoint.asynchronous: false",
     "runtime": "use fewer processes on this machine",
 }
 """What to change about an item, by the last word of its name."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is there: bytes of host memory that processes here may use, and of each GPU. 0 and none where unknown."""
-
-    memory: int = 0
-    gpus: tuple[int, ...] = ()
-    ranks: int | None = None
-    """Processes that torchrun starts there; None where the config and this process's environment say."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +98,8 @@ class MemoryPlan:
     """Whether the first rank and the engine are one process."""
     sleeps: bool = False
     """Whether the engine leaves their GPU to the rank while that learns."""
+    recorded: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of rollouts that wait or are trained on, in host memory: what grows with a model beside its vocabulary."""
 
     @property
     def host(self) -> dict[str, int]:
@@ -117,7 +109,7 @@ class MemoryPlan:
         if self.engine_device == "cpu":
             items |= {name: number * self.engines for name, number in self.engine.items()}
         apart = self.engines if self.engine and not (self.together and self.processes) else 0
-        return items | {"runtime": RUNTIME * (self.processes + apart)}
+        return items | self.recorded | {"runtime": RUNTIME * (self.processes + apart)}
 
     @property
     def gpu(self) -> dict[str, int]:
@@ -136,6 +128,8 @@ class MemoryPlan:
             shown["each rank, host"] = _mib(self.rank_host)
         if self.engine:
             shown["each engine"] = _mib(self.engine) | {"device": self.engine_device, "engines": self.engines}
+        if self.recorded:
+            shown["rollouts, host"] = _mib(self.recorded)
         needed: dict[str, Any] = {"host": round(sum(self.host.values()) / MIB)}
         there: dict[str, Any] = {"host": round(machine.memory / MIB) if machine.memory else "unknown"}
         if self.gpu:
@@ -177,7 +171,7 @@ def memory_plan(
     """
     wide = 8 if dtype == "float64" else 4
     few = FEW_BITS.get(frozen_dtype)
-    kept = wide if dtype == "float64" else 2 if few else min(wide, _BYTES[frozen_dtype])
+    kept = wide if dtype == "float64" else 2 if few else min(wide, BYTES[frozen_dtype])
     items: dict[str, int] = {}
     for role in trained:
         adapted = role == "policy" and adapter_rank > 0
@@ -196,13 +190,13 @@ def memory_plan(
     if kept < wide and narrowed:
         items["float32 head"] = max(each.embedding for each in narrowed) * wide
     if shards > 1:  # the root with its embeddings, and two layers: one computes while the next is gathered
-        narrow = _BYTES[dtype]
+        narrow = BYTES[dtype]
         items["gathered"] = (2 * shape.block * narrow + shape.embedding * (1 if shape.tied else 2) * wide) * 2
-    elif dtype == "bfloat16" and not (adapts and kept == _BYTES[dtype]):
+    elif dtype == "bfloat16" and not (adapts and kept == BYTES[dtype]):
         # autocast keeps the matrices it cast until the pass is over
         items["gathered"] = shape.layers * (shape.attention + shape.experts * shape.expert) * 2
     if few and narrowed:  # a matrix is made wide where it is used, forward or backward
-        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * _BYTES[dtype]
+        items["dequantized"] = 2 * max(each.hidden * each.mlp for each in narrowed) * BYTES[dtype]
     items["activations"] = activations(shape, tokens, dtype, gradient_checkpointing, gpu)
     if shape.vision is not None:
         learns = vision_tower in (None, "trained") and not adapter_rank
@@ -217,12 +211,12 @@ def _vision_activations(vision: VisionShape, image_tokens: int, dtype: str, *, a
     patch is multiplied with, in all of its layers or in those at work, and the input of each layer."""
     layer = 3 * vision.block // (2 * vision.hidden)
     patch = layer * (vision.layers + 1 if all_layers else min(3, vision.layers + 1)) + vision.layers * vision.hidden
-    return image_tokens * vision.patches_per_token * patch * _BYTES[dtype]
+    return image_tokens * vision.patches_per_token * patch * BYTES[dtype]
 
 
 def activations(shape: ModelShape, tokens: int, dtype: str, gradient_checkpointing: bool, gpu: int = 0) -> int:
     """Bytes that one forward and backward pass over so many tokens needs at its peak."""
-    narrow, wide = _BYTES[dtype], 8 if dtype == "float64" else 4
+    narrow, wide = BYTES[dtype], 8 if dtype == "float64" else 4
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     through = 4 * query + 8 * key + (4 if shape.gated else 3) * shape.mlp * shape.active_experts
     layer = through * narrow + 4 * shape.hidden * (narrow + wide)  # norms compute in float32 whatever the dtype
@@ -240,14 +234,6 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     ends = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
     ends += shape.experts * (3 if shape.gated else 2) * (shape.hidden + shape.mlp)
     return shape.layers * rank * ends
-
-
-def engine_memory(shape: ModelShape, *, dtype: str, rows: int, tokens: int, device: str = "cpu") -> dict[str, int]:
-    """Bytes by item of a rollout engine that holds `rows` completions of `tokens` tokens in progress."""
-    width = _BYTES[dtype]
-    weights = shape.parameters * width
-    packed = weights if device == "cpu" and weights <= PACKED_BYTES else 0
-    return {"engine": weights + packed, "engine cache": rows * tokens * shape.kv_per_token * width}
 
 
 # --------------------------------------------------------------------------- of a config
@@ -383,7 +369,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         if lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
     if lora is None or lora.push != "adapter":
-        kept |= _travelling(config, batch, shape.parameters * _BYTES[_planned_engine(config, batch, machine)[1]])
+        kept |= _travelling(config, batch, shape.parameters * BYTES[_planned_engine(config, batch, machine)[1]])
     local = config.cluster.kind == "local"
     explores = config.run.mode in ("both", "explore", "serve", "bench")
     samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
@@ -397,7 +383,21 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         engines=_engines(config, batch.ranks),
         together=local,
         sleeps=getattr(engine, "sleep_level", 0) > 0,
+        recorded=_recorded(config, shape, batch),
     )
+
+
+def _recorded(config: RunConfig, shape: ModelShape, batch: BatchPlan) -> dict[str, int]:
+    """Bytes of the routing that rollouts bring (`train.router_replay`): of a turn, and once more of its experience."""
+    if not replays_routing(config):
+        return {}
+    sequences = batch.sequences * (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
+    return {"recorded routing": 2 * int(sequences) * batch.tokens_per_sequence * shape.routing_per_token}
+
+
+def replays_routing(config: RunConfig) -> bool:
+    """Whether rollouts are asked for the experts of their tokens."""
+    return getattr(config.train, "router_replay", "off") == "rollout"
 
 
 def _travelling(config: RunConfig, batch: BatchPlan, size: int) -> dict[str, int]:
@@ -439,8 +439,13 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
     engine: Any = config.engine
     ahead = (config.max_staleness + 1) * (1 + config.schedule.over_rollout)
     rows = min(engine.max_rows, config.workflow.max_concurrent, int(batch.sequences * ahead))
+    tokens = batch.tokens_per_sequence
     device, dtype = _planned_engine(config, batch, machine)
-    return engine_memory(shape, dtype=dtype, rows=rows, tokens=batch.tokens_per_sequence, device=device)
+    # Engines that sample with other numbers than ours (vLLM) divide their memory themselves.
+    own = capabilities_of(resolve("engines", engine.kind)).exact_sampling
+    prefill = (getattr(engine, "prefill_tokens", None) or 0) if own else 0
+    prompt = min(PROMPT_TOKENS, tokens)
+    return engine_memory(shape, dtype=dtype, rows=rows, tokens=tokens, device=device, prefill=prefill, prompt=prompt)
 
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
@@ -459,27 +464,7 @@ def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str
     return trained, frozen
 
 
-# --------------------------------------------------------------------------- what there is
-
-
-def host_memory() -> int:
-    """Bytes of memory that the processes here may use: the machine's, or the limit of their control group."""
-    limits = [_meminfo()]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _text(path).strip()
-        if text.isdigit():
-            limits.append(int(text))
-    return min((limit for limit in limits if limit), default=0)
-
-
-def _meminfo() -> int:
-    line = next((line for line in _text("/proc/meminfo").splitlines() if line.startswith("MemTotal:")), "")
-    return int(line.split()[1]) * 1024 if line else 0
-
-
-def _text(path: str) -> str:
-    file = Path(path)
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+# --------------------------------------------------------------------------- refusal
 
 
 def refuse_what_cannot_fit(plan: MemoryPlan, machine: Machine, where: str = "") -> None:

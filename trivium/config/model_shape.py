@@ -96,6 +96,11 @@ class ModelShape:
         """Numbers that one token leaves in a cache of keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def routing_per_token(self) -> int:
+        """Bytes that the numbers of a token's experts take where they are recorded, at most."""
+        return self.layers * self.active_experts * (1 if self.experts <= 255 else 2)
+
 
 def read_shape(directory: str | Path) -> ModelShape:
     """The shape of the model in a Hugging Face directory. Raises DataError where config.json lacks a size."""

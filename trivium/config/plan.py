@@ -6,14 +6,8 @@ from typing import Any
 
 import yaml
 
-from trivium.config.memory_estimate import (
-    BatchPlan,
-    Machine,
-    plan_batch,
-    plan_memory,
-    refuse_what_cannot_fit,
-    vision_in,
-)
+from trivium.config.machine import Machine
+from trivium.config.memory_estimate import BatchPlan, plan_batch, plan_memory, refuse_what_cannot_fit, vision_in
 from trivium.config.recording import recorded_in
 from trivium.config.schema import Config, RunConfig
 

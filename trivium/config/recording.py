@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trivium.config.memory_estimate import shape_in
+from trivium.config.memory_estimate import replays_routing, shape_in
 from trivium.errors import Problem
 from trivium.registry import resolve
 from trivium.types import capabilities_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def recorded(config: RunConfig) -> tuple[str, ...]:
     """What the engine is asked to record of training rollouts: names of `EXTRAS`."""
     cut = config.engine.sampling.changes_distribution()
-    return (*["routing"] * _replays_routing(config), *["kept"] * bool(cut))
+    return (*["routing"] * replays_routing(config), *["kept"] * bool(cut))
 
 
 def recorded_in(config: RunConfig) -> str | None:
@@ -26,7 +26,7 @@ def recorded_in(config: RunConfig) -> str | None:
     for what in recorded(config):
         if what == "routing":
             shape = shape_in(config)
-            width = 0 if shape is None else shape.layers * shape.active_experts * (1 if shape.experts <= 255 else 2)
+            width = 0 if shape is None else shape.routing_per_token
             each = f", at most {width} bytes a token of prompt and completion" if width else ""
             lines.append(f"experts, chosen again in training{each}")
         else:
@@ -46,7 +46,7 @@ def check_recording(config: RunConfig) -> Iterator[Problem]:
     shape, kind = shape_in(config), config.engine.kind
     sampled = capabilities_of(resolve("buffers", config.buffer.kind)).explored
     records = capabilities_of(resolve("engines", kind)).extra if sampled else frozenset(recorded(config))
-    if _replays_routing(config):
+    if replays_routing(config):
         where, asked = "train.router_replay", "the experts that rollouts were sampled with"
         if shape is not None and shape.experts == 1:
             yield Problem(where, asked, "the model has no experts", "leave the key out")

@@ -6,7 +6,7 @@ Legend: B prompts, R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -57,6 +57,12 @@ class Prefix:
     """How far the position that its next token is embedded at lies beyond the number of its tokens (M-RoPE)."""
     routing: AnyArray | None = None
     """Of each token the experts that it went through, where the decoder records them."""
+
+    def alone(self) -> Prefix:
+        """The same without the rest of its batch, whose keys and values it would keep in memory."""
+        if len(self.cache.layers[0][0]) == 1:
+            return self
+        return replace(self, cache=self.cache.row(self.index), index=0, logits=self.logits.clone())
 
 
 def padded_length(length: int) -> int:

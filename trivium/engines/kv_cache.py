@@ -42,6 +42,15 @@ class PromptCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return self.start
 
+    def row(self, index: int) -> PromptCache:
+        """A copy of one prompt."""
+        alone = PromptCache(self.length)
+        alone.start = self.start
+        alone.layers = [
+            (keys[index : index + 1].clone(), values[index : index + 1].clone()) for keys, values in self.layers
+        ]
+        return alone
+
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, size = like.shape
         return like.new_zeros(batch, heads, pages(self.length), size)

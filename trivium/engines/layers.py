@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trivium.config.memory_estimate import PACKED_BYTES
+from trivium.config.engine_memory import PACKED_BYTES
 from trivium.engines.attention import attend
 from trivium.engines.invariance import multiplies, product
 from trivium.models.worker_threads import size_of

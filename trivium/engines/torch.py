@@ -372,6 +372,9 @@ class TorchEngine:
         self._admitting = tickets  # neither waiting nor in a row while their rows are allocated
         self._finish(self._batch.admit(tickets, prefixes, self._version))
         self._admitting = []
+        last, _ = chosen[-1]
+        if last.tickets and last.prefix is not None:  # some of its requests wait for rows
+            last.prefix = last.prefix.alone()
 
     def _sees(self, entry: _Waiting) -> bool:
         """Waits for the images of a prompt. False where they cannot be read, which is said to all who asked."""

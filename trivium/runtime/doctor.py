@@ -17,7 +17,7 @@ import torch
 
 from trivium.buffers.rollouts import Rollout, planned_steps, read_rollouts
 from trivium.concurrency import usable_cores
-from trivium.config.memory_estimate import host_memory
+from trivium.config.machine import host_memory
 from trivium.errors import RunDirError
 from trivium.monitors.health import Finding, evidence_of, findings
 from trivium.runtime.logs import BEGINS, ENDED

@@ -13,7 +13,7 @@ from typing import Any
 from trivium.checkpoint.atomic import atomic_write
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
-from trivium.config.memory_estimate import Machine
+from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError, Problem, RunDirError
 from trivium.loops import run as run_parts

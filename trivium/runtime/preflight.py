@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from trivium.buffers.files import FileBuffer, is_conversation
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import Machine, context_limit, planned, shape_in
+from trivium.config.machine import Machine
+from trivium.config.memory_estimate import context_limit, planned, shape_in
 from trivium.config.reading import sections_of
 from trivium.errors import ConfigError, DataError, MissingPackage, Problem, TriviumError
 from trivium.models.huggingface import HuggingFaceModel

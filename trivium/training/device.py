@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trivium.config import RunConfig
-from trivium.config.memory_estimate import Machine, host_memory
+from trivium.config.machine import Machine, host_memory
 from trivium.models.placement import device_of
 from trivium.training.ranks import launched_ranks
 
