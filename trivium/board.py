@@ -36,7 +36,7 @@ class Board(Protocol):
         ...
 
     async def poll(self, until: Callable[[Values], bool], patience_s: float) -> Values:
-        """The table once `until` holds, or as it is after `patience_s`; the caller looks which."""
+        """The table once `until` holds, else as it is after `patience_s`; the caller checks which."""
         ...
 
 
@@ -86,7 +86,7 @@ class Table(Protocol):
         ...
 
     def swap(self, revision: int, values: Values) -> bool:
-        """Stores the values as `revision + 1` if the row still has `revision`; whether it did."""
+        """Stores the values as `revision + 1` if the row still has `revision`; returns whether it did."""
         ...
 
     async def changed(self, revision: int, patience_s: float) -> None:
@@ -121,7 +121,7 @@ class SharedBoard:
 
 
 _LOOK_S = 0.02
-"""How often a wait for another process looks at a file."""
+"""Seconds between two reads of the file in a wait."""
 _LOCKED_S = 60.0
 """How long another process may keep a file locked: it only reads and writes it."""
 

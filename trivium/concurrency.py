@@ -24,7 +24,7 @@ T = TypeVar("T")
 # --------------------------------------------------------------------------- coroutines with a deadline
 
 _GRACE_S = 1.0
-"""How long a cancelled task may take to clean up."""
+"""Seconds that a cancelled task has to clean up."""
 
 _abandoned: set[asyncio.Task[Any]] = set()
 """Tasks that ignored their cancellation. A reference here keeps the garbage collector from them."""
@@ -53,7 +53,7 @@ class ExitRaised(RolloutError):
         self.__cause__ = raised
 
     def __reduce__(self) -> tuple[type[ExitRaised], tuple[BaseException | None]]:
-        return type(self), (self.__cause__,)  # by its own argument, where it travels between processes
+        return type(self), (self.__cause__,)  # pickled by its own argument between processes
 
 
 async def _contained(awaitable: Awaitable[T]) -> T:
@@ -148,7 +148,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had its turn already
+            if not turn.cancelled():  # it already had its turn
                 self._hand_over()
             raise
 
@@ -178,7 +178,7 @@ def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Waiting(NamedTuple):
-    """What an expired wait says: `who` waits for `whom`, and what is known (`seen`)."""
+    """The text of an expired wait: `who` waits for `whom`, and the state (`seen`)."""
 
     who: str
     whom: str
@@ -192,12 +192,12 @@ class ProgressDeadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.state: object = None
-        """What was observed last."""
+        """The state observed last."""
         self._began = self._progressed = time.monotonic()
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left; 0 where it has fired."""
+        """Seconds left; 0 once the deadline has expired."""
         return max(0.0, self._progressed + self.seconds - time.monotonic())
 
     def observe(self, state: object) -> None:
@@ -243,7 +243,7 @@ class Heartbeat:
 
     def __init__(self, beat: Callable[[], object], period_s: float, name: str) -> None:
         self.error: Exception | None = None
-        """What stopped it: a thread has no caller to raise to."""
+        """The error that stopped the thread, for the owner to raise."""
         self._beat, self._period_s = beat, period_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{name}", daemon=True)
@@ -304,7 +304,7 @@ class _Job:
     context: contextvars.Context
     running: bool = False
     abandoned: bool = False
-    """Its caller was cancelled while it ran."""
+    """Whether its caller was cancelled while it ran."""
 
 
 _num_abandoned = 0
@@ -312,7 +312,7 @@ _count_lock = threading.Lock()
 
 
 def left_behind() -> int:
-    """How many functions still run although their caller was cancelled."""
+    """The number of functions that still run after their caller was cancelled."""
     return _num_abandoned
 
 
@@ -334,14 +334,14 @@ class Threads:
         self._forget_threads()
 
     def _forget_threads(self) -> None:
-        """Starts with none: those of the process that this one was forked from are not here."""
+        """Starts without threads: a forked process has none of its parent's."""
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads = self._finished = 0
         self._growing: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
         self._results: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, BaseException | None]]] = {}
-        """What loops were woken for and have not read yet."""
+        """Results that event loops were woken for and have not read yet."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """The function's result. Cancelling removes it from the queue, or abandons it.
@@ -445,7 +445,7 @@ class Threads:
 
 
 def outcome_of(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What user code returned, and what it raised, as an error that ends neither a task nor the process."""
+    """(result of user code, its exception as an error that ends neither a task nor the process)."""
     try:
         return function(), None
     except (StopIteration, asyncio.CancelledError) as raised:  # a future would give them another meaning

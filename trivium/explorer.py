@@ -1,4 +1,5 @@
-"""Explorer: a task in, a group out. Deadlines, failures as data, rewards; the one place that may catch everything."""
+"""Explorer: rolls out tasks into groups, with deadlines and rewards. The one place that turns any exception of user
+code into data: a failed trajectory."""
 
 from __future__ import annotations
 
@@ -41,24 +42,24 @@ _log = logging.getLogger("trivium")
 _MAX_KINDS = 50
 """Kinds of failure that are logged."""
 Score = Mapping[str, float] | RewardError
-"""Weighted components of a reward by name, or why there are none."""
+"""Weighted components of a reward by name, or the error of a reward that failed."""
 
 
 class Judge(Protocol):
     """Scores trajectories that did not fail: each as soon as it is finished, then the members of a group together."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """What one trajectory earned by itself."""
+        """The components of one trajectory, judged by itself."""
         ...
 
     async def compare(self, task: Task, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """What each of these earned beside the others, in order; empty components where nothing compares them."""
+        """The components of each from comparing the members of a group, in order; empty if no reward compares."""
         ...
 
 
 @dataclass
 class Explorer:
-    """Rolls out tasks with one engine. Holds no policy of its own: the engine's version is the truth."""
+    """Rolls out tasks with one engine. Its policy version is the engine's."""
 
     engine: RolloutEngine
     renderer: Renderer
@@ -70,38 +71,39 @@ class Explorer:
     max_concurrent: int
     name: str = "explorer-0"
     greedy_baseline: bool = False
-    """Whether training rolls out each task once more, greedily."""
+    """Whether training rolls out each task once more at temperature 0."""
     must_judge: bool = True
     """Whether a trajectory without a reward counts as failed."""
     operators: Sequence[Operator] = ()
     """The experience pipeline, in order."""
     in_flight: str = "finish"
-    """What becomes of completions in progress when new weights arrive: `finish` or `update` (see `sync.in_flight`)."""
+    """Whether completions in progress `finish` before new weights are loaded, or `update` (see `sync.in_flight`)."""
     max_retries: int = 0
     """How often a trajectory that its workflow failed is rolled out again."""
     min_members: int = 1
     """A group with fewer successful members is dropped; 1 drops none."""
     max_failed_fraction: float = 1.0
-    """The largest part of trajectories that may fail, or be dropped with those that did, where groups are dropped."""
+    """The largest fraction of trajectories that may fail, or be dropped with failed ones, if `min_members` drops
+    groups."""
     failure_window: int = 16
-    """Consecutive groups that this is measured over."""
+    """Consecutive groups that `max_failed_fraction` is measured over."""
     leased: int = field(default=0, init=False)
     """Slots that were leased since it adopted its version."""
     idle: bool = field(default=False, init=False)
-    """Whether it has found no free slot."""
+    """Whether it waits for a free slot."""
     request: Literal["", "idle", "now"] = field(default="", init=False)
-    """What it has told the trainer: that it needs no newer weights, could use them, or asks for them now."""
+    """Its current request to the trainer: none, weights when convenient (it is `idle`), or weights `now`."""
     _counts: Counter[str] = field(default_factory=Counter[str], init=False)
-    """What it has rolled out since its last report."""
+    """Groups, rollouts, failures and tokens since its last report."""
     _counted_since: float = field(default_factory=time.monotonic, init=False)
     _turns: Turns = field(init=False)
     _generating: Busy = field(init=False)
     _rewarding: Busy = field(init=False)
     _in_progress: dict[Lease, Group | None] = field(default_factory=dict["Lease", "Group | None"], init=False)
-    """What was started, in that order, up to the oldest group in progress (None)."""
+    """Groups by lease in the order of their start, from the oldest in progress; None until a group is finished."""
     _finished: deque[Group] = field(init=False)
     _reported: set[tuple[str, str, str]] = field(default_factory=set[tuple[str, str, str]], init=False)
-    """The kinds of failure that are in the log."""
+    """The kinds of failure that have been logged."""
 
     def __post_init__(self) -> None:
         self._generating, self._rewarding = Busy(self.name, "generate"), Busy(self.name, "reward")
@@ -115,7 +117,7 @@ class Explorer:
 
     async def adopt(self, version: int, channel: WeightChannel) -> None:
         """Loads a published version; completions in flight finish first, or continue with it."""
-        # A trainer that waits until its weights are read need not wait for completions in flight, too.
+        # With a collective channel the trainer waits until the weights are read: collect before completions finish.
         hold = capabilities_of(channel).collective and self.in_flight == "finish" and bool(self._in_progress)
         weights = await asyncio.to_thread(_collected, channel, version, hold)  # may wait for the trainer
         for each in (self._generating, self._rewarding):
@@ -125,7 +127,7 @@ class Explorer:
         _log.info("%s holds version %d%s", self.name, version, self._report())
 
     def _report(self) -> str:
-        """What it has rolled out since it was last asked."""
+        """A text about the rollouts since the last report."""
         counts, seconds = self._counts, time.monotonic() - self._counted_since
         self._counts, self._counted_since = Counter(), time.monotonic()
         rollouts = f"{counts['rollouts']} rollouts, {counts['failed']} of them failed"
@@ -133,7 +135,7 @@ class Explorer:
         return f"; before: {counts['groups']} groups ({rollouts}), {pace}" if counts["groups"] else ""
 
     def refined(self, group: Group) -> Group:
-        """The group after the experience pipeline; the first operator that refuses it has the last word."""
+        """The group after the experience pipeline, which ends at the first operator that drops it."""
         for operator in self.operators:
             if group.dropped:
                 break
@@ -141,9 +143,9 @@ class Explorer:
         return group
 
     async def rollout_slot(self, schedule: Schedule, lease: Lease) -> Group:
-        """Rolls out a leased slot: the group as it goes into the buffer, dropped where that is its fate.
+        """Rolls out a leased slot; returns the group for the buffer, possibly dropped.
 
-        Raises RolloutsFailing when the groups that are dropped, which no trainer sees, show that too much fails.
+        Raises RolloutsFailing if too many trajectories fail in groups that are dropped, which the trainer never sees.
         """
         at = schedule.at(lease.slot)
         keys = [schedule.key(at, index) for index in range(schedule.group_size)]
@@ -167,8 +169,8 @@ class Explorer:
 
     @contextmanager
     def _counted(self, lease: Lease) -> Generator[Callable[[Group], None]]:
-        """Tracks a group in progress. Groups are looked at in the order in which they were started:
-        those that fail at once must not stand for slow ones that succeed."""
+        """Tracks a group in progress. Failures are counted in the order in which groups were started: groups that fail
+        at once must not outweigh slower ones that succeed."""
         self._in_progress[lease] = None
 
         def count(group: Group) -> None:
@@ -197,11 +199,11 @@ class Explorer:
         sampling: Sampling | None = None,
         greedy: SampleKey | None = None,
     ) -> Group:
-        """Rolls out a task once per key and judges the results; members that failed say why.
+        """Rolls out a task once per key and scores the trajectories; a failed one carries its Failure.
 
-        With a key for `greedy` it is rolled out once more at temperature 0, and judged by itself: what judges members
-        against each other must not see it. Raises EngineFailure when the engine itself breaks; everything that is the
-        task's or a user's fault is data. Cancelling it frees what it holds of the engine.
+        With a key for `greedy` the task is rolled out once more at temperature 0; rewards that compare the members of
+        a group do not see that rollout. Raises EngineFailure if the engine breaks; an error of the task or of user
+        code fails the trajectory. Cancelling it frees its rows in the engine.
         """
         version = self.version
         sampling = sampling or self.sampling
@@ -209,7 +211,7 @@ class Explorer:
         if greedy is not None:
             specs.append((greedy, replace(sampling, temperature=0.0, extra=())))
         rollouts = await gather_or_cancel(self._rollout_one(task, key, how) for key, how in specs)
-        # The deadline covers a rollout whole: a comparison gets what the longest one left of it.
+        # One deadline covers rollout and rewards: the comparison has what the longest rollout left of it.
         left_s = self.deadline_s - max(seconds for _, seconds in rollouts)
         trajectories = [trajectory for trajectory, _ in rollouts]
         members, baseline = await gather_or_cancel(
@@ -218,19 +220,19 @@ class Explorer:
         return Group(slot, task, tuple(members), epoch, attempt, version, greedy=baseline[0] if baseline else None)
 
     async def judge_rollouts(self, task: Task, rollouts: Sequence[Trajectory]) -> list[Trajectory]:
-        """Judges trajectories that were rolled out elsewhere as this explorer judges its own; `deadline_s` for all."""
+        """Scores trajectories that were rolled out elsewhere like its own, within `deadline_s` for all of them."""
         started = time.monotonic()
         scored = await gather_or_cancel(self._scored(task, trajectory, self.deadline_s) for trajectory in rollouts)
         return await self._compared(task, scored, started + self.deadline_s - time.monotonic())
 
     def _can_judge_again(self, group: Group, task: Task) -> bool:
-        """Whether the judge alone gives a recorded group its rewards, not the workflow or an operator; and whether it
-        was rolled out for this prompt (other columns of the task may have been corrected since)."""
+        """Whether the rewards of a recorded group come from the judge alone, not from the workflow or an operator, and
+        the task still has the same prompt (other columns may have been corrected since)."""
         alone = not (capabilities_of(self.workflow).gives_rewards or self.operators)
         return alone and group.task.prompt == task.prompt
 
     async def _judge_again(self, group: Group) -> Group:
-        """A recorded group with the rewards of all members that only a reward may have failed computed anew."""
+        """A recorded group with the rewards computed again, except of members whose rollout failed."""
 
         def unjudged(t: Trajectory) -> Trajectory:
             return replace(t, rewards={}, failure=None) if t.failure is None or t.failure.of_rewards else t
@@ -242,7 +244,7 @@ class Explorer:
         return replace(group, trajectories=tuple(members), greedy=baseline[0] if baseline else None)
 
     async def _rollout_one(self, task: Task, key: SampleKey, sampling: Sampling) -> tuple[Trajectory, float]:
-        """The trajectory with what it earned by itself, and the seconds it took without waiting for its turn."""
+        """(scored trajectory, its seconds without the wait for `max_concurrent`)."""
         async with self._turns:
             started = time.monotonic()
             with self._generating:
@@ -251,7 +253,7 @@ class Explorer:
         return trajectory, time.monotonic() - started
 
     async def _run_with_retries(self, task: Task, key: SampleKey, sampling: Sampling, until: float) -> Trajectory:
-        """The first attempt that its workflow does not fail, or the last; each begins as if it were the first."""
+        """The first attempt in which the workflow does not fail, or the last one; all use the same random numbers."""
         retries = 0
         trajectory = await self._attempt(task, key, sampling, until)
         while retries < self.max_retries and trajectory.failure is not None and trajectory.failure.side == "workflow":
@@ -274,13 +276,13 @@ class Explorer:
             return Trajectory(key.index, policy.turns, failure=self._failure(error))
 
     async def _scored(self, task: Task, trajectory: Trajectory, left_s: float) -> Trajectory:
-        """The trajectory with what it earned by itself."""
+        """The trajectory with the rewards of `Judge.score`."""
         if trajectory.failure is not None:
             return trajectory
         return self._rewarded(trajectory, await self._verdict(task, self.judge.score(task, trajectory), left_s))
 
     async def _compared(self, task: Task, rollouts: Sequence[Trajectory], left_s: float) -> list[Trajectory]:
-        """The trajectories with what they earned beside each other; one without any reward failed."""
+        """The trajectories with the rewards of `Judge.compare`; one without any reward has failed."""
         successful = [t for t in rollouts if t.failure is None]
         result = await self._verdict(task, self.judge.compare(task, successful), left_s) if successful else ()
         scores = [result] * len(successful) if isinstance(result, RolloutError) else result
@@ -288,7 +290,7 @@ class Explorer:
         return [self._fail_unjudged(by_index.get(t.index, t)) for t in rollouts]
 
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
-        """What a judge says, or why it says nothing; a judge that failed fails the trajectory, never scores it 0."""
+        """The result of a judge, or its error: a failed reward fails the trajectory and never counts as 0."""
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 with self._rewarding:
@@ -299,7 +301,7 @@ class Explorer:
                 f"none within {self.deadline_s:.1f} s of rollout and judging",
                 "make it faster, or raise workflow.deadline_s",
             )
-        except RolloutError as error:  # there is no thread for it
+        except RolloutError as error:  # no thread is free for the reward function
             return RewardError(error.asked, error.found, error.do)
 
     def _rewarded(self, trajectory: Trajectory, score: Mapping[str, float] | RolloutError) -> Trajectory:
@@ -330,7 +332,7 @@ class Explorer:
                 side = "reward"
             case PromptTooLong():
                 side = "prompt"
-            case TimeoutError() if not cause:  # what user code raises is a timeout of its own
+            case TimeoutError() if not cause:  # with a cause, user code raised it
                 side = "deadline"
             case _:
                 side = "workflow"
@@ -342,7 +344,7 @@ class Explorer:
         return failure
 
     def _log_failure(self, failure: Failure, error: BaseException) -> None:
-        """Logs the first failure of each kind, with its traceback in the file alone."""
+        """Logs the first failure of each kind; its traceback goes to the log file only."""
         reason = failure.cause or re.sub(r"\d+", "", text_of(error.found) if isinstance(error, TriviumError) else "")
         kind = (failure.side, failure.kind, reason)
         if kind in self._reported or len(self._reported) == _MAX_KINDS:
@@ -354,12 +356,12 @@ class Explorer:
 
 
 def described_failure(failure: Failure) -> str:
-    """What failed and why, the same for all failures of one kind."""
+    """The side and the cause of a failure: equal for failures of one kind."""
     return f"{failure.side}: {failure.cause or failure.kind}"
 
 
 def _cause(error: BaseException) -> str:
-    """What user code raised, and where; empty where none did."""
+    """The exception of user code and its place; empty if user code raised none."""
     seen = {id(error)}
     while (cause := error.__cause__) is not None and id(cause) not in seen:  # `raise error from error` is its own cause
         seen.add(id(cause))
@@ -370,14 +372,14 @@ def _cause(error: BaseException) -> str:
 
 
 def _collected(channel: WeightChannel, version: int, hold: bool) -> Weights:
-    """What an engine is given: weights that it reads itself, or (`hold`) all of them."""
+    """The weights for `RolloutEngine.load`: described weights, which the engine reads, or (`hold`) a list of all."""
     weights = channel.collect(version)
     return list(weights) if hold or not isinstance(weights, DescribedWeights) else weights
 
 
 def check_failures(groups: Sequence[Group], max_fraction: float, what: str) -> None:
-    """Raises RolloutsFailing when more than this part of the groups' trajectories failed, or were dropped with those
-    that did."""
+    """Raises RolloutsFailing if more than `max_fraction` of the groups' trajectories failed or were dropped with failed
+    ones."""
     failures = [t.failure for group in groups for t in group.rollouts if t.failure is not None]
     total = sum(len(group.rollouts) for group in groups)
     dropped = sum(t.failure is None for group in groups if group.dropped for t in group.rollouts)

@@ -62,8 +62,8 @@ def train_on(
                     with phase(f"update/{objective.role}", prepared):
                         updates.append({**engine.update(objective.role, prepared, objective), **prepared.metrics})
     engine.version, engine.updating = engine.version + 1, False
-    # The mismatch between engine and trainer is that before the first update: over the whole step where the advantages
-    # measured it, else over the first mini-batch.
+    # The mismatch between engine and trainer is measured before the first update: over the whole step if `advantages`
+    # computed it, else over the first mini-batch.
     mismatch: Metrics = {}
     for row in reversed(updates):
         mismatch |= {key: value for key, value in row.items() if key.startswith("mismatch/")}
@@ -84,7 +84,7 @@ def held_out_loss(engine: TrainEngine, groups: Sequence[Group], algorithm: Algor
 
 
 def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch:
-    """The batch with these scores of the current models as columns."""
+    """The batch with these scores by the current models as columns."""
     for what in sorted(needs):
         with phase(f"score/{what}", batch):
             batch = batch.with_columns(**{SCORES[what]: engine.score(batch, what)})
@@ -92,7 +92,8 @@ def add_scores(engine: TrainEngine, batch: Batch, needs: Iterable[str]) -> Batch
 
 
 def prepare_mini_batch(engine: TrainEngine, mini_batch: Batch, objective: Objective, epoch: int) -> Batch:
-    """The mini-batch with what the objective decides over all of it, under the current weights, before it is cut."""
+    """The mini-batch after `objective.select`, which decides over all of it, under the current weights, before the
+    engine cuts it into micro-batches."""
     return objective.select(add_scores(engine, mini_batch, objective.looks_at), engine.version, epoch)
 
 
@@ -134,13 +135,13 @@ async def explore_loop(explorer: Explorer, buffer: Buffer, schedule: Schedule, s
                 break
             task = rollouts[lease] = tasks.create_task(rollout(lease), name=f"slot-{lease.slot}")
             task.add_done_callback(lambda _, lease=lease: rollouts.pop(lease, None))
-        for task in (cancelling, *rollouts.values()):  # the stage is over: no step needs the rest
+        for task in (cancelling, *rollouts.values()):  # the stage is over: no step trains on the remaining ones
             task.cancel()
 
 
 async def next_lease(explorer: Explorer, buffer: Buffer, schedule: Schedule, synchronizer: Synchronizer) -> Lease:
-    """Waits for a slot; tells the trainer whether this explorer asks for newer weights: where no slot is free, or where
-    it has rolled out `sync.interval` steps with these. Raises StopAsyncIteration once the buffer is closed."""
+    """Waits for a slot. Requests newer weights from the trainer if no slot is free, or once the explorer has rolled out
+    the groups of `sync.interval` steps with the current ones. Raises StopAsyncIteration once the buffer is closed."""
 
     def report() -> None:
         over = synchronizer.interval_over(explorer.leased / schedule.fresh_per_step)
@@ -180,8 +181,8 @@ async def follow_weights(
         try:
             await explorer.adopt(version, channel)
         except VersionGone:
-            # Newer versions replaced it, or the exchange was aborted: adopt what is offered now. A version that is no
-            # longer kept has no slots left: other explorers have rolled them out.
+            # Newer versions replaced it, or the exchange was aborted: adopt the version that is offered now. A version
+            # that the channel no longer keeps has no slots left: other explorers have rolled them out.
             if not synchronizer.collective:
                 if synchronizer.published[-1:] == (version,):
                     raise  # there is nothing newer to ask for
@@ -246,15 +247,15 @@ class Parts:
     trainer: TrainerProtocol | None = None
     """None in a process that only explores."""
     explorer: Explorer | None = None
-    """None where nothing is rolled out and nothing evaluated, or other processes do it."""
+    """None if this process neither rolls out nor evaluates."""
     evaluator: Evaluator | None = None
-    """None where nothing is evaluated, or another process does it."""
+    """None if this process does not evaluate."""
     stage: int = 0
     is_last: bool = True
     explore: Explore = explore_loop
-    """What fills the buffer: the schedule's tasks, or agents that come with their own."""
+    """Fills the buffer: from the tasks of the schedule, or from agents that bring their own (`run.mode: serve`)."""
     lingers: bool = False
-    """Whether `explore` ends by itself, some time after the stage, and not with it."""
+    """Whether `explore` continues for a while after the stage and ends by itself (`serve.linger_s`)."""
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Runs beside the trainer and raises when a process that it depends on dies."""
 

@@ -1,4 +1,4 @@
-"""Policy: what a workflow talks to. Messages in, Turn out; every turn is recorded with the tokens it was made of."""
+"""Policy: the interface of workflows to the model. Messages in, Turn out; every turn is recorded with its tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PromptTooLong(RolloutError):
 
 
 class EngineFailure(TriviumError):
-    """The engine itself broke: no rollout's fault, so it ends the run."""
+    """The engine itself failed, not a rollout: it ends the run."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Policy:
         self._sampling, self._key, self._max_context = sampling, key, max_context
         self._rollout = _rollout or _Rollout()
         self.metrics: dict[str, float] = {}
-        """Numbers a workflow wants to see averaged; logged under `workflow/`."""
+        """Metrics of the workflow; their means are logged under `workflow/`."""
         self._calls = 0
         self._forks: set[str] = set()
         self._history: tuple[Message, ...] = ()
@@ -182,7 +182,7 @@ class Policy:
         return credited
 
     def fork(self, name: str) -> Policy:
-        """A second speaker with its own conversation and its own randomness; its turns join the same record.
+        """A policy with a conversation and random numbers of its own; its turns join the same record.
 
         Raises RolloutError for a name that was forked before: both would draw the same numbers.
         """
@@ -273,4 +273,4 @@ class Workflow(Protocol):
     """Rolls out one task with a policy. The policy records every turn itself."""
 
     async def run(self, task: Task, policy: Policy) -> Mapping[str, float] | None:
-        """Rewards that the rollout itself earned, by name; None where only reward functions judge."""
+        """Rewards from the rollout itself, by name; None if only reward functions give rewards."""

@@ -1,4 +1,4 @@
-"""Verbs: what each part must be able to do. Structural types; a user's class needs no base class of ours.
+"""The interfaces of all parts, as structural types: a user's class needs no base class of Trivium.
 
 `TrainEngine` alone is a base class: some of its methods are derived from the others.
 """
@@ -41,7 +41,7 @@ Weights = Iterable[tuple[str, Any]]
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Name, dtype and shape of a tensor that is not read yet."""
 
     name: str
     """Its Hugging Face name."""
@@ -52,7 +52,7 @@ class TensorSpec(NamedTuple):
 
 @runtime_checkable
 class DescribedWeights(Protocol):
-    """Weights that are read where they lie, or as they arrive, a bounded part at a time.
+    """Weights that are streamed, from files or a connection, in parts of bounded size.
 
     Iterating over it gives the tensors in this order, every one verified against its hash; they must not be written
     to, and a tensor that is kept holds its part in memory. It blocks, and it can be done once.
@@ -66,8 +66,8 @@ class DescribedWeights(Protocol):
 
 @runtime_checkable
 class WeightHandle(DescribedWeights, Protocol):
-    """The weights of one version, where they lie: small enough to be sent to other processes, which read them there,
-    any number of times."""
+    """A reference to the weights of one version: small enough to be sent to other processes, which read the weights
+    through it, any number of times."""
 
     @property
     def version(self) -> int: ...
@@ -88,7 +88,7 @@ class Renderer(Protocol):
     """Tokens that end a turn."""
 
     def render(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt of a conversation, ending where the assistant is to speak."""
+        """The prompt of a conversation, up to the beginning of the assistant's message."""
         ...
 
     def extend(
@@ -144,7 +144,7 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class ReadableEngine(Protocol):
-    """A rollout engine that shows what it holds, so that a test can compare it with what was sent. Optional."""
+    """A rollout engine whose weights can be read, for tests. Optional."""
 
     async def weights(self) -> Weights:
         """Copies of every parameter and persistent buffer as they are held now, after the loads asked for so far."""
@@ -153,15 +153,15 @@ class ReadableEngine(Protocol):
 
 @runtime_checkable
 class RestingEngine(Protocol):
-    """A rollout engine that shares a device with the trainer and leaves it to that. Optional."""
+    """A rollout engine that can free the device that it shares with the trainer. Optional."""
 
     async def rest(self) -> None:
-        """Frees what it can of the device, until the next completion or the next weights."""
+        """Frees memory of the device until the next completion or the next weights."""
         ...
 
 
 class Environment(Protocol):
-    """A stateful world that a multi-turn workflow drives; one instance serves one trajectory.
+    """The environment of a multi-turn workflow; one instance per trajectory.
 
     Both methods may be plain or `async`.
     """
@@ -171,7 +171,7 @@ class Environment(Protocol):
         ...
 
     def step(self, completion: str) -> Step | Awaitable[Step]:
-        """`(messages, reward, done)`: what the world answers, what the completion earned, whether it is over."""
+        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode is over."""
         ...
 
 
@@ -210,8 +210,8 @@ class Objective(Protocol):
         ...
 
     def select(self, batch: Batch, *address: int) -> Batch:
-        """The mini-batch with what is decided over all of it at once. `address` makes its randomness that of one
-        update: no two updates share it."""
+        """The mini-batch after selections over all of it. `address` identifies the update, for random numbers of its
+        own."""
         ...
 
     def derived(self, means: Metrics) -> Metrics:
@@ -225,7 +225,7 @@ class Objective(Protocol):
 
 
 class CutAnywhere:
-    """Base of an objective that decides nothing over a whole mini-batch and logs plain means."""
+    """Base of an objective without selections over a whole mini-batch, whose metrics are plain means."""
 
     @property
     def looks_at(self) -> frozenset[str]:
@@ -240,7 +240,7 @@ class CutAnywhere:
 
 
 class Algorithm(Protocol):
-    """A frozen value: which groups to keep, what they are worth, which objectives to minimise."""
+    """Filters groups, computes advantages, and names the objectives to minimise. A frozen value."""
 
     @property
     def name(self) -> str: ...
@@ -256,7 +256,7 @@ class Algorithm(Protocol):
         ...
 
     def objectives_at(self, version: int) -> Sequence[Objective]:
-        """Those of them that the train step from `version` minimises: all, unless some have to wait."""
+        """The objectives of the train step from `version`: all, unless some begin later (critic warm-up)."""
         ...
 
     @property
@@ -289,7 +289,7 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know (an adaptive KL coefficient); JSON values."""
+        """State for a checkpoint (an adaptive KL coefficient); JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -300,17 +300,17 @@ class TrainEngine(ABC):
 
     algorithm: Algorithm
     channel: WeightChannel
-    """Where `sync_weight` offers weights; attached by the assembly."""
+    """Where `sync_weight` offers weights; set by `runtime.build`."""
     save_strategy: SaveStrategy = SaveStrategy.UNRESTRICTED
     """Which of the processes that write a checkpoint may write at the same time."""
     engine_dtype: str = ""
     """The type that the explorers' engines keep weights in, as far as it is known: wider ones need not be offered."""
     version: int = 0
-    """The policy version: how many train steps this policy has behind it."""
+    """The policy version: the number of train steps taken."""
     keeps_updates: bool = False
-    """Whether what updates of the policy see of each token is kept for `take_updates`."""
+    """Whether updates of the policy record their per-token columns for `take_updates`."""
     updating: bool = False
-    """Whether a train step has come to its updates, and not to their end."""
+    """Whether the updates of a train step have begun and not finished."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -338,7 +338,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until on disk."""
+        """Writes models (each a plain Hugging Face directory), optimizers and counters. Blocks until they are on
+        disk."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
@@ -354,26 +355,26 @@ class TrainEngine(ABC):
         """Writes the policy alone as a plain Hugging Face directory."""
 
     def begin_saving(self, directory: Path) -> Callable[[], None] | None:
-        """`save` without the wait: copies what is to be written, so that training may go on. The result, called once
-        from another thread, returns when it is on disk. None: this engine cannot, and training waits while it saves."""
+        """`save` in the background: copies the state, so that training can continue. Returns a function that blocks, in
+        another thread, until the files are on disk; None if the engine can only save in the foreground."""
         return None
 
     def holds_version(self) -> bool:
-        """Whether the weights are those of `version`, also after a train step that failed. An engine that cannot tell
-        what a failed update did says no."""
+        """Whether the weights are those of `version`, also after a failed train step. False if a failed update may have
+        changed them."""
         return not self.updating
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing that needs closing)
         """Frees what `prepare` took."""
 
     def utilisation(self, phases: Mapping[str, Phase]) -> Metrics:
-        """How well a step of these phases used the machine, in metrics of the area `perf/`; nothing: not known."""
+        """Utilisation of the machine in a step of these phases, as metrics of the area `perf/`; empty: not known."""
         del phases
         return {}
 
     def take_updates(self) -> Batch | None:
-        """The experiences of the policy's updates since the last call, each with what the first of them saw
-        (`types.AT_UPDATE`), where `keeps_updates` is set; None: this engine keeps nothing."""
+        """The experiences of the policy's updates since the last call, with the columns `types.AT_UPDATE` of the first
+        update, if `keeps_updates` is set; None if the engine records none."""
         return None
 
     def offered_hash(self) -> str:
@@ -381,7 +382,7 @@ class TrainEngine(ABC):
         return getattr(self.channel, "offered", "")
 
     def sync_weight(self) -> bool:
-        """Offers the current weights to the explorers. Whether they were delivered, or lie where they can be fetched.
+        """Offers the current weights to the explorers. Returns whether they were delivered or can be fetched.
         Blocks."""
         return self.channel.offer(self.version, self.export_weights())
 
@@ -409,17 +410,17 @@ class Buffer(Protocol):
         ...
 
     async def release(self, owner: str) -> int:
-        """The owner is dead or gone: its leases are issued again. How many there were."""
+        """Reissues the leases of an owner that died or left; returns their number."""
         ...
 
     async def cancelled_leases(self, owner: str) -> Sequence[Lease]:
-        """Waits until leases of `owner` can no longer come to anything; returns them. They are `owner`'s no more: the
-        slot may have been leased again, with a higher `attempt`, even to the same owner."""
+        """Waits until leases of `owner` are cancelled (their groups would be too stale); returns them. The slot may
+        have been leased again, with a higher `attempt`, even to the same owner."""
         ...
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """Waits for `count` groups to train version `version` on; evicts what became too stale, and calls off what
-        could only become too stale.
+        """Waits for `count` groups to train version `version` on; evicts groups that became too stale, and cancels
+        leases whose groups would be too stale.
 
         Raises StopAsyncIteration once the buffer is closed.
         """
@@ -441,8 +442,8 @@ class Buffer(Protocol):
         ...
 
     async def drain(self, version: int) -> None:
-        """Waits until every slot that `version` admits is rolled out, by any explorer, or its groups could only be too
-        stale for the step that is trained."""
+        """Waits until every slot that `version` admits is rolled out, by any explorer, or its groups would be too stale
+        for the current train step."""
         ...
 
     async def advance(self, owner: str, version: int) -> None:
@@ -450,12 +451,12 @@ class Buffer(Protocol):
         ...
 
     async def counts(self) -> Mapping[str, int]:
-        """So far: groups `evicted` as too stale, `called_off` while they were rolled out, `given_up` for good after
-        `max_attempts`, `dropped` by the experience pipeline."""
+        """Groups so far that were `evicted` as too stale, `called_off` (cancelled) during their rollout, `given_up`
+        after `max_attempts`, or `dropped` by the experience pipeline."""
         ...
 
     async def state(self) -> dict[str, Any]:
-        """What a checkpoint must know; JSON values."""
+        """State for a checkpoint; JSON values."""
         ...
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
@@ -468,7 +469,7 @@ class Buffer(Protocol):
 
 
 class SampleStrategy(Protocol):
-    """Which groups a step is trained on, among those the buffer has and others that were kept or written by experts."""
+    """Chooses the groups of a train step: from the buffer, from replayed groups, from experts' completions."""
 
     async def sample(self, count: int, version: int) -> Sample:
         """`count` groups to train version `version` on. Raises StopAsyncIteration at the end of the data."""
@@ -479,14 +480,14 @@ class SampleStrategy(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must know; JSON values."""
+        """State for a checkpoint; JSON values."""
         ...
 
     async def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Operator(Protocol):
-    """One step of the experience pipeline: a group in, the same, a changed or a refused one out. Only computes."""
+    """One step of the experience pipeline: returns the group as it is, changed or dropped. Without side effects."""
 
     def __call__(self, group: Group) -> Group:
         """`group.refused("why")` drops it."""
@@ -530,18 +531,18 @@ class WeightChannel(Protocol):
 
 
 class Monitor(Protocol):
-    """Somewhere metrics go."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to forget everything logged later than now; JSON values."""
+        """State from which `restore` can remove everything logged later; JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Back to what had been logged when `state` was taken; nothing where that has no meaning."""
+        """Removes what was logged after `state` was taken, if the destination allows it."""
         ...
 
     def close(self) -> None: ...
@@ -557,7 +558,7 @@ class FileMonitor(Protocol):
 
 
 class TrainerProtocol(Protocol):
-    """What `loops.train_loop` needs of a trainer; see `trivium.trainer.Trainer`."""
+    """The methods of a trainer that `loops.train_loop` calls; see `trivium.trainer.Trainer`."""
 
     name: str
     buffer: Buffer

@@ -36,22 +36,22 @@ class OrderedTasks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a slot stands for."""
+    """The task, epoch and position of a slot."""
 
     slot: int
     task: Task
     epoch: int
-    """How often the taskset had been finished before."""
+    """Complete passes over the taskset before this one."""
 
 
 @dataclass(frozen=True, eq=False)
 class Curriculum:
-    """Tasks by difficulty, blurred anew in every epoch. Equal only to itself: an order can be remembered by it."""
+    """Tasks by difficulty, with new noise in every epoch. Compares by identity, so that orders can be cached by it."""
 
     ranks: npt.NDArray[np.float64]
-    """(N,) in [0, 1): the part of the taskset that comes before a task where nothing is blurred."""
+    """(N,) in [0, 1): the place of each task in the order without noise, as a part of the taskset."""
     spread: float
-    """How far back noise may throw a task, as a part of the taskset: 0 keeps the order, much more than 1 shuffles."""
+    """Width of the uniform noise on the ranks: 0 keeps the order, far above 1 shuffles."""
 
     @classmethod
     def of(cls, tasks: TaskSource, column: str, easy_first: bool, spread: float) -> Curriculum:
@@ -64,7 +64,7 @@ class Curriculum:
         return cls((np.cumsum(counts) - counts)[step] / len(values), spread)
 
     def order(self, *address: int | str) -> npt.NDArray[np.int64]:
-        """Every place once. What is equally difficult comes in random order; the address is that of the noise."""
+        """Every place once, equal difficulties in random order; `address` is that of the noise (`randomness`)."""
         noise = uniforms(np.uint64(stream(*address)), np.arange(len(self.ranks)))
         return np.lexsort((noise, self.ranks + self.spread * noise))
 
@@ -104,14 +104,14 @@ class Schedule:
     groups_per_step: int = 1
     """Groups that one train step consumes."""
     stored_per_step: int = 0
-    """Of those, how many the sample strategy brings from elsewhere: no slot is issued for them."""
+    """Of those, groups that the sample strategy replays or takes from experts: no slot is issued for them."""
     group_size: int = 1
     max_staleness: int = 0
     sync_interval: int = 1
     deterministic: bool = False
     shuffle: bool = True
     curriculum: Curriculum | None = None
-    """What orders the tasks of an epoch instead of a shuffle."""
+    """Orders the tasks of an epoch by difficulty instead of shuffling them."""
     max_attempts: int = 3
     over_rollout: int = 0
     """Groups rolled out beyond what a step needs, so that it need not wait for the slowest."""
@@ -123,7 +123,7 @@ class Schedule:
 
     @property
     def fresh_per_step(self) -> int:
-        """The groups that one train step takes from the buffer: what slots are counted by."""
+        """Groups that one train step takes from the buffer: the number of slots of a step."""
         return self.groups_per_step - self.stored_per_step
 
     @property
@@ -144,7 +144,7 @@ class Schedule:
         return Assignment(slot, self.tasks[place], epoch)
 
     def key(self, assignment: Assignment, index: int) -> SampleKey:
-        """The randomness of one member of a slot's group."""
+        """The random key of one member of a slot's group."""
         task = assignment.task
         return SampleKey(self.seed, f"stage-{self.stage}", task.taskset, task.task_id, assignment.epoch, index)
 
@@ -153,7 +153,7 @@ class Schedule:
         return self.first_version + slot // self.fresh_per_step + 1
 
     def ends_with(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the train step that reports these is the stage's last one for `until`'s sake."""
+        """Whether a train step with these metrics ends the stage by `until`."""
         if self.until is None:
             return False
         metric, least, most = self.until
@@ -184,13 +184,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a trainer does what it does not do every step. All in train steps; 0 means never in between."""
+    """When the trainer evaluates and saves, in train steps; 0: only at the ends of a stage."""
 
     save_every: int = 0
     evaluate_every: int = 0
     evaluate_ends: bool = False
     """Whether to evaluate at the start and at the end of the stage."""
     skip_start: bool = False
-    """Not at the start all the same."""
+    """Leaves out the evaluation at the start."""
     skip_end: bool = False
-    """Not at the end all the same."""
+    """Leaves out the evaluation at the end."""

@@ -29,7 +29,7 @@ _log = logging.getLogger("trivium")
 _MAX_REMEMBERED = 64
 """How many ended stages, and how many published versions, the board lists."""
 _POLL_S = 60.0
-"""How often a wait without a deadline, one that lasts as long as the run, returns to its loop."""
+"""Seconds between two checks in a wait that lasts as long as the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Synchronizer:
         self.settings = dict(settings or {})
         """A digest of each section that trainer and explorers must agree on."""
         self.heartbeat_s = heartbeat_s
-        """A role that is silent for so long is dead; None where process handles tell, or one process has all roles."""
+        """A role without a heartbeat for so long is dead; None: process handles tell, or one process has all roles."""
         self._incarnation = ""
         """Which stage of which trainer process this role takes part in."""
         self._heartbeat: Heartbeat | None = None
@@ -73,7 +73,7 @@ class Synchronizer:
     # ------------------------------------------------------------------ joining and leaving
 
     def open(self, stage: int = 0, *, last: bool = True) -> None:
-        """The trainer begins a stage: clears what an earlier trainer left on the board and lets explorers join."""
+        """The trainer begins a stage: clears the state of an earlier trainer and lets explorers join."""
         self._incarnation = uuid.uuid4().hex
         opened: Values = {
             "incarnation": self._incarnation,
@@ -91,7 +91,7 @@ class Synchronizer:
         self.board.write(begin)
 
     def _kept(self, values: Values) -> Values:
-        """What of the board outlasts a stage."""
+        """The values of the board that are kept from stage to stage."""
         return {}
 
     async def wait_for_trainer(self, name: str) -> int | None:
@@ -132,7 +132,7 @@ class Synchronizer:
         return values["stage"]
 
     def _differing(self, settings: Mapping[str, str]) -> list[str]:
-        """The sections of which the trainer's `settings` have another digest, or none, or one that this role lacks."""
+        """The sections whose digests differ between the trainer's `settings` and this role's."""
         return sorted({name for name, _ in settings.items() ^ self.settings.items()})
 
     async def join(self, name: str) -> bool:
@@ -150,9 +150,9 @@ class Synchronizer:
         def enter(values: Values) -> Values:
             if not free(values):
                 return values
-            # It takes what is published; where nothing is, the trainer offers the first version by itself.
+            # It loads the newest published version; if there is none yet, the trainer publishes the first one unasked.
             entry = {"status": RunningStatus.REQUIRE_SYNC.value, "version": None, "life": life, "idle": True}
-            # The beat is for roles that have just seen the earlier one fall silent: this one is not it.
+            # The beat tells roles that watched the silence of the earlier explorer that this is another one.
             return {**_with_beat(values, name), "explorers": {**values.get("explorers", {}), name: entry}}
 
         await self.board.poll(lambda v: free(v) or self._broken(v), 3 * (self.heartbeat_s or 10.0))
@@ -210,7 +210,7 @@ class Synchronizer:
 
     @contextmanager
     def heartbeat(self, role: str) -> Generator[None]:
-        """Beats for this role while the block runs; should that fail, `monitor` raises it."""
+        """Sends heartbeats of this role while the block runs; `monitor` raises the error if that fails."""
         if self.heartbeat_s is None:
             yield
             return
@@ -226,14 +226,14 @@ class Synchronizer:
         try:
             yield
         except BaseException as error:
-            # An explorer that is stopped from outside leaves; the run goes on, with or without others.
+            # An explorer that is cancelled from outside leaves, and the run continues even without others.
             stopped = isinstance(error, CancelledError | KeyboardInterrupt)
             self.mark_dead(role, "it was stopped" if stopped else _cause(error), replaced=stopped)
             raise
 
     def mark_dead(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
         """Marks a role as dead. The run goes on without an explorer while another one lives, or where a new one takes
-        its place (`replaced`); it fails otherwise. With `beats`, only if that is still the role's count of beats.
+        its place (`replaced`); otherwise the run fails. With `beats`, only if the role's count of beats is unchanged.
         """
 
         def change(values: Values) -> Values:
@@ -257,7 +257,7 @@ class Synchronizer:
     async def monitor(self, role: str, reap: Callable[[str], Awaitable[object]] | None = None) -> None:
         """Watches the other roles until it is cancelled; `reap` is awaited for each explorer that died.
 
-        Raises RoleFailed where the run has failed, where this role counts as dead, and where its heartbeat stopped.
+        Raises RoleFailed if the run has failed, if this role was marked dead, or if its heartbeat thread stopped.
         """
 
         def unreaped(values: Values) -> list[str]:
@@ -302,7 +302,7 @@ class Synchronizer:
         return self._incarnation != ""
 
     def attach(self, other: Synchronizer) -> Synchronizer:
-        """Takes part in the stage that `other` takes part in; returns itself."""
+        """Joins the stage of `other`; returns itself."""
         self._incarnation = other._incarnation
         return self
 
@@ -322,7 +322,7 @@ class Synchronizer:
     # ------------------------------------------------------------------ versions
 
     def publish(self, version: int, held: Sequence[int] = ()) -> None:
-        """Announces that `version` was delivered, or can be fetched. Versions only grow.
+        """Publishes `version`: it was delivered, or can be fetched. Versions only grow.
 
         Of the earlier ones, only those in `held` can still be fetched; where `held` is empty, the last few.
         """
@@ -336,7 +336,7 @@ class Synchronizer:
                     "publish versions in order",
                 )
             before = [v for v in versions if v != version and (v in held or not held)]
-            # In one change: an explorer that adopts the version must not find the trainer still asking for one.
+            # One write for both: an explorer that adopts the version must not see the trainer still in REQUIRE_SYNC.
             newest = [*before[-_MAX_REMEMBERED:], version]
             return {**values, "versions": newest, "trainer": RunningStatus.RUNNING.value}
 
@@ -348,8 +348,8 @@ class Synchronizer:
         return tuple(self.board.read().get("versions", ()))
 
     def request_weights(self, name: str, requested: bool = True, *, idle: bool = False) -> None:
-        """An explorer asks for newer weights, or takes its request back; `idle`: it asks only because it has no free
-        slot."""
+        """Sets or (`requested=False`) clears an explorer's request for newer weights; `idle`: it requests them only
+        because it has no free slot."""
         status = RunningStatus.REQUIRE_SYNC if requested else RunningStatus.RUNNING
         self._explorer(name, status=status.value, idle=idle)
 
@@ -363,7 +363,7 @@ class Synchronizer:
             return [version for version in self._offered(values) if loaded is None or version > loaded]
 
         def requested(values: Values) -> bool:
-            """The trainer's interval is over and it waits for an explorer at a sync point, as this one is."""
+            """Whether the trainer requests a sync, and this explorer does not yet."""
             mine = values.get("explorers", {}).get(name, {}).get("status")
             return (
                 self.style is SyncStyle.DYNAMIC_BY_TRAINER
@@ -388,18 +388,18 @@ class Synchronizer:
         return [exchange["version"]] if exchange is not None and exchange["members"] is None else []
 
     def adopted(self, name: str, version: int, *, wants: bool = False) -> None:
-        """An explorer has loaded `version`; `wants`: the version admits no slot to it, and it asks for a newer one."""
+        """An explorer has loaded `version`; `wants`: the version admits no slot, so it requests a newer one."""
         status = RunningStatus.REQUIRE_SYNC if wants else RunningStatus.RUNNING
         self._explorer(name, status=status.value, version=version, idle=wants)
 
     def interval_over(self, steps: float) -> bool:
-        """Whether an explorer asks for newer weights after so many steps' worth of groups with the same ones."""
+        """Whether an explorer requests newer weights after `steps` steps' worth of groups with one version."""
         return self.style is SyncStyle.DYNAMIC_BY_EXPLORER and steps >= self.interval
 
     # ------------------------------------------------------------------ collective exchange
 
     async def ready_to_nccl_sync(self, role: str, version: int, address: str = "") -> Exchange | None:
-        """Waits until the trainer and every live explorer that lacks `version` are ready; None if no explorer is.
+        """Waits until the trainer and every live explorer without `version` are ready; None if no explorer is left.
 
         The trainer gives the `address` (`host:port`) of its rendezvous store. Both sides then enter the exchange.
         """
@@ -457,8 +457,8 @@ class Synchronizer:
         return Exchange(exchange["number"], version, members, address) if members else None
 
     def abort_reason(self, exchange: Exchange, waited_for: Sequence[str]) -> str:
-        """Why an exchange cannot complete: one of those `waited_for` is gone, or the trainer has started another one.
-        Empty while it can. Raises RoleFailed where the run has failed."""
+        """Why an exchange cannot complete: an explorer of `waited_for` is gone, or the trainer has started another
+        exchange. Empty while it can. Raises RoleFailed if the run has failed."""
         values = self.check_alive()
         for name in waited_for:
             if name not in live_explorers(values):
@@ -499,7 +499,7 @@ class Synchronizer:
             return {**values, "evaluation": {**values["evaluation"], "by": name}} if mine(values) else values
 
         while True:
-            # For as long as the run lasts: there may be nothing to evaluate for hours.
+            # No deadline: the next evaluation may be hours away.
             values = await self.board.poll(lambda v: mine(v) or self._broken(v), _POLL_S)
             self._refuse_broken(values)
             if mine(values):
@@ -520,7 +520,7 @@ class Synchronizer:
     # ------------------------------------------------------------------ the board
 
     async def _wait(self, until: Callable[[Values], bool], who: str, whom: str) -> Values:
-        """The board once `until` holds. Any change but a heartbeat is progress.
+        """The board once `until` holds. Any change except a heartbeat restarts the deadline.
 
         Raises SyncError after `deadline_s` without one, RoleFailed where the run has failed.
         """
@@ -542,7 +542,7 @@ class Synchronizer:
         return await wait_until(poll, waiting, self.deadline_s)
 
     def _explorer(self, name: str, **entry: object) -> None:
-        # An explorer that counts as dead stays dead: its slots are issued to others by now.
+        # A dead explorer stays dead: its slots have been issued to others.
         self._write(lambda values: values if name in dead_explorers(values) else _with_explorer(values, name, **entry))
 
     def _write(self, change: Callable[[Values], Values]) -> None:
@@ -567,7 +567,7 @@ def dead_explorers(values: Values) -> Mapping[str, str]:
 
 
 def weights_requested(values: Values, *, idle: bool = True) -> bool:
-    """Whether a live explorer asks for newer weights; `idle`: also one that asks only because it has no free slot."""
+    """Whether a live explorer requests newer weights; `idle` includes explorers that only lack a free slot."""
     asking = (RunningStatus.REQUIRE_SYNC.value, RunningStatus.WAITING_SYNC.value)
     entries = live_explorers(values).values()
     return any(entry["status"] in asking and (idle or not entry.get("idle")) for entry in entries)

@@ -62,21 +62,21 @@ class Trainer:
     """The checkpoint of this stage to continue from."""
     max_failed_fraction: float = 1.0
     saves_asynchronously: bool = False
-    """Whether it trains on while a checkpoint is being written, where the engine can do that."""
+    """Whether training continues while a checkpoint is written, if the engine supports it."""
     keeps_versions: bool = False
-    """Whether versions lie where any process can fetch them: they are offered though no explorer fills the buffer."""
+    """Whether the channel keeps versions for any process: they are published even if no explorer fills the buffer."""
     enable_preview: bool = False
-    """Whether the monitors see a table of rollouts (`rollout_examples`) at every sync step."""
+    """Whether a table of rollouts (`rollout_examples`) is logged at every sync step."""
     keep: Callable[[int, Sequence[Group], Batch], None] | None = None
-    """Gets (train step, the groups it took, its experiences with what was computed for them) of every step."""
+    """Called in every step with (train step, its groups, its experiences with their computed columns)."""
     keep_updates: Callable[[int, Sequence[Group], Batch], None] | None = None
-    """Gets the same of every step whose engine kept what the updates saw of each token."""
+    """Called in the same way after the updates, with the columns of `take_updates`, if the engine recorded them."""
     published: Callable[[int, str], None] | None = None
-    """Gets (version, hash of its weights) of every version that was offered."""
+    """Called with (version, hash of its weights) for every published version."""
     before_learning: Callable[[], Awaitable[None]] | None = None
-    """Called once a step's groups are there: an engine on the same device leaves it to the trainer."""
+    """Called once the groups of a step have arrived: a rollout engine frees the device that it shares."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What else belongs to the run and must survive it: stage, accuracies, seconds, where they went. JSON values."""
+    """Further state of the run for checkpoints and summary: stage, accuracies, seconds by phase. JSON values."""
     name: str = "trainer"
 
     def __post_init__(self) -> None:
@@ -84,26 +84,26 @@ class Trainer:
         self.last_sync_step: int | None = None
         self.last_trainer_sync_step = 0
         self.score: float | None = None
-        """What `checkpoint.keep_best` compares, where this step was evaluated; more is better."""
+        """The value that `checkpoint.keep_best` compares, if this step was evaluated; higher is better."""
         self._starved = False
-        """Whether it has been waiting for explorers for more than a moment."""
+        """Whether it has waited for explorers for longer than `_GRACE_S`."""
         self._seconds: dict[str, float] = {}
         self._counts: Mapping[str, int] = {}
         self._examples: list[dict[str, Any]] = []
         self.saver = BackgroundSaver(self.checkpoints, self.engine, asynchronous=self.saves_asynchronously)
         self._stepping_from: int | None = None
-        """The version that a train step is being taken from."""
+        """The version that the train step in progress starts from; None between steps."""
         self._before: Mapping[str, Any] = {}
-        """What that step changes, as it was before; empty where that version is saved."""
+        """The state before that step of what the step changes; empty if that version has a checkpoint."""
         self._evaluated_step: int | None = None
         self._measured_step: int | None = None
-        """The last step that the loss over held-out rows was measured at."""
+        """The last step at which the held-out loss was measured."""
         self._reached = False
-        """Whether its step is the last one by `schedule.until`."""
+        """Whether the threshold of `schedule.until` has been crossed."""
         self._started = time.monotonic()
 
     def prepare(self) -> None:
-        """Loads models, and the checkpoint where there is one."""
+        """Loads the models, and the checkpoint to resume from if there is one."""
         with activity("loading the trainer's models"):
             if self.resume is None:
                 self.engine.prepare()
@@ -122,11 +122,11 @@ class Trainer:
         return self.name
 
     async def start(self) -> None:
-        """Takes up the data, publishes what explorers start from; evaluates it if this is where the stage starts."""
+        """Restores the buffer, publishes the version that explorers start from; evaluates at the start of a stage."""
         state: Mapping[str, Any] = self.resume.state if self.resume is not None else {}
         await self.buffer.restore(state.get("buffer"), self.train_step_num)
         await self.strategy.restore(state.get("strategy", {}))
-        self._counts = state.get("counts", {})  # what befell groups since the checkpoint belongs to the next step's row
+        self._counts = state.get("counts", {})  # later counts belong to the next step's row
         held = self.channel.versions
         for version in held:
             self.synchronizer.publish(version, held)
@@ -147,7 +147,7 @@ class Trainer:
             await self.end_step()
 
     async def take_step(self) -> None:
-        """`train_step`, with what a failure in the middle of it needs to save the step before."""
+        """`train_step`; keeps the state from before it, so that a failure can still save the previous step."""
         self._stepping_from = self.train_step_num
         if self.saver.step != self._stepping_from:
             self._before = copy.deepcopy(await self._moving_state())
@@ -155,8 +155,8 @@ class Trainer:
         self._stepping_from = None
 
     async def train_step(self) -> bool:
-        """Takes groups, trains on them, logs. Returns whether to go on: not at the stage's last step, nor at the end of
-        the data.
+        """Takes groups, trains on them, logs. Returns whether to continue: False at the stage's last step and at the
+        end of the data.
 
         Raises RolloutsFailing when too many of the step's trajectories failed.
         """
@@ -175,7 +175,7 @@ class Trainer:
             metrics = await asyncio.to_thread(self._learn, groups, keep)
             if keep is not None and self.keep_updates is not None and (seen := self.engine.take_updates()) is not None:
                 await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
-        self.score = None  # of this step nothing has been measured yet
+        self.score = None  # this step has not been evaluated yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
@@ -194,7 +194,7 @@ class Trainer:
         return self.train_continue
 
     def _end_where_reached(self, metrics: Metrics) -> None:
-        """Ends the stage with its last step, or with the one whose metrics these are by `schedule.until`."""
+        """Ends the stage at its last step, or at this step if its metrics cross the threshold of `schedule.until`."""
         self._reached |= self.schedule.ends_with(metrics)
         self.train_continue = self.train_step_num < self.last_step and not self._reached
 
@@ -203,8 +203,8 @@ class Trainer:
         return train_step(self.engine, groups, self.engine.algorithm, keep)
 
     async def _groups(self, version: int) -> tuple[list[Group], list[Group], Metrics]:
-        """A step's groups, the refused ones among them (the step leaves them out again, and counts them); those of them
-        that were rolled out for it; and their origin."""
+        """Returns (the groups of a step, those of them that were rolled out for it, metrics of their origin). Refused
+        groups are included: `train_step` filters them again and counts them."""
         wanted = missing = self.schedule.groups_per_step
         algorithm, rows = self.engine.algorithm, list[dict[str, float]]()
         groups, fresh = list[Group](), list[Group]()
@@ -224,7 +224,7 @@ class Trainer:
         return groups, fresh, aggregate(rows) | _origin(groups)
 
     async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
-        """Raises RolloutsFailing where too many of the step's trajectories failed; a resumed run retries them."""
+        """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
         try:
             check_failures(fresh, self.max_failed_fraction, f"step {version + 1}")
         except RolloutsFailing as error:
@@ -232,11 +232,11 @@ class Trainer:
             raise
 
     async def _sample(self, count: int, version: int) -> Sample:
-        return await self._answering(self.strategy.sample(count, version))
+        return await self._wait_for_explorers(self.strategy.sample(count, version))
 
-    async def _answering(self, doing: Awaitable[T]) -> T:
-        """Waits for explorers; one of them that asks for weights meanwhile gets them, or it could do nothing."""
-        waited_for = asyncio.ensure_future(doing)
+    async def _wait_for_explorers(self, result: Awaitable[T]) -> T:
+        """The result of explorers' work. Publishes weights meanwhile to explorers that cannot continue without."""
+        waited_for = asyncio.ensure_future(result)
         try:
             while not waited_for.done():
                 # A change of the board wakes it at once; an overridden need_sync is polled every second.
@@ -259,7 +259,7 @@ class Trainer:
             waited_for.cancel()
 
     def need_sync(self) -> bool:
-        """Whether explorers are to be offered the current version now."""
+        """Whether the current version is to be published now."""
         return self._sync_due(self.synchronizer.board.read())
 
     def _sync_due(self, values: Values) -> bool:
@@ -268,12 +268,12 @@ class Trainer:
             return True
         explorers = live_explorers(values).values()
         if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
-            return True  # an explorer that joined late has no weights at all, and there is nowhere to fetch them
+            return True  # an explorer that joined late has no weights, and a collective channel keeps none to fetch
         if offered or not (capabilities_of(self.buffer).explored or self.keeps_versions):
             return False
         if self.synchronizer.style is SyncStyle.FIXED:
             return self.schedule.published(self.train_step_num)
-        # A trainer that has groups to learn from would pay at every step for explorers that are far enough ahead.
+        # While the trainer has groups to train on, a sync for explorers that are idle ahead of it would only delay it.
         return weights_requested(values, idle=self._interval_over or self._starved)
 
     @property
@@ -281,12 +281,12 @@ class Trainer:
         return self.train_step_num - self.last_trainer_sync_step >= self.synchronizer.interval
 
     def _ask_for_sync(self) -> None:
-        """With `dynamic_by_trainer`, tells the explorers that the interval is over."""
+        """With `dynamic_by_trainer`, requests a sync from the explorers once the interval is over."""
         if self.synchronizer.style is SyncStyle.DYNAMIC_BY_TRAINER and self._interval_over:
             self.synchronizer.set_trainer_status(RunningStatus.REQUIRE_SYNC)
 
     def sync_weight(self) -> None:
-        """Offers the current weights and publishes their version where they were delivered. Blocks."""
+        """Offers the current weights to the channel and, if they were delivered, publishes their version. Blocks."""
         with self._timed("sync"):
             if not self.engine.sync_weight():
                 return
@@ -305,7 +305,7 @@ class Trainer:
             self._examples = []
 
     async def end_step(self) -> None:
-        """Evaluates and saves, where this step is one for it. Raises what went wrong with the save before."""
+        """Evaluates and saves a checkpoint, if either is due. Raises the error of the previous save."""
         self.saver.look()
         if self.evaluation_due and self.evaluator is not None:
             self._record(await self._evaluate(self.evaluator), "after")
@@ -315,33 +315,33 @@ class Trainer:
             await self.save_checkpoint()
 
     async def finish(self) -> None:
-        """A last blocking save, where this step has none yet: after the last step, or at the end of the data."""
+        """Saves the last step, unless it has a checkpoint, and waits for the save."""
         self._show_examples()
         if self.saver.step != self.train_step_num:
             await self.save_checkpoint()
         await self.wait_for_save()
-        self._spend(self._seconds)  # of what came after the last step's row
+        self._spend(self._seconds)  # of phases after the row of the last step
         self._seconds.clear()
 
     async def save_checkpoint(self) -> None:
-        """Saves the whole state of the run at this step. It is complete when this returns or, with
-        `saves_asynchronously`, when `wait_for_save` does: then this returns as soon as training may move what is saved.
+        """Saves the whole state of the run at this step. The checkpoint is complete when this returns or, with
+        `saves_asynchronously`, when `wait_for_save` returns: training may continue in between.
 
-        Waits for the save before. Raises what either save raises.
+        Waits for the previous save. Raises the error of either save.
         """
         with self._timed("checkpoint"):
             await self.wait_for_save()
-            # Taken between two steps, when nothing of it moves; the slow writing happens in a thread.
+            # The state is copied between two steps, when nothing changes it; a thread writes it.
             await self._save(await self._moving_state())
 
     async def _save(self, moving: Mapping[str, Any]) -> None:
         await self.saver.save(self.train_step_num, *self._contents(moving))
 
     def _contents(self, moving: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Path], None]]:
-        """What a checkpoint of this step holds beside the engine: its state, and what writes its files."""
+        """(state, function that writes further files) of a checkpoint of this step, beside the engine's own files."""
         version = self.train_step_num
         oldest = self.schedule.resume_version(version) if capabilities_of(self.buffer).explored else version
-        needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots still to come
+        needed = [v for v in self.channel.versions if oldest <= v < version]  # by slots that are not yet rolled out
         state = {
             **self.run_record,
             "version": version,
@@ -355,7 +355,7 @@ class Trainer:
         return state, lambda directory: self.channel.save(directory / "versions", needed)
 
     async def _moving_state(self) -> dict[str, Any]:
-        """What a train step changes from its beginning on."""
+        """The state that a train step changes before it is complete."""
         return {
             "counts": dict(self._counts),
             "buffer": await self.buffer.state(),
@@ -364,13 +364,13 @@ class Trainer:
         }
 
     async def save_after_failure(self) -> None:
-        """Saves the last step that is whole, where it has no checkpoint: the one before a train step that failed, as
-        long as the engine still holds it. What goes wrong with that is logged, and hides nothing."""
+        """Saves the last complete step, unless it has a checkpoint: after a failed train step the step before it, if
+        the engine still holds its weights. An error of the save is logged, so that it does not replace the first."""
         try:
             await self.wait_for_save()
             version, from_version = self.train_step_num, self._stepping_from
             saved = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
-            made = from_version not in (None, version)  # and was never logged
+            made = from_version not in (None, version)  # the step updated the weights, and failed before it was logged
             if saved or made or not self.engine.holds_version():
                 return
             _log.warning("saving step %d, the last one before the failure", version)
@@ -382,7 +382,7 @@ class Trainer:
             _log.error("the step before the failure could not be saved: %s", error)
 
     async def wait_for_save(self) -> None:
-        """Waits until the save that is being written is complete; raises what went wrong with it."""
+        """Waits for the save in progress; raises its error."""
         await self.saver.wait()
 
     async def shutdown(self) -> None:
@@ -391,12 +391,12 @@ class Trainer:
         self.engine.close()
 
     def is_alive(self) -> bool:
-        """True: a trainer that can answer is alive."""
+        """True: the call itself shows that the process is alive."""
         return True
 
     @property
     def train_step_num(self) -> int:
-        """Train steps behind this policy, earlier stages included."""
+        """Train steps taken so far, earlier stages included."""
         return self.engine.version
 
     @property
@@ -406,7 +406,7 @@ class Trainer:
 
     @property
     def run_record(self) -> dict[str, Any]:
-        """What a later stage or session, and the summary, need to know of the run so far."""
+        """The record of the run so far, for later stages, later sessions and the summary."""
         return {**self.record, "seconds": self.seconds}
 
     @property
@@ -416,12 +416,12 @@ class Trainer:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the current step is one to evaluate, and has not been."""
+        """Whether an evaluation of the current step is due and has not been done."""
         ends = self.cadence.evaluate_ends and not self.cadence.skip_end
         return self.evaluator is not None and self._is_due(self._evaluated_step, ends=ends)
 
     def _is_due(self, last: int | None, *, ends: bool) -> bool:
-        """Whether to measure at the current step what was measured at step `last`; `ends`: also at the stage's end."""
+        """Whether a measurement that was last made at step `last` is due; `ends`: also at the end of the stage."""
         version = self.train_step_num
         if version in (self.schedule.first_version, last):
             return False
@@ -435,7 +435,7 @@ class Trainer:
         version = self.train_step_num
         started = time.monotonic()
         with span(TRAINER_LANE, "evaluate", step=version):
-            metrics = await self._answering(evaluator.run(version))
+            metrics = await self._wait_for_explorers(evaluator.run(version))
         self._evaluated_step = version
         self._log_evaluation(metrics, time.monotonic() - started)
         names = ("reward",) if metrics.get(f"eval/{evaluator.taskset}/partial") else ("accuracy", "reward")
@@ -443,14 +443,14 @@ class Trainer:
         return {name: metrics[key] for name, key in keys.items() if key in metrics}
 
     def _record(self, measured: Mapping[str, float], *ends: str) -> None:
-        """Notes an evaluation for the summary. Accuracies count together: rewards that are graded once are graded."""
+        """Records an evaluation for the summary. Accuracies are left out once any evaluation had partial rewards."""
         record = self.record | {f"{name}_{end}": value for name, value in measured.items() for end in ends}
         started_graded = "reward_before" in record and "accuracy_before" not in record
         graded = started_graded or "accuracy" not in measured
         self.record = {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}
 
     async def _measure(self, held_out: HeldOut) -> Metrics:
-        """Logs the loss over held-out rows and what belongs to it; returns them."""
+        """Logs and returns the loss over held-out rows, and its further metrics."""
         started, groups = time.monotonic(), await held_out.groups()
         metrics = held_out.named(await asyncio.to_thread(held_out_loss, self.engine, groups, self.engine.algorithm))
         self._measured_step = self.train_step_num
@@ -466,7 +466,7 @@ class Trainer:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
 
     def _changed(self, version: int) -> Metrics:
-        """How many config fields `--change` changed before this step, where it did."""
+        """The number of config fields that `--change` changed before this step; empty if none."""
         changed = sum(len(row["changes"]) for row in self.record.get("changes", ()) if row["step"] == version)
         return {"train/changed_fields": changed} if changed else {}
 
@@ -475,12 +475,12 @@ class Trainer:
         return {"rollout/staleness": sum(ages) / len(ages), "rollout/staleness_max": max(ages)}
 
     async def _counted(self) -> Metrics:
-        """What became of groups that were not trained on, since the last step."""
+        """Groups since the last step that were not trained on, by reason."""
         before, self._counts = self._counts, await self.buffer.counts()
         return {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
 
     def _count_failures(self, groups: Sequence[Group]) -> None:
-        """Adds the failed rollouts to the run's, by cause."""
+        """Adds the failed rollouts to the record, by cause."""
         failures = [t.failure for group in groups for t in group.rollouts if t.failure is not None]
         if failures:
             before: Mapping[str, int] = self.record.get("failures", {})
@@ -488,10 +488,10 @@ class Trainer:
             self.record["failures"] = dict(sorted(counts.items()))
 
     def _spend(self, seconds: Mapping[str, float]) -> None:
-        """Adds to what the run's time went to, by phase."""
+        """Adds seconds to the record, by phase."""
         before: Mapping[str, float] = self.record.get("time", {})
         added = {name: before.get(name, 0.0) + taken for name, taken in seconds.items()}
-        self.record["time"] = {**before, **added}  # another one: a save may be writing the one before
+        self.record["time"] = {**before, **added}  # a new dict: a save in progress may be reading the old one
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:
@@ -502,7 +502,7 @@ class Trainer:
 
 
 def _origin(groups: Sequence[Group]) -> Metrics:
-    """Which tasks and versions a step's groups are of."""
+    """Metrics of the tasks and policy versions of a step's groups."""
     versions = [group.oldest_version for group in groups if not group.expert]
     statistics = (("mean", fmean), ("min", min), ("max", max)) if versions else ()
     of_versions = {f"sample/model_version/{name}": statistic(versions) for name, statistic in statistics}

@@ -1,4 +1,4 @@
-"""Nouns: what travels between the roles. Frozen values over read-only numpy arrays; tokens are the truth.
+"""The data types that travel between the roles: frozen values over read-only numpy arrays.
 
 Legend: L tokens of one experience. Index t of every per-token array belongs to `tokens[t]`:
 `log_prob[t] = log p(tokens[t] | tokens[:t])`.
@@ -28,12 +28,12 @@ Metrics = dict[str, float]
 Columns = Mapping[str, Any]
 
 EXPERT_VERSION = -1
-"""The policy version of tokens that no policy of this run sampled: expert and supervised data."""
+"""The policy version of tokens that the policy did not sample: expert and supervised data."""
 
 TRAINER = "trainer"
 """The role name of the trainer; any other name on a board is an explorer's."""
 SERVED = "served"
-"""The taskset of tasks that agents bring over HTTP (`run.mode: serve`): no schedule knows them."""
+"""The taskset of tasks that agents send over HTTP (`run.mode: serve`), which are not in the schedule."""
 
 
 SCORES: Mapping[str, str] = {
@@ -47,23 +47,23 @@ SCORES: Mapping[str, str] = {
     "teacher_top": "teacher_top",
     "values": "values",
 }
-"""What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability at the
-moment of asking: before a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
+"""What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability before
+a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
 p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
 K most probable tokens and their log-probabilities."""
 EXTRAS = ("routing", "kept")
-"""What an engine may record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: the number
-plus one of each of the K experts that the router of each layer with experts chose for the token; 0: not known. `kept`,
-the token ids that it was sampled among, those of one token after those of another; how many each has is `kept_count`,
-and a negative count is of ids that were left out instead: 0 is the whole vocabulary."""
+"""What an engine can record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: one plus
+the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the token
+ids that the token was sampled from, concatenated over tokens. `kept_count` has their number per token; a negative
+number counts ids that were left out instead, and 0 stands for the whole vocabulary."""
 AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
-"""What the first pass of a train step's updates sees of each token: the log-probability by the weights of that moment,
-their entropy, and 1 where the loss clips the ratio."""
+"""Columns of the first pass of a train step's updates: log-probability and entropy by the weights of that moment, and
+1 where the loss clips the ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model that the policy learns from."""
+    """A frozen model that the policy is distilled from."""
 
     path: Path
     """A plain Hugging Face directory."""
@@ -102,13 +102,13 @@ class _Column(tuple[AnyArray, ...]):
 
 
 class RunningStatus(StrEnum):
-    """What a role is doing, as the other side sees it."""
+    """The status of a role, as the other roles see it."""
 
     RUNNING = "running"
     REQUIRE_SYNC = "require_sync"
-    """It wants newer weights exchanged: an explorer without a free slot, or a trainer whose interval is over."""
+    """It requests a weight sync: an explorer without a free slot, or a trainer whose interval is over."""
     WAITING_SYNC = "waiting_sync"
-    """It stands at a collective exchange and cannot go on without the other side."""
+    """It has entered a collective exchange and waits for the other side."""
     STOPPED = "stopped"
 
 
@@ -220,18 +220,18 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings that end a turn; the tokens up to and including the one that completes the string are kept."""
     extra: tuple[str, ...] = ()
-    """What else is to be recorded of each completion: names of `EXTRAS`."""
+    """Further data to record of each completion: names of `EXTRAS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation as an engine reads it. Read-only."""
+    """A rendered conversation. Read-only."""
 
     tokens: IntArray
     media: tuple[Media, ...] = ()
     """The media of all messages, in order, each with its span in `tokens`."""
     unexpanded: IntArray = field(default=None, repr=False)  # type: ignore[assignment]  # `tokens` without media
-    """The tokens with one placeholder for each of the media: what an engine with a processor of its own asks for."""
+    """The tokens with one placeholder for each of the media: the input of an engine with a processor of its own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -253,7 +253,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of the policy, as an engine sees it."""
+    """The input of a rollout engine for one completion."""
 
     prompt_tokens: IntArray
     sampling: Sampling
@@ -263,12 +263,12 @@ class Request:
     unexpanded: IntArray | None = None
     """`Prompt.unexpanded`; None: the prompt has no media."""
     messages: tuple[Message, ...] = field(default=(), repr=False)
-    """The conversation that the prompt was rendered from: for an engine that renders it itself."""
+    """The conversation that the prompt was rendered from, for engines that render it themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for a request. All arrays have one entry per sampled token."""
+    """The output of an engine for a request. All arrays have one entry per sampled token."""
 
     tokens: IntArray
     log_prob: FloatArray
@@ -277,10 +277,10 @@ class Completion:
     """The weights that sampled each token."""
     stop_reason: StopReason
     text: str | None = None
-    """What was written, from an engine that is given text; None: the tokens, decoded."""
+    """The text, from an engine that returns text; None: decode the tokens."""
     extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
-    """What `Sampling.extra` asked for, by name: the rows of an array are about the last tokens, the prompt's before the
-    completion's."""
+    """The arrays that `Sampling.extra` names. Their rows belong to the last tokens of prompt and completion
+    together."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -299,7 +299,7 @@ class Turn:
     policy_version: IntArray
     stop_reason: StopReason
     text: str
-    """The completion decoded, without special tokens: for people, rewards and environments; never encoded again."""
+    """The completion decoded, without special tokens: for logs, rewards and environments; never encoded again."""
     media: tuple[Media, ...] = ()
     """Of the prompt, in order, each with its span in `prompt_tokens`."""
     reward: float = 0.0
@@ -326,7 +326,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trajectory cannot be trained on: recorded and counted, never scored."""
+    """Why a trajectory failed. Failed trajectories are recorded and counted, and not trained on."""
 
     side: str
     """What failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
@@ -334,11 +334,11 @@ class Failure:
     """The error's class name."""
     message: str
     cause: str = ""
-    """What user code raised, and in which function, file and line; empty where it raised nothing."""
+    """The exception of user code with function, file and line; empty if it raised none."""
 
     @property
     def of_rewards(self) -> bool:
-        """Whether the rollout itself went well, and its rewards could not be computed."""
+        """Whether the rollout succeeded and only its rewards failed."""
         return self.side == "reward" or self.kind == "DeadlineExceeded"
 
 
@@ -372,7 +372,7 @@ class Trajectory:
 
     @property
     def completion(self) -> str:
-        """The text of the last turn: what reward functions read."""
+        """The text of the last turn, which reward functions get."""
         return self.turns[-1].text if self.turns else ""
 
 
@@ -382,14 +382,14 @@ class Lease:
 
     slot: int
     attempt: int = 0
-    """How often the slot was leased and given up before."""
+    """Earlier attempts at the slot."""
     recorded: Group | None = field(default=None, compare=False, repr=False)
-    """What an earlier session rolled out for it, of which only the rewards failed: they may be computed again."""
+    """The group of an earlier session, if only its rewards failed: they are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task: what a slot was leased for."""
+    """The trajectories of one task, rolled out for one slot."""
 
     slot: int
     """Negative for replayed and expert groups, which have no slot of the schedule."""
@@ -397,18 +397,19 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     epoch: int = 0
     attempt: int = 0
-    """How often the slot was leased and given up before."""
+    """Earlier attempts at the slot."""
     version: int = 0
     """The policy version loaded when the lease was granted; no token was sampled by an older one."""
     greedy: Trajectory | None = None
     """A further rollout at temperature 0: a baseline for estimators that need one, never trained on."""
     dropped: str = ""
-    """Why the experience pipeline dropped it; such a group is journaled and counted, never delivered."""
+    """Why the experience pipeline dropped it; empty if it did not. A dropped group is journaled and never trained
+    on."""
     _versions: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
-    """`oldest_version` and `newest_version`, once one of them was asked for: a step does so many times."""
+    """Cached (`oldest_version`, `newest_version`)."""
 
     def refused(self, why: str) -> Group:
-        """The same group, never to be trained on."""
+        """The same group, dropped for this reason."""
         return replace(self, dropped=why)
 
     @property
@@ -417,7 +418,7 @@ class Group:
 
     @property
     def expert(self) -> bool:
-        """Whether its completions are an expert's: no reward is computed for them."""
+        """Whether its completions are from an expert: no reward is computed for them."""
         return self.oldest_version == EXPERT_VERSION
 
     @property
@@ -453,7 +454,7 @@ class Group:
         return tuple(t for t in self.trajectories if t.failure is None)
 
     def member_rewards(self, component: str = "") -> list[float]:
-        """The reward of each living member: the total, or one component; raises DataError where a member lacks it."""
+        """The reward of each successful member: the total, or one component. Raises DataError if a member lacks it."""
         for member in self.alive if component else ():
             if component not in member.rewards:
                 raise DataError(
@@ -466,7 +467,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a sample strategy gives the trainer for one step."""
+    """The groups of one train step, from a sample strategy."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -477,10 +478,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Where a turn's own tokens lie in an experience, [start, stop), and what is known about it."""
+    """The completion tokens of one turn in an experience: [start, stop)."""
 
     number: int
-    """Which turn of its trajectory."""
+    """Index of the turn in its trajectory."""
     start: int
     stop: int
     reward: float = 0.0
@@ -493,7 +494,7 @@ _TOKEN_ARRAYS = {
     "rollout_log_prob": np.float32,
     "policy_version": np.int32,
 }
-"""The arrays of an experience that each token has an entry in."""
+"""The per-token arrays of an experience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,7 +569,7 @@ class Batch:
     columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
     """Name -> one array per experience, with leading axis L: `advantages`, `returns`, `old_log_prob`, ..."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Metrics of preparing these experiences for an update; logged with it."""
+    """Metrics from preparing the batch for an update; logged with the update."""
 
     def __post_init__(self) -> None:
         frozen = {name: _Column.of(arrays) for name, arrays in self.columns.items()}
@@ -681,7 +682,7 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
         spans.append(TurnSpan(number, start, stop, turn.reward, turn.state))
     tokens = np.concatenate([last.prompt_tokens, last.tokens])
     for array in (tokens, mask, log_prob, version):
-        array.setflags(write=False)  # no caller holds them: they need not be copied
+        array.setflags(write=False)  # Experience does not copy read-only arrays
     return Experience(
         tokens=tokens,
         response_mask=mask,
@@ -699,7 +700,7 @@ def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajector
 
 
 def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
-    """The turns' further arrays for a sequence of so many tokens: of each token what was recorded first, else 0."""
+    """The turns' extra arrays for a sequence of `length` tokens: per token the value recorded first, else 0."""
     joined: dict[str, AnyArray] = {}
     for turn in reversed(turns):
         stop = len(turn.prompt_tokens) + len(turn.tokens)
@@ -720,18 +721,18 @@ class Capabilities:
 
     # buffers
     explored: bool = True
-    """Explorers fill it: it issues slots. False: it reads what exists already."""
+    """Explorers fill it: it issues slots. False: it reads existing data."""
     recorded: bool = False
-    """Not filled by explorers, but a policy of another run sampled its groups, with log-probabilities and rewards."""
+    """It replays groups that the policy of another run sampled, with log-probabilities and rewards."""
     shared: bool = False
-    """Several processes reach it. Its class has `open_board(config, *, name)`, the board of a run in the same place,
-    and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
+    """Several processes can use it. Its class has `open_board(config, *, name)`, which opens the run's board in the
+    same place, and `claim(config, *, name, run_dir)`, which reserves the name of a run or raises ConfigError."""
     # rewards
     remote: bool = False
-    """It asks a server or another service: the same completion may earn something else tomorrow."""
+    """It calls a server, so that its value for the same completion may change with time."""
     # sample strategies
     mixed: bool = False
-    """A batch may hold experts' completions beside the policy's own."""
+    """A batch may mix experts' completions with the policy's."""
     judges: bool = False
     """It scores the groups of a step itself, so explorers need not."""
     # operators
@@ -739,19 +740,19 @@ class Capabilities:
     """It may refuse groups."""
     # workflows
     gives_rewards: bool = True
-    """A rollout may bring rewards of its own; where it never does, reward functions must."""
+    """It may return rewards itself. False: reward functions are required."""
     # weight channels
     local: bool = False
     """Both ends are in one process."""
     collective: bool = False
-    """A version is sent to all explorers at once, and kept nowhere."""
+    """It sends a version to all explorers at once and keeps none."""
     uses_directory: bool = True
-    """It keeps versions in the directory that it is given (`sync.dir`)."""
+    """It keeps versions as files in `sync.dir`."""
     # rollout engines
     exact_sampling: bool = False
-    """The per-position uniforms of a request's key are honoured."""
+    """It samples with the per-position uniforms of a request's key."""
     batch_invariant: bool = False
-    """Log-probabilities do not depend on what shares the batch, bit for bit."""
+    """Log-probabilities are independent of the rest of the batch, bit for bit."""
     exact_log_prob: bool = True
     """Its log-probabilities are the trainer's for the same weights, up to rounding. Where they are not, the correction
     `auto` weighs tokens even where groups are fresh."""
@@ -760,16 +761,16 @@ class Capabilities:
     adopts_adapters: bool = False
     """`load` takes a LoRA adapter in place of all weights."""
     extra: frozenset[str] = frozenset()
-    """What else it can record of a completion: names of `EXTRAS`."""
+    """Further data that it can record of completions: names of `EXTRAS`."""
     adopts_weights: bool = True
-    """`load` takes weights at all. False: it samples from one policy for ever, and `load` is an error."""
+    """It can load weights. False: its policy never changes, and `load` is an error."""
     # train engines
     multiple_ranks: bool = False
     """Several processes can train one model; its Config has `sequence_parallel` and `shard`."""
 
     @property
     def sampled(self) -> bool:
-        """Whether a policy sampled the groups of the buffer: expert data was not."""
+        """Whether a policy sampled the groups of the buffer, as opposed to expert data."""
         return self.explored or self.recorded
 
 
