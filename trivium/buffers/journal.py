@@ -65,7 +65,7 @@ class Journal:
                 _replace(path, kept)
 
     def mark_failed(self, from_slot: int) -> None:
-        """Notes that failures in groups from a slot on end the run, for the session that resumes it."""
+        """Records the first slot of the failures that end the run, for the session that resumes it."""
         atomic_write(self.directory / _FAILED, f"{from_slot}\n")
 
     @property

@@ -39,12 +39,12 @@ from trivium.types import Group, Lease
 
 @dataclass(frozen=True, slots=True)
 class _ActiveLease:
-    """A slot that an explorer has leased."""
+    """The lease of a slot by an explorer."""
 
     lease: Lease
     owner: str
     version: int
-    """The version that the owner had loaded: nothing of the group is older."""
+    """The version that the owner had loaded: no token of the group is older."""
 
 
 class MemoryBuffer:
@@ -73,7 +73,7 @@ class MemoryBuffer:
         """The version that each explorer has loaded."""
         self._leases: dict[int, _ActiveLease] = {}
         self._cancelled: dict[str, list[Lease]] = {}
-        """Cancelled leases that their owners have not been told of."""
+        """Cancelled leases that their owners have not fetched yet."""
         self._groups: OrderedDict[int, Group] = OrderedDict()
         """Finished groups that were not taken, in order of arrival."""
         self._ages: list[tuple[int, int, int]] = []
@@ -89,11 +89,11 @@ class MemoryBuffer:
         self._freed: list[int] = []
         """A heap of the slots that are to be issued again."""
         self._attempts: dict[int, int] = {}
-        """The attempt of slots whose earlier attempts were in vain."""
+        """The attempt number of slots that are not at their first."""
         self._recorded: dict[int, Group] = {}
         """Groups of an earlier session whose rewards are to be computed again, by slot."""
         self._trains = schedule.first_version
-        """The version that the next groups taken are for."""
+        """The version that the next `take` is for."""
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._changed = asyncio.Condition()
         self._closed = False
@@ -155,7 +155,7 @@ class MemoryBuffer:
             return self._cancelled.pop(owner)
 
     async def drain(self, version: int) -> None:
-        """Waits until nothing more is rolled out with `version`."""
+        """Waits until no slot is left that `version` would roll out."""
         async with self._changed:
             await self._wait(
                 lambda: drained(
@@ -223,7 +223,7 @@ class MemoryBuffer:
         return {name: count for name, count in self._counts.items() if name != "refused"}
 
     async def state(self) -> dict[str, Any]:
-        """What a checkpoint must know: which slots are consumed, and the attempts of the others."""
+        """State for a checkpoint: the consumed slots, and the attempts of the others."""
         return SlotsState(self._floor, frozenset(self._consumed), self._attempts, self._counts).to_json()
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
@@ -360,7 +360,7 @@ class MemoryBuffer:
             self._retry(active.lease.slot)
 
     def _retry(self, slot: int) -> None:
-        """Issues a slot again after an attempt in vain, or gives it up."""
+        """Issues a slot again after a failed attempt, or gives it up."""
         self._recorded.pop(slot, None)
         attempt = next_attempt(self.schedule, self._attempts.get(slot, 0))
         if attempt is None:

@@ -1,4 +1,4 @@
-"""Reads the rollouts of a run directory: what the policy was asked, what it wrote, what it earned, token by token.
+"""Reads the rollouts of a run directory: prompts, completions and rewards, token by token.
 
     for rollout in read_rollouts(Path("runs/sums"), step=12):
         print(rollout.group.task.task_id, rollout.trajectory.completion, rollout.trajectory.rewards)

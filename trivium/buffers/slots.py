@@ -1,6 +1,6 @@
 """The rules of slots, once for every buffer that issues them: admission, attempts, staleness, what a resumed run keeps.
 
-Pure functions of the schedule and a few counts; where slots and groups are stored is the buffer's affair.
+Pure functions of the schedule and a few counts; the buffers store slots and groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ evicted as too stale; leases cancelled because their groups would be; groups tha
 
 
 def admitted(schedule: Schedule, counts: Mapping[str, int], version: int) -> int:
-    """How many slots `version` admits. One that yields no group to train on admits another in its place."""
+    """The number of slots that `version` admits. A slot without a group to train on admits another in its place."""
     return schedule.admitted(version) + counts["given_up"] + counts["dropped"] + counts["refused"]
 
 
@@ -42,12 +42,12 @@ def drained(schedule: Schedule, counts: Mapping[str, int], trains: int, version:
 
 
 def oldest_version(schedule: Schedule, trains: int) -> int:
-    """The version that no group may be older than when `trains` is trained on it."""
+    """The oldest version of groups that the step from version `trains` may train on."""
     return trains - schedule.max_staleness
 
 
 def next_attempt(schedule: Schedule, attempt: int) -> int | None:
-    """The attempt that follows one in vain; None where the slot is given up."""
+    """The attempt after one that failed; None if the slot is given up."""
     return attempt + 1 if attempt + 1 < schedule.max_attempts else None
 
 
@@ -85,7 +85,7 @@ class SlotsState:
 
 
 class StoredGroup(NamedTuple):
-    """What decides whether a resumed run keeps a group."""
+    """The properties of a stored group that decide whether a resumed run keeps it."""
 
     slot: int
     attempt: int
@@ -141,7 +141,7 @@ def retried(schedule: Schedule, groups: Sequence[Group], from_slot: int) -> list
 
 
 def log_retries(failed: Sequence[tuple[Group, bool]]) -> None:
-    """Says how many groups `retried` names."""
+    """Logs the number of groups that `retried` names."""
     judged = sum(judged for _, judged in failed)
     _log.warning(
         "failures ended this run before: %d group(s) are retried; of %d only rewards failed", len(failed), judged

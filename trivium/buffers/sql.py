@@ -86,9 +86,9 @@ class SqlBuffer:
         self._database.create(MEDIA_TABLES)
         self._media = MediaRows(self._database, name)
         self._session: str | None = None
-        """Which `restore` of the trainer this buffer belongs to; None until that is known."""
+        """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
         self._idle: list[str] = []
-        """Caller names that no call is using now; each has one answer in the database."""
+        """Caller names that no call is using; the database keeps one result per name."""
 
     @staticmethod
     def open_board(config: Config, *, name: str) -> SharedBoard:
@@ -167,7 +167,7 @@ class SqlBuffer:
         )
 
     async def drain(self, version: int) -> None:
-        """Waits until nothing more is rolled out with `version`."""
+        """Waits until no slot is left that `version` would roll out."""
         await self._when(
             lambda slots: slots.drained(version),
             lambda slots: slots.drained(version) or None,
@@ -204,7 +204,7 @@ class SqlBuffer:
         return {name: head[name] for name in COUNTERS if name != "refused"}
 
     async def state(self) -> dict[str, Any]:
-        """What a checkpoint must know: which slots are consumed, and the attempts of the others."""
+        """State for a checkpoint: the consumed slots, and the attempts of the others."""
         return await self._look(lambda slots: slots.state())
 
     async def restore(self, state: Mapping[str, Any] | None, version: int) -> None:
@@ -311,7 +311,7 @@ class SqlBuffer:
         return self._database.read(read)
 
     async def _look(self, look: Callable[[Slots], T]) -> T:
-        """The answer of `look` in an open buffer."""
+        """The result of `look` in an open buffer."""
 
         def read(connection: sa.Connection) -> T:
             slots = self._slots(connection, joins=True)
@@ -322,7 +322,7 @@ class SqlBuffer:
         return await asyncio.to_thread(self._database.read, read)
 
     async def _lease(self, answer: Sequence[Any]) -> Lease:
-        """A lease from what `Slots.lease` answered."""
+        """The Lease for a result of `Slots.lease`."""
         slot, attempt, recorded = answer
         lease = Lease(slot, attempt)
         if recorded is None:
@@ -388,7 +388,7 @@ class SqlBuffer:
 
 
 def _answered(connection: sa.Connection, caller: str, token: str) -> str | None:
-    """The answer of a call that was committed before its connection dropped."""
+    """The result of a call that was committed before its connection dropped."""
     mine = (CALLS.c.caller == caller, CALLS.c.token == token)
     return connection.execute(sa.select(CALLS.c.answer).where(*mine)).scalar_one_or_none()
 
@@ -407,7 +407,7 @@ def _pair(lease: Lease) -> list[int]:
 
 
 def _run_id(rollouts: Path) -> str:
-    """Tells this run's rows from those of another run of its name: an id in a file of the run directory."""
+    """The id of this run, from a file of the run directory: distinguishes runs of the same name."""
     path = rollouts / "buffer.id"
     if not path.is_file():
         rollouts.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ RUNS = sa.Table(
     sa.Column("run", sa.Text, nullable=False),
     sa.Column("place", sa.Text, nullable=False, comment="machine and run directory, for people"),
 )
-"""Which run has a name."""
+"""The run that owns each name."""
 BUFFERS = sa.Table(
     "trivium_buffers",
     TABLES,
@@ -63,7 +63,7 @@ BUFFERS = sa.Table(
     sa.Column("session", sa.Text, nullable=False),
     sa.Column("change", sa.BigInteger, nullable=False),
     sa.Column("closed", sa.Boolean, nullable=False),
-    # PostgreSQL finds what is gone in its indexes for a while; a search that knows where to begin does not meet it.
+    # Until a vacuum PostgreSQL's indexes contain deleted rows; a search with a lower bound skips them.
     sa.Column("begin", sa.BigInteger, nullable=False, comment="no FINISHED row has a lower slot, or a lower arrival"),
     sa.Column("oldest", sa.BigInteger, nullable=False, comment="no FINISHED row is older"),
     *(
@@ -71,7 +71,7 @@ BUFFERS = sa.Table(
         for name in ("trains", "next_slot", "arrivals", "given_up", "refused", "evicted", "called_off", "dropped")
     ),
 )
-"""One row per buffer. Every transaction that changes anything holds it."""
+"""One row per buffer, locked by every transaction that writes."""
 SLOTS = sa.Table(
     "trivium_slots",
     TABLES,
@@ -109,7 +109,7 @@ FAILED = sa.Table(
     sa.Column("buffer", sa.Text, primary_key=True),
     sa.Column("from_slot", sa.BigInteger, nullable=False),
 )
-"""From which slot on failures ended a run, until it is resumed."""
+"""The first slot of the failures that ended a run, until it is resumed."""
 EXPLORERS = sa.Table(
     "trivium_explorers",
     TABLES,
@@ -125,16 +125,16 @@ CALLS = sa.Table(
     sa.Column("token", sa.Text, nullable=False),
     sa.Column("answer", sa.Text, nullable=False),
 )
-"""The last call of each caller and its answer, for one that lost the connection before the answer came."""
+"""The last call of each caller with its result, for callers that lost the connection before the result came."""
 
 _UNKNOWN = {"begin": 0, "oldest": -(2**31)}
 _s = SLOTS.c
 _MANY = 500
-"""How many values one statement names at most: on a server, a statement may only take so long."""
+"""Most values in one statement, because servers limit the time of a statement."""
 _BULKY = 32
-"""How many groups one statement fetches at most."""
+"""Most groups that one statement fetches."""
 _RANGE = 10_000
-"""How many slots one statement deletes at most."""
+"""Most slots that one statement deletes."""
 
 
 class SlotState(StrEnum):
@@ -226,7 +226,7 @@ class Slots:
         self.head["dropped"] += bool(group.dropped)
 
     def release(self, owner: str) -> int:
-        """Leases of `owner` are free again; how many there were."""
+        """Frees the leases of `owner`; returns their number."""
         leased = (self._mine, _s.state == SlotState.LEASED, _s.owner == owner)
         count = self._run(sa.update(SLOTS).where(*leased).values(state=SlotState.FREE, owner=None)).rowcount
         # It will not ask for its cancelled leases, and an explorer of its name must adopt a version first.
@@ -240,11 +240,11 @@ class Slots:
         self._run(sa.update(SLOTS).where(*this).values(state=SlotState.FREE, owner=None))
 
     def has_cancelled(self, owner: str) -> bool:
-        """Whether `owner` has cancelled leases that it was not told of."""
+        """Whether `owner` has cancelled leases that it has not fetched."""
         return self._connection.execute(sa.select(_s.slot).where(*self._cancelled(owner)).limit(1)).first() is not None
 
     def cancelled_leases(self, owner: str) -> list[Lease]:
-        """Those leases; from now on it was told."""
+        """Returns the cancelled leases of `owner`, once."""
         query = sa.select(_s.slot, _s.attempt).where(*self._cancelled(owner)).order_by(_s.slot)
         rows = self._connection.execute(query).all()
         if rows:
@@ -331,7 +331,7 @@ class Slots:
         self.head["oldest"] = oldest
 
     def _train(self, version: int) -> None:
-        """The groups taken next are for `version`."""
+        """Notes that the next `take` is for `version`."""
         self.changed |= self.head["trains"] != version
         self.head["trains"] = version
 
@@ -344,7 +344,7 @@ class Slots:
             self.head["called_off"] += 1
 
     def _retry(self, slot: int, attempt: int, state: SlotState) -> None:
-        """Ends an attempt in vain; issues the slot again, or gives it up."""
+        """Ends a failed attempt; issues the slot again, or gives it up."""
         self._run(sa.update(SLOTS).where(*self._this(slot, attempt)).values(state=state))
         following = next_attempt(self._schedule, attempt)
         if following is None:
@@ -355,7 +355,7 @@ class Slots:
     # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must know: which slots are consumed, and the attempts of the others."""
+        """State for a checkpoint: the consumed slots, and the attempts of the others."""
         opened = sa.select(_s.slot, _s.attempt).where(self._mine, _s.state.in_(_OPEN))
         attempts = {row.slot: row.attempt for row in self._connection.execute(opened)}
         below = min(attempts, default=self.head["next_slot"])

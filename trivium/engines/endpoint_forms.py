@@ -1,4 +1,4 @@
-"""What an endpoint is asked for a completion, and how its response is read.
+"""Requests to an OpenAI-compatible endpoint, and its responses.
 
 `tokens`: token ids in, token ids and their log-probabilities out, as vLLM's `/v1/completions` has them; every sampling
 parameter is set, so that no default of the server is left. `chat`: messages in, text out, with what OpenAI's clients

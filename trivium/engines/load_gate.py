@@ -1,4 +1,4 @@
-"""Weights change between completions: what came before them finishes first, and what comes later waits."""
+"""Orders loads among completions: completions before a load finish first, later ones wait for it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Replica(ABC):
     """One engine of a pool."""
 
     num_requests = 0
-    """Requests in progress."""
+    """Requests in progress: the least busy replica gets the next one."""
     is_restarting = False
     """Whether requests have to wait for a new process."""
 

@@ -81,7 +81,7 @@ class EngineHost:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that any process can unpickle: one of Trivium's as it is, another as the failure of this engine."""
+    """An error that any process can unpickle: an error of Trivium as it is, any other as an EngineFailure."""
     if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
         return error
     _log.error("the engine of this process failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""What an engine makes sure of before it serves: this model, driven through our cache, is still the same model."""
+"""A check before an engine serves: decoding with its cache gives the outputs of the transformers model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_decoder(decoder: Decoder, max_context: int) -> None:
 
 
 def _difference(decoder: Decoder, max_context: int) -> ConfigError | None:
-    length = min(20, max_context - 1)  # and two rows at least: no step of the engine has one alone
+    length = min(20, max_context - 1)  # at least two rows: no step of the engine has a single one
     tokens = (uniforms(stream("engine", "probe"), np.arange(4 * length)) * decoder.vocab_size).astype(np.int64)
     probes = tokens.reshape(4, length)
     half = max(1, length // 2)

@@ -1,4 +1,4 @@
-"""What every engine asks of a request before it computes anything."""
+"""The checks of a request that all engines make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trivium.types import Request
 
 
 def check_request(request: Request, max_context: int, vocab_size: int) -> int:
-    """How many tokens its completion may have. Raises RolloutError for a request that cannot be served."""
+    """The largest number of tokens of its completion. Raises RolloutError for a request that cannot be served."""
     prompt, sampling = request.prompt_tokens, request.sampling
     if not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab_size:
         raise RolloutError(

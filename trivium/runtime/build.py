@@ -61,7 +61,7 @@ class Stage:
     is_last: bool
     run_dir: Path
     model_dir: Path
-    """The weights it starts from; also the frozen reference, where one is needed."""
+    """The model directory that the stage starts from, also for the frozen reference if there is one."""
 
     @property
     def evaluated(self) -> bool:
@@ -70,7 +70,7 @@ class Stage:
 
     @property
     def num_explorers(self) -> int:
-        """How many explorers a run in one process, or on Ray, starts: one evaluates where none fills the buffer."""
+        """Explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
         if capabilities_of(resolve("buffers", self.config.buffer.kind)).explored:
             return self.config.cluster.explorers
         return int(self.evaluated)
@@ -90,7 +90,7 @@ TrainStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoints:
-    """A process's connections to what the roles of a stage share: each process has endpoints of its own."""
+    """The connections of one process to the buffer, board and channel that the roles of a stage share."""
 
     buffer: Buffer
     synchronizer: Synchronizer
@@ -98,23 +98,22 @@ class Endpoints:
 
 
 def run_name(config: RunConfig) -> str:
-    """What separate commands call the run in a shared buffer."""
+    """The name of the run in a shared buffer, by which separate commands find it."""
     return config.run.name or Path(config.run.dir).name
 
 
 def explorer_name(config: RunConfig) -> str:
-    """The name of the explorer that this process is, unlike any other process's."""
+    """The name of this process's explorer, unique among the processes of the run."""
     return config.run.explorer or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def shares_buffer(config: RunConfig) -> bool:
-    """Whether roles in other processes reach the buffer of a stage; such a buffer brings a board with it."""
+    """Whether the buffer of a stage is shared between processes; a shared buffer also provides the board."""
     return any(capabilities_of(resolve("buffers", stage.buffer.kind)).shared for stage in config.stage_configs())
 
 
 def open_board(config: RunConfig) -> Board:
-    """The board: that of this process, or the one that comes with the first buffer that several processes share. All
-    stages meet on one, those too that read files."""
+    """The board of all stages: of the first shared buffer, else one in the memory of this process."""
     for stage in config.stage_configs():
         buffer = resolve("buffers", stage.buffer.kind)
         if capabilities_of(buffer).shared:
@@ -123,8 +122,8 @@ def open_board(config: RunConfig) -> Board:
 
 
 def claim_name(config: RunConfig, run_dir: Path) -> None:
-    """Makes the run's name its own wherever its stages share buffers: before it opens a board of that name. Raises
-    ConfigError where another run has it."""
+    """Reserves the run's name in the shared buffers of its stages, before a board of that name is opened. Raises
+    ConfigError if the name belongs to another run."""
     for stage in config.stage_configs():
         buffer = resolve("buffers", stage.buffer.kind)
         if capabilities_of(buffer).shared:
@@ -132,7 +131,7 @@ def claim_name(config: RunConfig, run_dir: Path) -> None:
 
 
 def build_synchronizer(config: RunConfig, board: Board, settings: Mapping[str, str] | None = None) -> Synchronizer:
-    """One role's view of the board; `settings` is what separate commands must agree on.
+    """The Synchronizer of one role; `settings` are digests of the sections that separate commands must agree on.
 
     On a shared board roles may be processes without a handle: heartbeats show that they live. On
     Ray the board is always shared, and handles tell.
@@ -164,7 +163,7 @@ def build_buffer(stage: Stage, schedule: Schedule) -> Buffer:
 
 
 def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> WeightChannel:
-    """The end of the channel that belongs to `role`."""
+    """The channel of weights, as `role` uses it."""
     config = stage.config
     return resolve("channels", config.sync.method)(
         keep=kept_versions(config),
@@ -175,7 +174,7 @@ def build_channel(stage: Stage, synchronizer: Synchronizer, role: str) -> Weight
 
 
 def local_endpoints(stage: Stage, synchronizer: Synchronizer, role: str) -> Endpoints:
-    """Endpoints whose buffer and channel are of this process."""
+    """Endpoints with a buffer and a channel in this process."""
     return Endpoints(build_buffer(stage, build_schedule(stage)), synchronizer, build_channel(stage, synchronizer, role))
 
 
@@ -193,7 +192,7 @@ def open_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 
 def _held_out(stage: Stage, schedule: Schedule) -> HeldOut | None:
-    """The rows of `evaluation.held_out`, read as the buffer reads those that are trained on."""
+    """The rows of `evaluation.held_out`, read like those of the buffer."""
     taskset = stage.config.evaluation.held_out
     if taskset is None:
         return None
@@ -260,7 +259,7 @@ def build_trainer(
 def build_parts(
     stage: Stage, endpoints: Endpoints, trainer: Trainer | None = None, explorer: Explorer | None = None
 ) -> Parts:
-    """What this process runs of a stage: the trainer, an explorer, or both."""
+    """The roles of a stage that this process runs: the trainer, an explorer, or both."""
     return Parts(
         endpoints.buffer,
         build_schedule(stage) if trainer is None else trainer.schedule,
@@ -277,7 +276,7 @@ def build_parts(
 
 
 def _explore_function(stage: Stage) -> Explore:
-    """What fills the buffer."""
+    """The loop that fills the buffer."""
     if stage.config.run.mode != "serve":
         return explore_loop
     from trivium.serving.serve import serve_agents  # its packages are optional
@@ -287,7 +286,7 @@ def _explore_function(stage: Stage) -> Explore:
 
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:
-    """The algorithm of a stage's config, with what follows from the rest of the config settled."""
+    """The algorithm of a stage's config, with the values that follow from other sections filled in."""
     section = config.algorithm.settled(config)
     return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
 
@@ -325,7 +324,7 @@ def build_tasks(config: RunConfig, name: str) -> TaskSource:
 
 
 def holds_tasks(tasks: TaskSource) -> bool:
-    """Whether the source has read its tasks already, rather than making each when it is asked."""
+    """Whether the source holds its tasks in memory, and does not make each one on access."""
     return isinstance(tasks, RowTasks)
 
 
@@ -344,11 +343,11 @@ def build_engine(stage: Stage) -> RolloutEngine:
 
 
 def build_explorer(stage: Stage, name: str = "explorer-0", engine: RolloutEngine | None = None) -> Explorer:
-    """An explorer that samples with `engine`, or with one of its own."""
+    """An explorer over `engine`, or over a new engine."""
     config, workflow = stage.config, stage.config.workflow
     judge = make_judge(config.rewards, workflow.deadline_s)
     for taskset in {"train", config.evaluation.taskset or "train"}:
-        if config.tasks[taskset].kind != SERVED:  # what agents bring is checked when they say it
+        if config.tasks[taskset].kind != SERVED:  # `serve`: requests of agents are checked as they arrive
             judge.check_columns(build_tasks(config, taskset)[0].columns)
     engine = engine or build_engine(stage)
     return Explorer(
@@ -423,7 +422,7 @@ def distributed_engine(
 
 
 def shares_prefixes(config: RunConfig) -> bool:
-    """Whether a stage's ranks compute once what sequences begin with in common."""
+    """Whether the ranks of a stage compute common prefixes of sequences once."""
     return bool(getattr(config.train, "share_prefix", False))
 
 
@@ -485,26 +484,26 @@ def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -
 
 
 def engine_dtype(config: RunConfig) -> str:
-    """The type that the engines keep weights in; empty where that is up to another machine."""
+    """The dtype of the engines' weights; empty if engines on other machines choose it."""
     here = config.cluster.kind == "local" and config.run.mode in ("both", "serve")
     named = str(getattr(config.engine.on_this_machine() if here else config.engine, "dtype", ""))
     return named if named in ("float32", "bfloat16") else ""
 
 
 def collective_deadline(config: RunConfig) -> float:
-    """How long ranks wait for each other: longer than the first of them may wait for explorers, in any stage."""
+    """Deadline of collective calls between ranks: longer than the first rank may wait for explorers, in any stage."""
     return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
 
 
 def train_device(config: RunConfig) -> str:
-    """`cpu` or `cuda`: where this config trains on this machine."""
+    """`cpu` or `cuda`: the device type that `train.device` stands for on this machine."""
     from trivium.models.placement import device_of
 
     return device_of(getattr(config.train, "device", "cpu")).type
 
 
 def check_vocabulary(teacher: Path, policy: Path) -> None:
-    """Raises ConfigError where a token id means one thing to the teacher and another to the policy."""
+    """Raises ConfigError if teacher and policy have different tokens for an id."""
     if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
         raise ConfigError(
             f"learn from the teacher {teacher}",

@@ -1,4 +1,4 @@
-"""`trivium eval`: one policy, a taskset, no training."""
+"""`trivium eval`: evaluates one policy on a taskset, without training."""
 
 from __future__ import annotations
 

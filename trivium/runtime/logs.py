@@ -1,4 +1,4 @@
-"""Where the roles of a run write down what happens: a file in the run directory; warnings on the terminal too."""
+"""The log of a run: a file in the run directory, warnings on the terminal too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # what was not written yet is written now
+        except OSError as error:  # flushes what is buffered
             self._report(error)
 
     def _report(self, error: OSError) -> None:
@@ -52,7 +52,7 @@ def logging_to(run_dir: Path, file_name: str, role: str = "", shown: int = loggi
     format_ = f"{role}: %(message)s" if role else "%(message)s"
     handler = _LogFile(run_dir / file_name, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {format_}"))
-    terminal = logging.StreamHandler()  # stderr: what a user should not have to look for
+    terminal = logging.StreamHandler()  # stderr shows warnings without a look into the file
     terminal.setFormatter(logging.Formatter(format_))
     terminal.setLevel(shown)
     terminal.addFilter(lambda record: not record.exc_info)  # tracebacks are for the file

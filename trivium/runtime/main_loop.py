@@ -1,5 +1,5 @@
-"""The event loop of a run's process. Whatever user code raises, calls, ignores or blocks: the run ends by itself, in
-time, and never as if it had finished.
+"""The event loop of a run's process. User code that raises SystemExit, stops the loop, ignores cancellation or blocks
+cannot keep the run from ending in time, nor let it end as if it had finished.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 GRACE_S = 10.0
-"""By how much a block of the loop may exceed a deadline."""
+"""Seconds by which a function that blocks the loop may exceed `deadline_s`."""
 _CANCEL_S = 2.0
 """How long a task may take to end once it is cancelled."""
 _THREADS_S = 300.0
-"""How long the end of the loop waits for threads: those of a train step finish it."""
+"""Seconds that the end of the loop waits for threads, such as that of a train step."""
 _LOOK_S = 1.0
-"""How often the watchdog looks."""
+"""Seconds between two checks of the watchdog."""
 _COLLECT_AFTER = 50_000
 """New objects between two searches for cycles among them; Python's default is 700. With thousands of rollouts in
 flight, that searches hundreds of thousands of live objects again and again, for half of the explorer's time. The run
@@ -105,7 +105,7 @@ _process = _Process()
 
 
 def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:
-    """What the task returned. Raises its error, as one that no caller takes for an ordinary end."""
+    """The task's result. Raises its error; SystemExit and the like as an error of Trivium."""
     if task.cancelled():
         raise raised or _not_finished("all of its tasks were cancelled")
     error = task.exception()
@@ -139,7 +139,7 @@ def _drive(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], signals: _S
 
 
 async def _end() -> None:
-    """Cancels what still runs; leaves behind what ignores it."""
+    """Cancels all tasks; abandons those that ignore it."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -168,12 +168,12 @@ def _stack_of(task: asyncio.Task[Any]) -> Iterator[tuple[str, int, str]]:
 
 @dataclass
 class _Signals:
-    """What became of the signals that end a run."""
+    """The state of the handling of SIGINT and SIGTERM."""
 
     handled: bool
     """Whether Ctrl-C is handled here: a KeyboardInterrupt is user code's own then."""
     raised: BaseException | None = None
-    """What a signal raised, or would have."""
+    """The exception of the signal that arrived."""
 
     def sent(self, raised: BaseException) -> bool:
         """Whether it may be a signal handler that raised it, and not user code."""
@@ -274,7 +274,7 @@ def _suspendable() -> Generator[None]:
 
 
 def _end_process(thread_id: int, silent_s: float) -> None:
-    """Says which function holds the loop, and ends the process."""
+    """Logs which function blocks the loop, and ends the process."""
     stack = traceback.extract_stack(sys._current_frames()[thread_id])
     error = DeadlineExceeded(
         "an event loop that turns",

@@ -32,7 +32,7 @@ class RecordedRun:
     config: RunConfig
     """The config of its newest session."""
     steps: Mapping[int, StepRecord]
-    """What was noted of each step."""
+    """The log of each step (`steps.jsonl`)."""
     changes: Sequence[Mapping[str, Any]]
     """What `--change` changed, in order (see `run_dir.recorded_changes`)."""
     store: CheckpointStore
@@ -103,7 +103,7 @@ class RecordedRun:
 
 
 def bound(rows: Iterable[Mapping[str, float]]) -> str:
-    """What bounds a run with these rows of metrics, and what it costs."""
+    """A line on the phase that bounds a run with these rows of metrics, and its share of the time."""
     seconds, total = dict[str, float](), 0.0
     for row in rows:
         total += row.get("time/step", 0.0) + row.get("time/evaluate", 0.0)
@@ -121,7 +121,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """None for the last line of a run in progress, half of which is there."""
+    """One row; None for an incomplete last line of a run in progress."""
     try:
         return json.loads(line)
     except ValueError:

@@ -32,7 +32,7 @@ ADOPTED = "taken_up.txt"
 """Names the checkpoint of another run that this directory began with: its config says nothing about this one."""
 _CHANGES = "changes.jsonl"
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
-"""What a start leaves in the directory before its first step."""
+"""Files that exist before the first step."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """The config, where its directory holds a run, with what that run did before defaults changed."""
+    """The config; if its directory holds a run, with the defaults that the run was saved with."""
     path = Path(config.run.dir) / "config.yaml"
     return as_begun(_saved_config(path), config) if path.is_file() else config
 

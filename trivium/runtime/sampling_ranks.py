@@ -1,4 +1,4 @@
-"""The ranks that torchrun started, as they sample: each has a rollout engine, which the first one's explorer uses."""
+"""Sampling on all ranks of torchrun: each rank hosts a rollout engine for the explorer of the first rank."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class RankGroup(Protocol):
         ...
 
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
-        """`method(*args)` of `RankVerbs` on every rank; what the first one returns."""
+        """Calls `method(*args)` of `RankVerbs` on every rank; returns the first rank's result."""
         ...
 
     def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
-        """`method(*shares[i], *args)` on the ranks of data rank i; one result per data rank."""
+        """Calls `method(*shares[i], *args)` on the ranks of data rank i; returns one result per data rank."""
         ...
 
     def close(self) -> None:
@@ -50,12 +50,12 @@ class Share:
     """One data rank's part of a mini-batch."""
 
     version: int
-    """Train steps behind the policy: where the schedule of the learning rate stands."""
+    """Train steps taken: the position in the learning-rate schedule."""
     batch: Batch
 
 
 class RankVerbs:
-    """What a rank runs for the driver: the other side of `DistributedTrainEngine`, around the rank's own engine."""
+    """The methods that `DistributedTrainEngine` calls on a rank, over the rank's own engine."""
 
     def __init__(self, engine: TorchTrainEngine, sampler: tuple[str, int] | None = None) -> None:
         """`sampler` is the address of a rollout engine that this process hosts for the driver."""
@@ -141,7 +141,7 @@ class DistributedTrainEngine(TrainEngine):
             group.run_on_all_ranks("prepare")
 
     def score(self, batch: Batch, what: str) -> list[AnyArray]:
-        role, _ = SCORED_BY.get(what, ("policy", what))  # the ranks refuse an unknown score
+        role, _ = SCORED_BY.get(what, ("policy", what))  # an unknown score is an error on the ranks
         group = self._group_of(role)
         rows = self._shares([[row] for row in range(len(batch))], batch, group)
         results = group.scatter("score", [(Share(self.version, batch.select(share)),) for share in rows], what)

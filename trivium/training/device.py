@@ -1,4 +1,4 @@
-"""What there is to train with: memory of the host and of each GPU, and how many ranks."""
+"""The machine that trains: memory of the host and of each GPU, number of ranks, instruction sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trivium.models.placement import device_of
 from trivium.training.ranks import launched_ranks
 
 _INSTRUCTION_SETS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
-"""Environment variables by which libraries are told which instructions to use."""
+"""Environment variables that choose the instruction sets of libraries."""
 
 
 def machine() -> Machine:
@@ -33,7 +33,7 @@ def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
 
 
 def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
-    """What the bits of a train step here depend on beside the config: two machines described alike compute the same."""
+    """Everything beside the config that the bits of a train step depend on: equal descriptions give equal bits."""
     device = device_of(getattr(config.train, "device", "cpu"))
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {

@@ -119,7 +119,7 @@ class TorchTrainEngine(TrainEngine):
         self._first_version, self._total_steps, self._seed = first_version, total_steps, seed
         self._threads, self.version = threads, first_version
         self._moved_from: int | None = None
-        """The version that the last optimizer step was made from."""
+        """The version before the last optimizer step."""
         self.ranks, self._roles = ranks, roles
         self._device = ranks.device if ranks.size > 1 else device_of(config.device)
         self._dtype = torch.float64 if config.dtype == "float64" else torch.float32
@@ -135,7 +135,7 @@ class TorchTrainEngine(TrainEngine):
         self._shapes: dict[str, ModelShape] | None = None
         self._work = WorkDone()
         self._updates: list[Batch] = []
-        """The mini-batches of the policy's updates, with what their losses saw, until they are taken."""
+        """The mini-batches of the policy's updates with their per-token columns, until `take_updates`."""
 
     def prepare(self) -> None:
         """Loads models and optimizers from the initial model directory."""
@@ -143,7 +143,7 @@ class TorchTrainEngine(TrainEngine):
         announce(self._description())
 
     def _description(self) -> str:
-        """What is trained, and where, in one line."""
+        """A line for the log: the trained models, device and dtype."""
         models = []
         for role, learner in self._learners.items():
             if role == "critic" and self._shares_trunk:
@@ -413,7 +413,7 @@ class TorchTrainEngine(TrainEngine):
 
     @property
     def _shares_trunk(self) -> bool:
-        """Whether the critic is a head of the policy."""
+        """Whether the critic is a value head on the policy's hidden states."""
         return any(objective.head == "lm+value" for objective in self.algorithm.objectives)
 
     def _add_reference(self, how: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One trained (or frozen) model behind two verbs: score a batch without gradient, update on a mini-batch."""
+"""One trained or frozen model: scores a batch without gradient, and updates on a mini-batch."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class _Part:
 
     rows: list[int]
     tree: Tree | None = None
-    """What they share; None: nothing."""
+    """The common prefixes; None: nothing is shared."""
     parallel: bool = False
-    """Whether it is computed beside others."""
+    """Whether a worker thread computes it, beside others."""
 
 
 _Computed = tuple[LossOutputs, torch.Tensor | None]
-"""What an objective makes of a micro-batch, and the entropy of its tokens."""
+"""The outputs of an objective on a micro-batch, and the entropy of its tokens."""
 
 
 class Learner:
@@ -112,7 +112,7 @@ class Learner:
         vision = model.backbone.vision
         self._sight = None if vision is None or model_dir is None else Sight(vision, pixel_reader(model_dir))
         self._blank = False
-        """Whether some rank has images in what is computed: then every pass of every rank runs the tower."""
+        """Whether any rank has images in the current batch: then every rank runs the vision tower in every pass."""
         self.model, self.name, self.optimizer, self.top_k, self.ranks = model, name, optimizer, top_k, ranks
         self.max_tokens, self.max_sequences = max_tokens, max_sequences
         self.max_response_length = max_response_length
@@ -125,12 +125,12 @@ class Learner:
         self.keeps_tokens = False
         """Whether `seen` is kept."""
         self.seen: dict[str, list[AnyArray]] = {}
-        """What the last update's loss saw of each token, leading axis L, NaN where it saw nothing."""
+        """Per-token columns of the last update's loss, leading axis L; NaN for tokens without a value."""
         self.work = np.zeros((2, 4), np.int64)
         """What the last score or update computed, and what all sequences of its batch are (`work_of`)."""
 
     def _max_workers(self, threads: int) -> int:
-        """How many micro-batches are computed at once, by a process alone with a model of text on the CPU."""
+        """Most micro-batches that are computed at once: on the CPU, in a single process, for a model of text."""
         backbone = self.model.backbone
         alone = self.ranks.size == 1 and self.model.device.type == "cpu" and self.max_sequences is None
         if not (alone and backbone.packs and backbone.vision is None):
@@ -240,7 +240,8 @@ class Learner:
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
 
     def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> _Tally:
-        """Leaves the gradient of the loss over the whole batch on the parameters, and nothing of an earlier one."""
+        """Computes the gradient of the loss over the whole batch into the parameters, which held none of an earlier
+        one."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         tally = _Tally(self.keeps_tokens)
         self.optimizer.zero_grad()
@@ -264,7 +265,7 @@ class Learner:
     def _differentiated(
         self, compute: Callable[[_Part], _Computed], part: _Part
     ) -> tuple[LossOutputs, torch.Tensor | None, Sequence[torch.Tensor | None]]:
-        """What is computed of a micro-batch, and the gradient of its loss, which is not on the parameters yet."""
+        """The outputs of a micro-batch, and the gradient of its loss, not yet accumulated on the parameters."""
         assert self.optimizer is not None
         outputs, entropy = compute(part)
         parameters = [*self.optimizer.parameters.values()]
@@ -273,10 +274,10 @@ class Learner:
     def _outputs(
         self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int, part: _Part
     ) -> _Computed:
-        """What the objective makes of one micro-batch, and the entropy of its tokens where the model has one."""
+        """The outputs of the objective on one micro-batch, and the entropy of its tokens if the model has one."""
         micro = self._collate(batch, part, sorted(objective.needs - {"entropy"}))
         inputs = self._forward(micro, step, entropy_grad="entropy" in objective.needs)
-        with self._asking:  # a loss may be the user's, and keep something
+        with self._asking:  # a loss of the user may keep a reference to the graph
             return objective.loss(inputs, totals), inputs.entropy
 
     def _map(self, compute: Callable[[_Part], Result], parts: Iterable[_Part]) -> Iterator[Result]:
@@ -364,7 +365,7 @@ class Learner:
         return even if len(even) > 1 and 2 * len(even) >= workers and workers * largest <= self.max_tokens else []
 
     def _empty_pass(self) -> None:
-        """Takes part in a collective pass, with two tokens that have no weight."""
+        """Takes part in a collective pass with two tokens of weight 0."""
         two = pack([np.zeros(2, np.int32)], self.model.device)
         if self._blank and self._sight is not None:
             two = self._sight.shown(two, (), blank=True)
@@ -408,7 +409,7 @@ class Learner:
 
 
 def _not_finite(batch: Batch, tally: _Tally) -> str:
-    """What of the batch, else of the loss, is not finite; empty where all of it is."""
+    """Names the inputs, else the losses, that are not finite; empty if all are finite."""
     for name, arrays in batch.columns.items():
         trained = zip(batch.experiences, arrays, strict=True)
         wrong = sum(not np.isfinite(array[each.response_mask]).all() for each, array in trained)
@@ -418,7 +419,7 @@ def _not_finite(batch: Batch, tally: _Tally) -> str:
 
 
 class _Tally:
-    """Adds up what the micro-batches report; nothing leaves the device before the last of them."""
+    """Sums the losses and metrics of micro-batches on the device, until the last one is done."""
 
     def __init__(self, keeps_tokens: bool = False) -> None:
         self._keeps_tokens = keeps_tokens
@@ -438,13 +439,13 @@ class _Tally:
                 tally.setdefault(key, []).append(value.detach())
 
     def tokens(self, batch: Batch) -> dict[str, list[AnyArray]]:
-        """What the losses saw of each token of the batch, leading axis L."""
+        """The per-token columns of the losses for the batch, leading axis L."""
         seen: dict[str, list[AnyArray | None]] = {}
         lengths = batch.lengths
         for rows, values in self._tokens:
             for name, grid in values.items():
                 numbers = grid.float().cpu().numpy()
-                numbers.setflags(write=False)  # parts of it become columns, which copy what could still be written to
+                numbers.setflags(write=False)  # columns copy arrays that are writable
                 column = seen.setdefault(name, [None] * len(batch))
                 for row, of_row in zip(rows, numbers, strict=True):
                     column[row] = of_row[: lengths[row]]
@@ -457,7 +458,7 @@ class _Tally:
         }
 
     def not_finite(self) -> str:
-        """Which losses and sums are not finite, in words; empty where all of them are."""
+        """Names the losses and sums that are not finite; empty if all are finite."""
         losses = sum(not each.isfinite() for each in self._loss)
         sums = [key for key, values in self._sums.items() if not all(each.isfinite() for each in values)]
         also = f", and {', '.join(sums)}" if sums else ""

@@ -71,7 +71,7 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 class Scheduler(Protocol):
-    """What sets the learning rates of an optimizer that was built elsewhere: one of torch's schedulers, for example."""
+    """The scheduler of an optimizer that was built elsewhere, such as one of torch's."""
 
     def step(self) -> None: ...
 
@@ -159,7 +159,7 @@ class Optimizer:
         return f" ({len(wrong)} of {len(gradients)} gradients, the backward pass from {wrong[-1]} on)" if wrong else ""
 
     def zero_grad(self) -> None:
-        """Forgets the gradient."""
+        """Drops the accumulated gradient."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, torch.Tensor]:

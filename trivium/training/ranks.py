@@ -21,7 +21,7 @@ from trivium.models.sequence_parallel import SequenceGroup
 _T = TypeVar("_T")
 CPU = torch.device("cpu")
 COLLECTIVE_S = 600.0
-"""How long a rank waits for another in a collective call, unless the config says."""
+"""Default deadline of a collective call."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def launched_ranks() -> int:
 
 
 def this_rank() -> int:
-    """Which of them this one is."""
+    """The rank of this process."""
     return int(os.environ.get("RANK", "0"))
 
 

@@ -1,4 +1,4 @@
-"""What a train engine keeps on disk: safetensors files of bounded size, each written by one of the ranks.
+"""Checkpoints of a train engine: safetensors files of bounded size, each written by one of the ranks.
 
 Which tensors make a file follows from their sizes alone, so the files are the same whatever number of ranks wrote them,
 and any number of ranks reads them. A model's files are a plain Hugging Face directory.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 2**31
-"""What one file holds at most, unless a single tensor is larger."""
+"""Largest size of a file, unless a single tensor is larger."""
 DEADLINE_S = 3600.0
 """How long the ranks wait for the slowest of them to write its files."""
 _INDEX = "model.safetensors.index.json"
@@ -69,7 +69,7 @@ class TensorFile:
     """Whether its readers expect one file, however large."""
 
     def gathered(self, name: str) -> torch.Tensor:
-        """What is saved under a name. All ranks must call it."""
+        """The tensor that is saved under a name. All ranks must call it."""
         return full_tensor(self.tensors[name]) if self.gather is None else self.gather(self.tensors, name)
 
     def files(self, limit: int) -> list[tuple[str, list[str]]]:
