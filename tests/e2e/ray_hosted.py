@@ -93,3 +93,14 @@ def decode(tokens: Sequence[int]) -> str:
 def scripted(delay_s: float) -> ScriptedEngine:
     config = ScriptedEngine.Config(replies=((5, 6, 7, 1), (9,), tuple(range(3, 30)), (4, 2)), delay_s=delay_s)
     return ScriptedEngine(config, eos_token_ids=EOS, decode=decode)
+
+
+class NeverLoads(ScriptedEngine):
+    """It waits for ever where it should adopt weights."""
+
+    async def load(self, *_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+
+def scripted_that_never_loads(delay_s: float) -> NeverLoads:
+    return NeverLoads(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)

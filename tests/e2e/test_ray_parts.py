@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.ray_hosted import EOS, Anything, Buffers, raise_in_a_group, scripted
+from tests.e2e.ray_hosted import EOS, Anything, Buffers, raise_in_a_group, scripted, scripted_that_never_loads
+from tests.processes import survivors
 from trivium import errors
 from trivium.board import SharedBoard
 from trivium.cluster.actors import ActorDied, Proxy, build_hosted, result_of, start_host, start_role
@@ -254,6 +256,30 @@ async def test_a_replica_that_dies_is_replaced_with_its_weights_and_its_replies_
     with pytest.raises(EngineFailure, match=r"completions from engine-0-1\nfound: it died 2 time"):
         await engine.load(9, weights)
     assert engine.version == 8
+    await engine.close()
+
+
+async def test_a_replica_that_hangs_while_weights_are_loaded_is_named_and_ended(tmp_path: Path, namespace: str) -> None:
+    """Also one that hangs in the place of one that died."""
+    engine = await replicated(tmp_path, namespace, 2)
+    weights = [("weight", torch.ones(2))]
+    await engine.load(7, weights)
+    hangs, other = engine.replicas
+    hangs._spec = replace(hangs._spec, deadline_s=0.5)  # once it has started
+    pid = pids(tmp_path)["engine-0-0"]
+    os.kill(pid, signal.SIGSTOP)
+    found = r"found: it has not loaded it within 0.5 s, and its process has not ended"
+    with pytest.raises(EngineFailure, match=rf"version 8 in the engine of engine-0-0\n{found}"):
+        await engine.load(8, weights)
+    assert engine.version == 7
+    await eventually(lambda: not survivors([pid]))
+    other._spec = replace(other._spec, make=scripted_that_never_loads)
+    os.kill(pids(tmp_path)["engine-0-1"], signal.SIGKILL)
+    waiting = asyncio.ensure_future(other.generate(requests(1)[0]))
+    await eventually(lambda: "engine-0-1~1" in pids(tmp_path))
+    other._spec = replace(other._spec, deadline_s=0.5)
+    with pytest.raises(EngineFailure, match=r"version 8 in the engine of engine-0-1"):
+        await waiting
     await engine.close()
 
 

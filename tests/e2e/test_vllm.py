@@ -281,10 +281,16 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
     allowed, ran.engine.config = ran.engine.config, ran.engine.config.model_copy(update={"max_restarts": 0})
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
     await asyncio.wait(calls, timeout=0.05)
-    [core] = [child.pid for child in multiprocessing.active_children() if "EngineCore" in child.name]
-    os.kill(core or 0, signal.SIGKILL)
-    with pytest.raises(EngineFailure, match=r"(?s)died 1 time.*engine.max_restarts"):
-        await ran.engine.generate(requests[0])
+    [core] = [child.pid or 0 for child in multiprocessing.active_children() if "EngineCore" in child.name]
+    os.kill(core, signal.SIGSTOP)  # it dies before it has adopted anything
+    adopting = asyncio.ensure_future(ran.engine.load(99, weights_of(ran.models[0]).items(), in_flight="update"))
+    async with asyncio.timeout(120):
+        while not ran.engine._exclusive.locked():
+            await asyncio.sleep(0.01)
+        os.kill(core, signal.SIGKILL)
+        for asked_of_it in (adopting, ran.engine.generate(requests[0])):
+            with pytest.raises(EngineFailure, match=r"(?s)died 1 time.*engine.max_restarts"):
+                await asked_of_it
     await asyncio.wait(calls)
     ran.engine.config = allowed
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]

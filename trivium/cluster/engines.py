@@ -117,14 +117,19 @@ class ActorReplica(Replica):
         while self._version != weights.version:
             engine = self._engine
             try:
-                await load_in_time(engine.load(weights, in_flight), self.name, weights.version, self._spec.deadline_s)
-                self._version = weights.version
+                await self._load_in_time(engine, weights, in_flight)
             except ActorDied as died:
                 await self.start(engine, died)
-            except EngineFailure:
-                self._is_closed = True
-                ray.kill(self._actor)
-                raise
+
+    async def _load_in_time(self, engine: Any, weights: WeightHandle, in_flight: str) -> None:
+        """Raises EngineFailure after the deadline; the process is killed then."""
+        try:
+            await load_in_time(engine.load(weights, in_flight), self.name, weights.version, self._spec.deadline_s)
+        except EngineFailure:
+            self._is_closed = True
+            ray.kill(self._actor)
+            raise
+        self._version = weights.version
 
     async def close(self) -> None:
         """Ends the process, and the completions in progress. A second call does nothing."""
@@ -146,8 +151,7 @@ class ActorReplica(Replica):
                 try:
                     self._actor, engine = await self._start_process()
                     if (weights := self._weights) is not None:
-                        await engine.load(weights, "finish")
-                        self._version = weights.version
+                        await self._load_in_time(engine, weights, "finish")
                     self._engine = engine
                     return
                 except ActorDied as again:

@@ -37,6 +37,7 @@ from trivium.engines.vllm_process import (
     refuse_images_without_torchvision,
     shut_down,
     started,
+    unless_dead,
 )
 from trivium.engines.weight_files import WeightFiles, fast_directory
 from trivium.errors import Problem
@@ -371,7 +372,7 @@ class VllmEngine:
     async def _rest(self) -> None:
         async with self._gate.load(), self._exclusive:
             try:
-                await self._llm.sleep(self.config.sleep_level, mode="wait")
+                await unless_dead(self._llm, self._llm.sleep(self.config.sleep_level, mode="wait"))
             except dead_error() as error:
                 await self._restart(error)
             else:
@@ -389,18 +390,7 @@ class VllmEngine:
         """Has a vLLM hold these weights and name them in its outputs. What is in flight keeps its keys and values."""
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                lost = self._sleeps and self.config.sleep_level == 2
-                if self._sleeps:
-                    torch.cuda.empty_cache()  # what the trainer keeps of the GPU without using it
-                    await llm.wake_up()
-                    self._sleeps = False
-                await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
-                if lost or new.weights != before.weights:
-                    await self._transfer(llm, self._files.own() if new.weights is None else [str(new.weights)])
-                if new.adapter is not None:
-                    await llm.collective_rpc("adopt_adapter", args=(str(new.adapter),))
-                await llm.update_weight_version(str(new.version))
-                await llm.resume_generation()
+                await unless_dead(llm, self._update(llm, before, new, at_once))
         except dead_error():
             raise
         except Exception as error:
@@ -409,6 +399,20 @@ class VllmEngine:
                 f"vLLM's workers say {type(error).__name__}: {error}",
                 "its log above says more; build a new engine, this one holds parts of two versions",
             ) from error
+
+    async def _update(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, at_once: bool) -> None:
+        lost = self._sleeps and self.config.sleep_level == 2
+        if self._sleeps:
+            torch.cuda.empty_cache()  # what the trainer keeps of the GPU without using it
+            await llm.wake_up()
+            self._sleeps = False
+        await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
+        if lost or new.weights != before.weights:
+            await self._transfer(llm, self._files.own() if new.weights is None else [str(new.weights)])
+        if new.adapter is not None:
+            await llm.collective_rpc("adopt_adapter", args=(str(new.adapter),))
+        await llm.update_weight_version(str(new.version))
+        await llm.resume_generation()
 
     async def _transfer(self, llm: AsyncLLM, paths: list[str]) -> None:
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
@@ -447,7 +451,8 @@ class VllmEngine:
         """A vLLM with the weights that are loaded. Blocks the loop: there is nothing else to do on it."""
         arguments = {**self.config.arguments(self._model_dir), **self.config.options}
         llm = started(arguments, self.config.device, self._threads)
-        await llm.collective_rpc("end_with", args=(*astuple(ProcessLife.of(os.getpid())), str(self._directory)))
+        owner = (*astuple(ProcessLife.of(os.getpid())), str(self._directory))
+        await unless_dead(llm, llm.collective_rpc("end_with", args=owner))
         await self._give(llm, _Loaded(), self._loaded)
         return llm
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import os
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.errors import ConfigError, MissingPackage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 
@@ -70,6 +73,19 @@ def dead_error() -> type[Exception]:
     from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
     return EngineDeadError
+
+
+async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
+    """What a call of vLLM's process returns. Raises vLLM's EngineDeadError where that dies meanwhile: the call by itself
+    would wait for ever. `llm.output_handler` ends when the process does."""
+    call = asyncio.ensure_future(calling)
+    try:
+        await asyncio.wait({call, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise dead_error()()
+        return call.result()
+    finally:
+        call.cancel()
 
 
 @contextmanager
