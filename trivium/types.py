@@ -215,6 +215,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all."""
     min_new_tokens: int = 0
     """End-of-sequence is impossible before this many tokens."""
     stop: tuple[str, ...] = ()

@@ -11,11 +11,12 @@ from trivium.engines.sampling import RowSampling, invert, sample
 SIZES = st.sampled_from([1, 2, 3, 30, 127, 128, 129, 300, 5000])
 
 
-def how(rows: int, temperature=1.0, top_p=1.0, top_k=0, blocked=False, eos=(0,)) -> RowSampling:
+def how(rows: int, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, blocked=False, eos=(0,)) -> RowSampling:
     return RowSampling(
         np.full(rows, temperature, np.float32),
         np.full(rows, top_p, np.float32),
         np.full(rows, top_k, np.int64),
+        np.full(rows, min_p, np.float32),
         np.full(rows, blocked),
         torch.tensor(eos),
     )
@@ -48,16 +49,25 @@ def test_the_uniform_falls_into_the_tokens_interval(
 
 @settings(max_examples=100)
 @given(
-    SIZES, st.integers(0, 999), st.floats(0.05, 1), st.integers(0, 40), st.floats(0, 1, exclude_max=True), st.booleans()
+    SIZES,
+    st.integers(0, 999),
+    st.floats(0.05, 1),
+    st.integers(0, 40),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    st.floats(0, 1, exclude_max=True),
+    st.booleans(),
 )
-def test_truncation_renormalises(size: int, seed: int, top_p: float, top_k: int, uniform: float, blocked: bool) -> None:
+def test_truncation_renormalises(
+    size: int, seed: int, top_p: float, top_k: int, min_p: float, uniform: float, blocked: bool
+) -> None:
     if size == 1 and blocked:
         return  # nothing could be said at all
     logits = random_logits(1, size, seed, 3.0)
-    tokens, log_prob = sample(logits.clone(), np.array([uniform]), how(1, 0.7, top_p, top_k, blocked))
+    tokens, log_prob = sample(logits.clone(), np.array([uniform]), how(1, 0.7, top_p, top_k, min_p, blocked))
     allowed = [t for t in range(size) if not (blocked and t == 0)]
     weight = {t: float((logits[0, t].double() / 0.7).exp()) for t in allowed}
     ranked = sorted(allowed, key=lambda t: -weight[t])[: top_k or None]
+    ranked = [t for t in ranked if weight[t] >= min_p * weight[ranked[0]]]
     total, kept, mass = sum(weight[t] for t in ranked), [], 0.0
     for t in ranked:
         if mass / total >= np.float32(top_p) < 1:
@@ -83,16 +93,14 @@ def test_a_row_does_not_depend_on_the_others(size: int, rows: int, seed: int, cu
         rng.choice([0.0, 0.5, 1.0] if mixed else [1.0], rows).astype(np.float32),
         rng.choice([0.5, 1.0] if cut else [1.0], rows).astype(np.float32),
         rng.choice([0, 3] if cut else [0], rows).astype(np.int64),
+        rng.choice([0.0, 0.1] if cut else [0.0], rows).astype(np.float32),
         rng.random(rows) < (0.5 if size > 1 and mixed else 0),
         torch.tensor([0]),
     )
     tokens, log_prob = sample(logits.clone(), uniforms, every)
     for row in range(rows):
         one = slice(row, row + 1)
-        part = RowSampling(
-            every.temperature[one], every.top_p[one], every.top_k[one], every.eos_blocked[one], every.eos
-        )
-        token, value = sample(logits[one], uniforms[one], part)
+        token, value = sample(logits[one], uniforms[one], every[one])
         assert (int(token[0]), float(value[0])) == (int(tokens[row]), float(log_prob[row]))
 
 

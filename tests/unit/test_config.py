@@ -226,7 +226,7 @@ def test_sections_that_do_not_read_hide_what_is_wrong_with_their_company_and_say
 # --------------------------------------------------------------------------- the sections' company
 
 
-@pytest.mark.parametrize("setting", ["top_p: 0.9", "top_k: 5", "min_new_tokens: 2"])
+@pytest.mark.parametrize("setting", ["top_p: 0.9", "top_k: 5", "min_p: 0.1", "min_new_tokens: 2"])
 def test_training_refuses_sampling_of_which_the_engine_does_not_record_what_it_keeps(
     folder: Path, setting: str
 ) -> None:

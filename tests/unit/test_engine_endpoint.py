@@ -198,8 +198,9 @@ async def test_a_response_that_training_could_not_trust_fails_its_rollout(
 
 async def test_the_request_leaves_no_default_to_the_server(model_dirs: list[Path]) -> None:
     async with service(json_of(answer(reason="length")), path="/v1") as here:
-        engine = endpoint(here.url, model_dirs[0], extra_body={"priority": 1, "min_p": None})
-        done = await engine.generate(request(temperature=0.7, top_p=0.9, top_k=5, min_new_tokens=2, stop=("a", "b")))
+        engine = endpoint(here.url, model_dirs[0], extra_body={"priority": 1, "repetition_penalty": None})
+        cut = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_new_tokens": 2}
+        done = await engine.generate(request(temperature=0.7, **cut, stop=("a", "b")))
         assert done.stop_reason is StopReason.LENGTH
         (received,) = here.requests
     assert received.path == "/v1/completions"
@@ -211,8 +212,8 @@ async def test_the_request_leaves_no_default_to_the_server(model_dirs: list[Path
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "min_p": 0.1,
         "min_tokens": 2,
-        "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop_token_ids": sorted(EOS),

@@ -102,7 +102,8 @@ def by_hand(asked: Request, versions: list[int], models: dict[int, PreTrainedMod
     cache, tokens, log_probs = DynamicCache(), list[int](), list[float]()
     fed = torch.from_numpy(asked.prompt_tokens.astype(np.int64))[None]
     one = np.ones(1, np.float32)
-    how = RowSampling(one, one, np.zeros(1, np.int64), np.zeros(1, np.bool_), torch.empty(0, dtype=torch.int64))
+    none = torch.empty(0, dtype=torch.int64)
+    how = RowSampling(one, one, np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(1, np.bool_), none)
     with torch.no_grad():
         for position, version in enumerate(versions):
             logits = models[version](fed, past_key_values=cache, use_cache=True).logits[:, -1].float()

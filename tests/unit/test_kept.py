@@ -24,8 +24,9 @@ PROMPT = np.arange(5, 20, dtype=np.int32)
 WAYS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.7},
     "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.5},
     "min_new_tokens": {"min_new_tokens": 9},
-    "all": {"top_p": 0.9, "top_k": 12, "min_new_tokens": 9, "temperature": 0.7},
+    "all": {"top_p": 0.9, "top_k": 12, "min_p": 0.05, "min_new_tokens": 9, "temperature": 0.7},
 }
 
 

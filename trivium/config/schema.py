@@ -275,6 +275,9 @@ class SamplingConfig(Config):
     and the trainer computes log-probabilities over the same tokens."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0 keeps all. Recorded as with `top_p`."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all. It acts before
+    `top_k` and `top_p`. Recorded as with `top_p`."""
     min_new_tokens: int = Field(default=0, ge=0)
     """End of sequence is impossible before this many tokens. Recorded as with `top_p`."""
     stop: tuple[str, ...] = ()
@@ -286,7 +289,7 @@ class SamplingConfig(Config):
 
     def changes_distribution(self) -> list[str]:
         """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
-        neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_new_tokens": 0}
         return [name for name, value in neutral.items() if getattr(self, name) != value]
 
 
@@ -526,6 +529,8 @@ class EvaluationSampling(Config):
     """Nucleus truncation."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all."""
     min_new_tokens: int = Field(default=0, ge=0)
     """End of sequence is impossible before this many tokens."""
     stop: tuple[str, ...] | None = None

@@ -84,6 +84,7 @@ class Batch:
         self._temperature = np.zeros(padded, np.float32)
         self._top_p = np.ones(padded, np.float32)
         self._top_k = np.zeros(padded, np.int64)
+        self._min_p = np.zeros(padded, np.float32)
         self._min_new = np.zeros(padded, np.int64)
         self._tokens = np.zeros((padded, 64), np.int32)
         self._log_prob = np.zeros((padded, 64), np.float32)
@@ -153,16 +154,15 @@ class Batch:
         self._position[row] = len(ticket.request.prompt_tokens)  # where its first sampled token will be written
         self._count[row], self._limit[row] = 0, ticket.limit
         self._digest[row], self._temperature[row] = ticket.digest, sampling.temperature
-        self._top_p[row], self._top_k[row] = sampling.top_p, sampling.top_k
+        self._top_p[row], self._top_k[row], self._min_p[row] = sampling.top_p, sampling.top_k, sampling.min_p
         self._min_new[row] = sampling.min_new_tokens
         ticket.scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
 
     def _sampling(self, rows: npt.NDArray[np.int64] | slice) -> tuple[npt.NDArray[np.float64], RowSampling]:
         """The random number of each row's next token, and how it is sampled."""
         count = self._count[rows]
-        how = RowSampling(
-            self._temperature[rows], self._top_p[rows], self._top_k[rows], count < self._min_new[rows], self._eos
-        )
+        kept = (self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows])
+        how = RowSampling(*kept, count < self._min_new[rows], self._eos)
         return uniforms(self._digest[rows], count), how
 
     def _drawn(
@@ -249,7 +249,7 @@ class Batch:
     def _reset(self, rows: int | slice) -> None:
         """Free rows are computed with the others: as cheaply as can be."""
         self._next[rows] = self._position[rows] = self._ahead[rows] = self._count[rows] = self._min_new[rows] = 0
-        self._temperature[rows], self._top_p[rows], self._top_k[rows] = 1, 1, 0
+        self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows] = 1, 1, 0, 0
 
     def _compact(self) -> None:
         """Moves the last rows into holes, when that makes the step smaller."""
@@ -282,6 +282,7 @@ class Batch:
             self._temperature,
             self._top_p,
             self._top_k,
+            self._min_p,
             self._min_new,
             self._tokens,
             self._log_prob,

@@ -33,7 +33,7 @@ def tokens_body(model: str, request: Request, eos: frozenset[int], seed: int | N
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "min_tokens": sampling.min_new_tokens,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -58,6 +58,7 @@ def chat_body(model: str, request: Request, seed: int | None) -> dict[str, Any]:
     }
     body |= {"stop": [*sampling.stop]} if sampling.stop else {}
     body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+    body |= {"min_p": sampling.min_p} if sampling.min_p else {}
     body |= {"min_tokens": sampling.min_new_tokens} if sampling.min_new_tokens else {}
     return body | ({} if seed is None else {"seed": seed})
 

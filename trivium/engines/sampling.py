@@ -25,13 +25,15 @@ class RowSampling:
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
+    min_p: npt.NDArray[np.float32]
     eos_blocked: npt.NDArray[np.bool_]
     """Rows that are still shorter than `min_new_tokens`."""
     eos: Tensor
     """The end-of-sequence ids, int64."""
 
     def __getitem__(self, part: slice) -> RowSampling:
-        return RowSampling(self.temperature[part], self.top_p[part], self.top_k[part], self.eos_blocked[part], self.eos)
+        how = (self.temperature, self.top_p, self.top_k, self.min_p, self.eos_blocked)
+        return RowSampling(*(each[part] for each in how), self.eos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, kept: list[Kept]
     if (how.temperature != 1).any():
         temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
         logits.div_(temperature[:, None])
-    cut = truncated(logits, how.top_p, how.top_k)
+    cut = truncated(logits, how)
     if kept is not None:
         kept.append(Kept.of(cut))
     tokens, chosen = _draw(cut, uniforms.to(device))
@@ -125,20 +127,22 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(best.isfinite(), 0.0, torch.nan)
 
 
-def truncated(logits: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:
-    """The logits with -inf outside the k most probable tokens, then outside the nucleus of mass `top_p` of the rest.
+def truncated(logits: Tensor, how: RowSampling) -> Tensor:
+    """The logits with -inf outside the k most probable tokens and below `min_p` of the most probable one, then outside
+    the nucleus of mass `top_p` of the rest.
 
     Tokens as likely as the k-th are kept; the token that crosses `top_p` belongs to the nucleus (Holtzman et al. 2020).
     """
-    size = logits.shape[-1]
-    rows = np.flatnonzero((top_p < 1) | ((top_k > 0) & (top_k < size)))
+    size, top_p, top_k, min_p = logits.shape[-1], how.top_p, how.top_k, how.min_p
+    rows = np.flatnonzero((top_p < 1) | ((top_k > 0) & (top_k < size)) | (min_p > 0))
     if not len(rows):
         return logits
     index = torch.from_numpy(rows).to(logits.device)
     part = logits[index]
     ordered, order = torch.sort(part, dim=-1, descending=True, stable=True)
     k = torch.from_numpy(np.where(top_k[rows] > 0, np.minimum(top_k[rows], size), size)).to(logits.device)
-    ordered = ordered.masked_fill(ordered < ordered.gather(1, k[:, None] - 1), -torch.inf)
+    least = ordered[:, :1] + torch.from_numpy(min_p[rows]).to(logits.device)[:, None].log()
+    ordered = ordered.masked_fill((ordered < ordered.gather(1, k[:, None] - 1)) | (ordered < least), -torch.inf)
     probs = ordered.softmax(-1)
     p = torch.from_numpy(top_p[rows]).to(logits.device)
     outside = (probs.cumsum(-1) - probs >= p[:, None]) & (p < 1)[:, None]

@@ -21,10 +21,11 @@ def check_request(request: Request, max_context: int, vocab_size: int) -> int:
             f"{len(prompt)} tokens, and the context holds {max_context}",
             "shorten the prompt, or raise engine.max_context",
         )
-    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+    cut = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p <= 1
+    if sampling.max_new_tokens < 1 or sampling.temperature < 0 or not cut:
         raise RolloutError(
             "sampling that yields tokens",
             str(sampling),
-            "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0",
+            "max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1",
         )
     return min(sampling.max_new_tokens, max_context - len(prompt))

@@ -34,7 +34,7 @@ def sampling_params(request: Request, limit: int, eos: frozenset[int], *, seeded
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_p=0.0,
+        min_p=sampling.min_p,
         seed=request.key.digest() >> 1 if seeded else None,
         stop=None,  # vLLM would cut the text; the engine scans the tokens
         stop_token_ids=sorted(eos),

@@ -76,8 +76,8 @@ def dead_error() -> type[Exception]:
 
 
 async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
-    """What a call of vLLM's process returns. Raises vLLM's EngineDeadError where that dies meanwhile: the call by itself
-    would wait for ever. `llm.output_handler` ends when the process does."""
+    """What a call of vLLM's process returns. Raises vLLM's EngineDeadError where that dies meanwhile: the call
+    by itself would wait for ever. `llm.output_handler` ends when the process does."""
     call = asyncio.ensure_future(calling)
     try:
         await asyncio.wait({call, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)

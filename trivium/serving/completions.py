@@ -26,7 +26,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "stream": (False,),
     "suffix": ("",),
-    "min_p": (0,),
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -39,7 +38,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters that have one effect here, and the values that ask for it."""
 _KNOWN = frozenset(
-    {"model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "stop", "stop_token_ids", "seed"}
+    {"model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids"}
+    | {"seed"}
 )
 
 
@@ -88,6 +88,7 @@ def _sampling(body: Mapping[str, Any], trained: Sampling) -> Sampling:
         temperature=temperature,
         top_p=top_p,
         top_k=max(0, int(read_number(body, "top_k", 0, -1, 10**9))),
+        min_p=read_number(body, "min_p", 0.0, 0.0, 1.0),
         min_new_tokens=int(read_number(body, "min_tokens", 0, 0, 10**9)),
         stop=read_stop(body, ()),
     )

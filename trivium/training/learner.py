@@ -393,7 +393,7 @@ class Learner:
             if candidates is not None and micro.kept is not None:
                 raise DataError(
                     "the policy's log-probabilities of the teacher's top tokens",
-                    "sampling left some of them out (top_p, top_k or min_new_tokens)",
+                    "sampling left some of them out (top_p, top_k, min_p or min_new_tokens)",
                     "sample from the whole distribution, or use policy_loss.kind distill",
                 )
             what = "log_prob_and_values" if isinstance(self.model, ActorCritic) else "log_prob"
