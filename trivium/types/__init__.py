@@ -1,0 +1,102 @@
+"""The data types that travel between the roles: frozen values over read-only numpy arrays.
+
+trajectories  tasks, requests, completions, turns, trajectories, groups: what explorers produce
+batches       experiences and batches: what the trainer learns from
+capabilities  what a plugin declares that it can do
+enums         statuses, sync methods and styles, stop reasons
+arrays        array types
+"""
+
+from trivium.types.arrays import (
+    AnyArray,
+    BoolArray,
+    Columns,
+    FloatArray,
+    IntArray,
+    Metrics,
+)
+from trivium.types.batches import (
+    AT_UPDATE,
+    SCORES,
+    Batch,
+    Experience,
+    Teacher,
+    TurnSpan,
+    continues,
+    experiences_of,
+)
+from trivium.types.capabilities import (
+    Capabilities,
+    capabilities_of,
+)
+from trivium.types.enums import (
+    TRAINER,
+    RunningStatus,
+    SaveStrategy,
+    StopReason,
+    SyncMethod,
+    SyncStyle,
+)
+from trivium.types.trajectories import (
+    EXPERT_VERSION,
+    EXTRAS,
+    IMAGE,
+    MIN_TEMPERATURE,
+    SERVED,
+    Completion,
+    Failure,
+    Group,
+    Lease,
+    Media,
+    Message,
+    Prompt,
+    Request,
+    Sample,
+    Sampling,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+__all__ = [
+    "AT_UPDATE",
+    "EXPERT_VERSION",
+    "EXTRAS",
+    "IMAGE",
+    "MIN_TEMPERATURE",
+    "SCORES",
+    "SERVED",
+    "TRAINER",
+    "AnyArray",
+    "Batch",
+    "BoolArray",
+    "Capabilities",
+    "Columns",
+    "Completion",
+    "Experience",
+    "Failure",
+    "FloatArray",
+    "Group",
+    "IntArray",
+    "Lease",
+    "Media",
+    "Message",
+    "Metrics",
+    "Prompt",
+    "Request",
+    "RunningStatus",
+    "Sample",
+    "Sampling",
+    "SaveStrategy",
+    "StopReason",
+    "SyncMethod",
+    "SyncStyle",
+    "Task",
+    "Teacher",
+    "Trajectory",
+    "Turn",
+    "TurnSpan",
+    "capabilities_of",
+    "continues",
+    "experiences_of",
+]

@@ -1,0 +1,307 @@
+"""What the trainer learns from: experiences and batches of them.
+
+Legend: L tokens of one experience. Index t of every per-token array belongs to `tokens[t]`:
+`log_prob[t] = log p(tokens[t] | tokens[:t])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trivium.errors import DataError
+from trivium.types.arrays import AnyArray, BoolArray, FloatArray, IntArray, frozen
+from trivium.types.enums import StopReason
+from trivium.types.trajectories import EXPERT_VERSION, Group, Media, Trajectory, Turn
+
+SCORES: Mapping[str, str] = {
+    "old": "old_log_prob",
+    "log_prob": "log_prob",
+    "entropy": "entropy",
+    "sum_pi_squared": "sum_pi_squared",
+    "mean_discriminant": "mean_discriminant",
+    "ref": "ref_log_prob",
+    "teacher": "teacher_log_prob",
+    "teacher_top": "teacher_top",
+    "values": "values",
+}
+"""What a train engine can score -> the column it becomes. `old` and `log_prob` are the policy's log-probability before
+a train step, and before one of its updates. `mean_discriminant` is the policy's expectation of
+p (H + log p), the change of its entropy with a token's logit. `teacher_top` is (L, K, 2): the teacher's
+K most probable tokens and their log-probabilities."""
+AT_UPDATE = ("update_log_prob", "update_entropy", "clipped")
+"""Columns of the first pass of a train step's updates: log-probability and entropy by the weights of that moment, and
+1 where the loss clips the ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model that the policy is distilled from."""
+
+    path: Path
+    """A plain Hugging Face directory."""
+    top_k: int
+    """How many of its most probable tokens the score `teacher_top` holds."""
+
+
+def _frozen_column(array: npt.ArrayLike) -> AnyArray:
+    """A read-only float32 array, or float64 if the array is float64."""
+    if type(array) is np.ndarray and array.dtype is _FLOAT32 and not array.flags.writeable:
+        return array
+    given = np.asarray(array)
+    return frozen(given, None if given.dtype == np.float64 else np.float32)
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class _Column(tuple[AnyArray, ...]):
+    """The arrays of a column, frozen."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, arrays: Iterable[npt.ArrayLike]) -> _Column:
+        return arrays if isinstance(arrays, cls) else cls(map(_frozen_column, arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """The completion tokens of one turn in an experience: [start, stop)."""
+
+    number: int
+    """Index of the turn in its trajectory."""
+    start: int
+    stop: int
+    reward: float = 0.0
+    state: str = ""
+
+
+_TOKEN_ARRAYS = {
+    "tokens": np.int32,
+    "response_mask": np.bool_,
+    "rollout_log_prob": np.float32,
+    "policy_version": np.int32,
+}
+"""The per-token arrays of an experience."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One trainable token sequence of length L."""
+
+    tokens: IntArray
+    response_mask: BoolArray
+    """True where the token is trained on: sampled by the policy itself, or written by the expert."""
+    rollout_log_prob: FloatArray
+    """Log-probability under the distribution sampled from; 0 outside the mask."""
+    policy_version: IntArray
+    """Which weights sampled each token; `EXPERT_VERSION` elsewhere."""
+    group_id: str
+    index: int
+    """The trajectory's position in its group. Several experiences may share it (history was rewritten)."""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    stop_reason: StopReason = StopReason.EOS
+    media: tuple[Media, ...] = ()
+    """In order, each with its span in `tokens`."""
+    turns: tuple[TurnSpan, ...] = ()
+    """The turns it is made of, in order; empty for an expert's sequence."""
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray])
+    """Further arrays with leading axis L: teacher log-probabilities, routing, ..."""
+    greedy_reward: float | None = None
+    """The reward of the task's greedy rollout, where there is one."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in _TOKEN_ARRAYS.items():
+            object.__setattr__(self, name, frozen(getattr(self, name), dtype))
+        per_token = [name for name in self.extra if f"{name}_count" not in self.extra] if self.extra else []
+        length = len(self.tokens)
+        if not (length == len(self.response_mask) == len(self.rollout_log_prob) == len(self.policy_version)) or any(
+            len(self.extra[name]) != length for name in per_token
+        ):
+            arrays = {name: getattr(self, name) for name in _TOKEN_ARRAYS}
+            arrays |= {f"extra.{name}": self.extra[name] for name in per_token}
+            raise DataError(
+                "an experience whose arrays share one length",
+                ", ".join(f"{name} has {len(array)}" for name, array in arrays.items()),
+                "give every per-token array one entry per token",
+            )
+        if len(self.tokens) and self.response_mask[0]:
+            raise DataError(
+                "an experience whose first token is context",
+                "response_mask[0] is true, but nothing precedes the first token to predict it from",
+                "start the sequence with at least one prompt token (for example BOS)",
+            )
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.rewards.values()))
+
+    @property
+    def expert(self) -> bool:
+        """Whether an expert wrote any of its trained tokens."""
+        return bool((self.policy_version[self.response_mask] == EXPERT_VERSION).any())
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(np.count_nonzero(self.response_mask))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Experiences and per-token columns that were computed for them; ragged, never padded on the driver."""
+
+    experiences: tuple[Experience, ...]
+    columns: Mapping[str, tuple[FloatArray, ...]] = field(default_factory=dict[str, tuple[FloatArray, ...]])
+    """Name -> one array per experience, with leading axis L: `advantages`, `returns`, `old_log_prob`, ..."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics from preparing the batch for an update; logged with the update."""
+
+    def __post_init__(self) -> None:
+        frozen = {name: _Column.of(arrays) for name, arrays in self.columns.items()}
+        object.__setattr__(self, "columns", frozen)
+        lengths = self.lengths
+        for name, arrays in frozen.items():
+            if [*map(len, arrays)] != lengths:
+                raise DataError(
+                    f"column {name!r} with one entry per token of each experience",
+                    f"lengths {[len(a) for a in arrays][:8]}, experiences {lengths[:8]}",
+                    "keep the columns in the order and length of the experiences",
+                )
+
+    def __len__(self) -> int:
+        return len(self.experiences)
+
+    @property
+    def lengths(self) -> list[int]:
+        """(B,): the tokens of each experience, context included."""
+        return [len(e.tokens) for e in self.experiences]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, context included."""
+        return sum(self.lengths)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.response_lengths.sum())
+
+    @property
+    def response_lengths(self) -> npt.NDArray[np.int64]:
+        """(B,): the trained tokens of each experience."""
+        return self._counted(self.flat("response_mask"))
+
+    @property
+    def experts(self) -> BoolArray:
+        """(B,): whether an expert wrote any trained token of each experience."""
+        return self._counted(self.flat("response_mask") & (self.flat("policy_version") == EXPERT_VERSION)) > 0
+
+    def flat(self, name: str) -> AnyArray:
+        """One of the arrays of all experiences, one after the other."""
+        return np.concatenate([getattr(e, name) for e in self.experiences] or [np.empty(0, _TOKEN_ARRAYS[name])])
+
+    def _counted(self, flags: BoolArray) -> npt.NDArray[np.int64]:
+        """(B,): how many tokens of each experience have the flag."""
+        before, ends = np.concatenate([[0], np.cumsum(flags)]), np.cumsum(self.lengths, dtype=np.int64)
+        return np.diff(before[np.concatenate([[0], ends])])
+
+    def with_columns(self, **columns: Sequence[npt.ArrayLike]) -> Batch:
+        """The same experiences with further (or replaced) columns."""
+        return replace(self, columns={**self.columns, **{name: _Column.of(a) for name, a in columns.items()}})
+
+    def masked(self, masks: Sequence[BoolArray]) -> Batch:
+        """The same experiences, trained only where these masks (one of length L each) are true as well."""
+        kept = tuple(
+            replace(e, response_mask=e.response_mask & mask) for e, mask in zip(self.experiences, masks, strict=True)
+        )
+        return replace(self, experiences=kept)
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        """The experiences at these rows, in this order, with their columns."""
+        chosen = [int(row) for row in rows]
+        return Batch(
+            tuple(self.experiences[row] for row in chosen),
+            {name: _Column([arrays[row] for row in chosen]) for name, arrays in self.columns.items()},
+        )
+
+
+def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:
+    """The trainable sequences of a trajectory: turns that extend one another are one experience.
+
+    A turn whose context is exactly what came before, plus new tokens, continues the sequence (the new context tokens
+    are masked out); a turn that rewrites history starts another. Nothing is re-encoded.
+    """
+    runs: list[list[tuple[int, Turn]]] = []
+    for number, turn in enumerate(trajectory.turns):
+        if runs and continues(turn, runs[-1][-1][1]):
+            runs[-1].append((number, turn))
+        else:
+            runs.append([(number, turn)])
+    return tuple(_join(turns, group, trajectory) for turns in runs)
+
+
+def continues(turn: Turn, earlier: Turn) -> bool:
+    """Whether a turn's context begins with an earlier turn: its prompt with the same media, and its completion."""
+    known = len(earlier.prompt_tokens)
+    both = known + len(earlier.tokens)
+    return (
+        both <= len(turn.prompt_tokens)
+        and np.array_equal(turn.prompt_tokens[:known], earlier.prompt_tokens)
+        and np.array_equal(turn.prompt_tokens[known:both], earlier.tokens)
+        and turn.media[: len(earlier.media)] == earlier.media
+        and all(item.span is None or item.span[0] >= both for item in turn.media[len(earlier.media) :])
+    )
+
+
+def _join(turns: Sequence[tuple[int, Turn]], group: Group, trajectory: Trajectory) -> Experience:
+    """One experience from (number, turn) pairs of which each turn extends the one before."""
+    last = turns[-1][1]
+    length = len(last.prompt_tokens) + len(last.tokens)
+    mask = np.zeros(length, np.bool_)
+    log_prob = np.zeros(length, np.float32)
+    version = np.full(length, EXPERT_VERSION, np.int32)
+    spans: list[TurnSpan] = []
+    for number, turn in turns:
+        start, stop = len(turn.prompt_tokens), len(turn.prompt_tokens) + len(turn.tokens)
+        span = slice(start, stop)
+        mask[span], log_prob[span], version[span] = True, turn.log_prob, turn.policy_version
+        spans.append(TurnSpan(number, start, stop, turn.reward, turn.state))
+    tokens = np.concatenate([last.prompt_tokens, last.tokens])
+    for array in (tokens, mask, log_prob, version):
+        array.setflags(write=False)  # Experience does not copy read-only arrays
+    return Experience(
+        tokens=tokens,
+        response_mask=mask,
+        rollout_log_prob=log_prob,
+        policy_version=version,
+        group_id=group.group_id,
+        index=trajectory.index,
+        rewards=trajectory.rewards,
+        stop_reason=last.stop_reason,
+        media=last.media,
+        turns=tuple(spans),
+        extra=_joined_extra([turn for _, turn in turns], length),
+        greedy_reward=group.greedy.reward if group.greedy is not None and group.greedy.failure is None else None,
+    )
+
+
+def _joined_extra(turns: Sequence[Turn], length: int) -> dict[str, AnyArray]:
+    """The turns' extra arrays for a sequence of `length` tokens: per token the value recorded first, else 0."""
+    joined: dict[str, AnyArray] = {}
+    for turn in reversed(turns):
+        stop = len(turn.prompt_tokens) + len(turn.tokens)
+        for name, array in turn.extra.items():
+            if f"{name}_count" in turn.extra:
+                joined[name] = np.concatenate([array, joined.get(name, array[:0])])
+                continue
+            known = array.any(axis=tuple(range(1, array.ndim)))
+            whole = joined.setdefault(name, np.zeros((length, *array.shape[1:]), array.dtype))
+            whole[stop - len(array) : stop][known] = array[known]
+    return joined

@@ -1,0 +1,63 @@
+"""Statuses, methods and reasons that have a name."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+TRAINER = "trainer"
+"""The role name of the trainer; any other name on a board is an explorer's."""
+
+
+class RunningStatus(StrEnum):
+    """The status of a role, as the other roles see it."""
+
+    RUNNING = "running"
+    REQUIRE_SYNC = "require_sync"
+    """It requests a weight sync: an explorer without a free slot, or a trainer whose interval is over."""
+    WAITING_SYNC = "waiting_sync"
+    """It has entered a collective exchange and waits for the other side."""
+    STOPPED = "stopped"
+
+
+class SyncMethod(StrEnum):
+    """How weights travel."""
+
+    NCCL = "nccl"
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
+class SyncStyle(StrEnum):
+    """Who decides when weights travel."""
+
+    FIXED = "fixed"
+    DYNAMIC_BY_TRAINER = "dynamic_by_trainer"
+    DYNAMIC_BY_EXPLORER = "dynamic_by_explorer"
+
+
+class SaveStrategy(StrEnum):
+    """Who may write at the same time."""
+
+    SINGLE_THREAD = "single_thread"
+    """One saver in the whole cluster."""
+    SINGLE_PROCESS = "single_process"
+    """The savers of one job on one node."""
+    SINGLE_NODE = "single_node"
+    """The savers of one node."""
+    UNRESTRICTED = "unrestricted"
+    """Every saver."""
+
+
+class StopReason(StrEnum):
+    """Why a turn ended."""
+
+    EOS = "eos"
+    """The policy sampled an end-of-sequence token (which is part of the turn and is trained)."""
+    LENGTH = "length"
+    """`max_new_tokens` or the context limit was reached."""
+    STOP = "stop"
+    """A stop string appeared."""
+    ABORT = "abort"
+    """The engine was closed before the turn ended."""
+    ENV_DONE = "env_done"
+    """The environment declared the episode finished."""

@@ -1,0 +1,345 @@
+"""What explorers produce: tasks, requests, completions, turns, trajectories and groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from trivium.errors import DataError
+from trivium.randomness import SampleKey
+from trivium.types.arrays import AnyArray, Columns, FloatArray, IntArray, frozen
+from trivium.types.enums import StopReason
+
+EXPERT_VERSION = -1
+"""The policy version of tokens that the policy did not sample: expert and supervised data."""
+SERVED = "served"
+"""The taskset of tasks that agents send over HTTP (`run.mode: serve`), which are not in the schedule."""
+EXTRAS = ("routing", "kept")
+"""What an engine can record of a token beside its log-probability. `routing`, (layers, K) unsigned integers: one plus
+the index of each of the K experts that the router of each layer chose for the token; 0: not known. `kept`: the token
+ids that the token was sampled from, concatenated over tokens. `kept_count` has their number per token; a negative
+number counts ids that were left out instead, and 0 stands for the whole vocabulary."""
+IMAGE = "<image>"
+"""Marks the place of an image in the text of a message that has some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One image, clip or sound as encoded bytes; pixels are derived on each side."""
+
+    mime: str
+    data: bytes = field(repr=False, compare=False)
+    span: tuple[int, int] | None = None
+    """Its tokens, [start, end), once rendered: placeholders, and what some models write between them."""
+    sha256: str = ""
+    """The hash of `data`; computed where it is not given."""
+
+    def __post_init__(self) -> None:
+        if not self.sha256:
+            object.__setattr__(self, "sha256", hashlib.sha256(self.data).hexdigest())
+
+    def at(self, start: int, end: int) -> Media:
+        """The same media with this span."""
+        return replace(self, span=(start, end))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One entry of a conversation."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str
+    """Text. In a message with media, each `<image>` is the place of one; without any, the media precede the text."""
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem with a stable identity."""
+
+    task_id: str
+    prompt: tuple[Message, ...]
+    columns: Columns = field(default_factory=dict[str, Any])
+    """All other columns of the row (JSON values): `answer`, `data_source`, ... Rewards receive it by name."""
+    taskset: str = "train"
+
+
+MIN_TEMPERATURE = 1e-6
+"""The lowest temperature above 0: logits divided by a lower one overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the policy is sampled. `temperature` 0 means greedy, whose log-probabilities are 0 by definition."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this part of the most probable one's probability; 0 keeps all."""
+    min_new_tokens: int = 0
+    """End-of-sequence is impossible before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn; the tokens up to and including the one that completes the string are kept."""
+    extra: tuple[str, ...] = ()
+    """Further data to record of each completion: names of `EXTRAS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation. Read-only."""
+
+    tokens: IntArray
+    media: tuple[Media, ...] = ()
+    """The media of all messages, in order, each with its span in `tokens`."""
+    unexpanded: IntArray = field(default=None, repr=False)  # type: ignore[assignment]  # `tokens` without media
+    """The tokens with one placeholder for each of the media: the input of an engine with a processor of its own."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
+        given = cast("IntArray | None", self.unexpanded)
+        object.__setattr__(self, "unexpanded", self.tokens if given is None else frozen(given, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def then(self, other: Prompt) -> Prompt:
+        """Both, one after the other."""
+        by = len(self.tokens)
+        moved = (m if m.span is None else m.at(m.span[0] + by, m.span[1] + by) for m in other.media)
+        tokens = np.concatenate([self.tokens, other.tokens])
+        plain = self.unexpanded is self.tokens and other.unexpanded is other.tokens
+        unexpanded = tokens if plain else np.concatenate([self.unexpanded, other.unexpanded])
+        return Prompt(tokens, (*self.media, *moved), unexpanded)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The input of a rollout engine for one completion."""
+
+    prompt_tokens: IntArray
+    sampling: Sampling
+    key: SampleKey
+    media: tuple[Media, ...] = ()
+    """In order, each with its span in `prompt_tokens`."""
+    unexpanded: IntArray | None = None
+    """`Prompt.unexpanded`; None: the prompt has no media."""
+    messages: tuple[Message, ...] = field(default=(), repr=False)
+    """The conversation that the prompt was rendered from, for engines that render it themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The output of an engine for a request. All arrays have one entry per sampled token."""
+
+    tokens: IntArray
+    log_prob: FloatArray
+    """Log-probability under the distribution actually sampled from (temperature and truncation applied)."""
+    policy_version: IntArray
+    """The weights that sampled each token."""
+    stop_reason: StopReason
+    text: str | None = None
+    """The text, from an engine that returns text; None: decode the tokens."""
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
+    """The arrays that `Sampling.extra` names. Their rows belong to the last tokens of prompt and completion
+    together."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
+        object.__setattr__(self, "log_prob", frozen(self.log_prob, np.float32))
+        object.__setattr__(self, "policy_version", frozen(self.policy_version, np.int32))
+        object.__setattr__(self, "extra", {name: frozen(array) for name, array in self.extra.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion of the policy with the exact context it was sampled in."""
+
+    prompt_tokens: IntArray
+    tokens: IntArray
+    log_prob: FloatArray
+    policy_version: IntArray
+    stop_reason: StopReason
+    text: str
+    """The completion decoded, without special tokens: for logs, rewards and environments; never encoded again."""
+    media: tuple[Media, ...] = ()
+    """Of the prompt, in order, each with its span in `prompt_tokens`."""
+    reward: float = 0.0
+    """The environment's reward for this turn alone; part of the trajectory's reward, for step-wise estimators."""
+    state: str = ""
+    """Identifies the environment's state before the turn: equal where the state was equal. Empty: unknown."""
+    extra: Mapping[str, AnyArray] = field(default_factory=dict[str, AnyArray], repr=False)
+    """As `Completion.extra`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_tokens", frozen(self.prompt_tokens, np.int32))
+        object.__setattr__(self, "tokens", frozen(self.tokens, np.int32))
+        object.__setattr__(self, "log_prob", frozen(self.log_prob, np.float32))
+        object.__setattr__(self, "policy_version", frozen(self.policy_version, np.int32))
+        object.__setattr__(self, "extra", {name: frozen(array) for name, array in self.extra.items()})
+        if not len(self.tokens) == len(self.log_prob) == len(self.policy_version):
+            raise DataError(
+                "a turn with one log-probability and one policy version per token",
+                f"{len(self.tokens)} tokens, {len(self.log_prob)} log-probabilities, "
+                f"{len(self.policy_version)} versions",
+                "return arrays of equal length from the engine",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trajectory failed. Failed trajectories are recorded and counted, and not trained on."""
+
+    side: str
+    """What failed: `workflow`, `reward`, `engine`, `prompt`, `deadline`, or an `operator` of the pipeline."""
+    kind: str
+    """The error's class name."""
+    message: str
+    cause: str = ""
+    """The exception of user code with function, file and line; empty if it raised none."""
+
+    @property
+    def of_rewards(self) -> bool:
+        """Whether the rollout succeeded and only its rewards failed."""
+        return self.side == "reward" or self.kind == "DeadlineExceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout of one task, recorded."""
+
+    index: int
+    """Position in the group."""
+    turns: tuple[Turn, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Each reward component by name, weights already applied."""
+    failure: Failure | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the workflow; their means are logged under `workflow/`."""
+
+    @property
+    def reward(self) -> float:
+        """The sum of the components."""
+        return float(sum(self.rewards.values()))
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """How the last turn ended."""
+        return self.turns[-1].stop_reason if self.turns else StopReason.ABORT
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the policy sampled."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def completion(self) -> str:
+        """The text of the last turn, which reward functions get."""
+        return self.turns[-1].text if self.turns else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to roll out one slot."""
+
+    slot: int
+    attempt: int = 0
+    """Earlier attempts at the slot."""
+    recorded: Group | None = field(default=None, compare=False, repr=False)
+    """The group of an earlier session, if only its rewards failed: they are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The trajectories of one task, rolled out for one slot."""
+
+    slot: int
+    """Negative for replayed and expert groups, which have no slot of the schedule."""
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    epoch: int = 0
+    attempt: int = 0
+    """Earlier attempts at the slot."""
+    version: int = 0
+    """The policy version loaded when the lease was granted; no token was sampled by an older one."""
+    greedy: Trajectory | None = None
+    """A further rollout at temperature 0: a baseline for estimators that need one, never trained on."""
+    dropped: str = ""
+    """Why the experience pipeline dropped it; empty if it did not. A dropped group is journaled and never trained
+    on."""
+    _versions: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    """Cached (`oldest_version`, `newest_version`)."""
+
+    def refused(self, why: str) -> Group:
+        """The same group, dropped for this reason."""
+        return replace(self, dropped=why)
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.task.taskset}/{self.task.task_id}/{self.epoch}"
+
+    @property
+    def expert(self) -> bool:
+        """Whether its completions are from an expert: no reward is computed for them."""
+        return self.oldest_version == EXPERT_VERSION
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any token: what staleness is measured from."""
+        return self._sampled_by()[0]
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that sampled any token."""
+        return self._sampled_by()[1]
+
+    def _sampled_by(self) -> tuple[int, int]:
+        if self._versions is None:
+            arrays = [turn.policy_version for turn in self.turns() if len(turn.policy_version)]
+            versions = np.concatenate(arrays) if arrays else np.array([self.version])
+            object.__setattr__(self, "_versions", (int(versions.min()), int(versions.max())))
+        assert self._versions is not None
+        return self._versions
+
+    @property
+    def rollouts(self) -> tuple[Trajectory, ...]:
+        """The members, and the greedy rollout where there is one."""
+        return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
+
+    def turns(self) -> Iterator[Turn]:
+        for trajectory in self.rollouts:
+            yield from trajectory.turns
+
+    @property
+    def alive(self) -> tuple[Trajectory, ...]:
+        """The members that did not fail."""
+        return tuple(t for t in self.trajectories if t.failure is None)
+
+    def member_rewards(self, component: str = "") -> list[float]:
+        """The reward of each successful member: the total, or one component. Raises DataError if a member lacks it."""
+        for member in self.alive if component else ():
+            if component not in member.rewards:
+                raise DataError(
+                    f"the reward component {component!r}",
+                    f"a trajectory of task {self.task.task_id!r} has {sorted(member.rewards) or 'none'}",
+                    "name one of these components, or leave `component` out",
+                )
+        return [member.rewards[component] if component else member.reward for member in self.alive]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The groups of one train step, from a sample strategy."""
+
+    groups: tuple[Group, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Logged under `sample/`."""
+    stored_slots: frozenset[int] = frozenset()
+    """Slots of groups that are replayed or an expert's; metrics of the explorers leave them out."""
