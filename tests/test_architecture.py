@@ -79,6 +79,7 @@ SAME_BASENAME = {
     "actors": "what other processes call: on Ray, and by the names of Trinity's users",
     "algorithm_section": "how a front door translates the section that names the algorithm",
     "base": "what the functions of one folder share",
+    "batches": "experiences in batches: the types, and how an algorithm makes them of groups",
     "config_table": "the keys of the config of a front door's original",
     "data": "what a front door's users read their data with",
     "data_section": "how a front door translates what says where the data are",

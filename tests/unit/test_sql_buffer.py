@@ -22,7 +22,7 @@ from sqlalchemy import event
 from tests.processes import fork_server
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_slots import GROUPS, SLOTS
+from trivium.buffers.sql_tables import GROUPS, SLOTS
 from trivium.config import config_from_mapping, plugin
 from trivium.errors import ConfigError, DataError, MissingPackage, RoleFailed, RunDirError, SyncError
 from trivium.runtime.launch import run

@@ -26,7 +26,8 @@ from sqlalchemy.exc import OperationalError
 from tests.processes import fork_server
 from trivium.buffers.database import Database, SqlTable
 from trivium.buffers.sql import SqlBuffer
-from trivium.buffers.sql_slots import CALLS, SLOTS, Slots, SlotState
+from trivium.buffers.sql_slots import Slots
+from trivium.buffers.sql_tables import CALLS, SLOTS, SlotState
 from trivium.errors import RoleFailed, SyncError
 from trivium.types import Lease
 

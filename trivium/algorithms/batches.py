@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trivium.config.schema import is_mapping
+from trivium.config.merging import is_mapping
 from trivium.errors import DataError
 from trivium.randomness import stream, uniforms
 from trivium.types import EXPERT_VERSION, AnyArray, Batch, Experience, Group, Trajectory, experiences_of

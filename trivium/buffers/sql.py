@@ -23,7 +23,8 @@ from trivium.buffers.database import Database, SqlTable, located, pause
 from trivium.buffers.journal import read_stored, stored_record
 from trivium.buffers.slots import COUNTERS, waiting_drain, waiting_explorer, waiting_trainer
 from trivium.buffers.sql_media import MEDIA_TABLES, MediaRows
-from trivium.buffers.sql_slots import BUFFERS, CALLS, RUNS, TABLES, Slots, SlotState, forget
+from trivium.buffers.sql_slots import Slots, forget
+from trivium.buffers.sql_tables import BUFFERS, CALLS, RUNS, TABLES, SlotState
 from trivium.concurrency import ProgressDeadline, Waiting, wait_until
 from trivium.config import BufferConfig, RunConfig, config_path, free
 from trivium.errors import ConfigError, DataError, Problem, RoleFailed, SyncError

@@ -1,6 +1,8 @@
 """The config: what a user sets (schema), how it is read and checked, and what follows from it (plan).
 
 schema           sections with their defaults and help; the base classes of plugin sections
+fields           marks of fields that a resumed run may change; paths
+merging          mappings laid over one another
 reading          YAML, `extends`, overrides, validation
 checks           what sections must be to each other
 resume           which fields a resumed run may change
@@ -9,6 +11,8 @@ memory_estimate  bytes per rank, role by role
 model_shape      the size of a model, read from its config.json
 """
 
+from trivium.config.fields import CHANGEABLE, ConfigPath, PluginPath, changeable, config_path, free, plugin_path
+from trivium.config.merging import merged
 from trivium.config.reading import (
     check,
     config_from_mapping,
@@ -17,26 +21,18 @@ from trivium.config.reading import (
     read_yaml,
 )
 from trivium.config.schema import (
-    CHANGEABLE,
     AlgorithmConfig,
     BufferConfig,
     Config,
-    ConfigPath,
     EngineConfig,
     Plugin,
-    PluginPath,
     RewardConfig,
     RunConfig,
     StrategyConfig,
     TrainConfig,
     WorkflowConfig,
     build,
-    changeable,
-    config_path,
-    free,
-    merged,
     plugin,
-    plugin_path,
 )
 
 __all__ = [

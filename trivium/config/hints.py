@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from trivium.config.schema import is_mapping
+from trivium.config.merging import is_mapping
 from trivium.registry import suggest
 
 FOREIGN: Mapping[str, str] = {

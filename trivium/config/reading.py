@@ -11,8 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trivium.config.checks import CHECKS
+from trivium.config.fields import paths_relative_to
 from trivium.config.hints import hint, hint_for_option, section_at
-from trivium.config.schema import Config, NestedError, RunConfig, is_mapping, merged, paths_relative_to
+from trivium.config.merging import is_mapping, merged
+from trivium.config.schema import Config, NestedError, RunConfig
 from trivium.errors import ConfigError, Problem, TriviumError
 
 

@@ -14,8 +14,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from trivium.config.merging import is_mapping
 from trivium.config.reading import flatten
-from trivium.config.schema import BufferConfig, EvaluationSampling, RunConfig, SamplingConfig, is_mapping
+from trivium.config.schema import BufferConfig, EvaluationSampling, RunConfig, SamplingConfig
 from trivium.errors import Problem
 
 _Section = TypeVar("_Section", bound=BaseModel)

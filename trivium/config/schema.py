@@ -1,84 +1,23 @@
 """The config of a run: base classes, then the sections, then `RunConfig`.
 
 A section is frozen and refuses unknown keys. A plugin section names its class by `kind`; that class owns the section's
-fields. The string under a field is its help. `free()` marks a field that a resumed run may change, `changeable()` one
-that it may change with `--change`.
+fields. The string under a field is its help.
 """
 
 from __future__ import annotations
 
-import copy
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from trivium.config.field_help import field_help
+from trivium.config.fields import ConfigPath, changeable, free, plugin_path
+from trivium.config.merging import is_mapping, merged
 from trivium.errors import ConfigError, Problem, TriviumError, UnknownName, user_place
 from trivium.registry import CATALOGUE, is_only_here, resolve, suggest
 from trivium.types import Sampling, SaveStrategy, SyncMethod, SyncStyle, capabilities_of
-
-_BASE: ContextVar[Path | None] = ContextVar("config_base", default=None)
-"""The folder that relative paths of the config being validated start from."""
-
-
-@contextmanager
-def paths_relative_to(folder: Path | None) -> Generator[None]:
-    """Relative paths of a config that is validated inside this block start from `folder`."""
-    token = _BASE.set(folder)
-    try:
-        yield
-    finally:
-        _BASE.reset(token)
-
-
-def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping)
-
-
-def free(default: Any = ..., *, before: bool | None = None, **constraints: Any) -> Any:
-    """A field that a resumed run may change: length, cadence, monitors, threads, micro-batch budget. `before` is what
-    runs do that were saved without the field (`trivium.config.resume.as_begun`)."""
-    extra: dict[str, Any] = {"resume": "free"} | ({} if before is None else {"before": before})
-    return Field(default, json_schema_extra=extra, **constraints)
-
-
-CHANGEABLE: dict[str, Any] = {"resume": "change"}
-"""The mark of `changeable`, for fields that are declared elsewhere."""
-
-
-def changeable(default: Any = ..., **constraints: Any) -> Any:
-    """A field that a resumed run may change where `run.change` allows it: from there on it is another run's."""
-    return Field(default, json_schema_extra=CHANGEABLE, **constraints)
-
-
-def config_path(path: str) -> Path:
-    """A path the config mentions, seen from the config's own folder."""
-    return ((_BASE.get() or Path.cwd()) / Path(path).expanduser()).resolve()
-
-
-ConfigPath = Annotated[str, AfterValidator(lambda path: str(config_path(path)))]
-"""A field that holds a path: relative to the config file when read, absolute from then on."""
-
-
-def plugin_path(name: str) -> str:
-    """A name that leads to a class or function, with the file of `file.py:Name` seen from the config's own folder."""
-    file_name, is_file, attribute = name.rpartition(".py:")
-    return f"{config_path(file_name + '.py')}:{attribute}" if is_file else name
-
-
-def _with_module(name: str) -> str:
-    if ":" not in name:
-        raise ValueError("expected `package.module:Name` or `file.py:Name`")
-    return plugin_path(name)
-
-
-PluginPath = Annotated[str, AfterValidator(_with_module)]
-"""A field that names a user's class or function: `package.module:Name`, or `file.py:Name` beside the config file."""
 
 
 class Config(BaseModel):
@@ -184,41 +123,6 @@ def build(kind: str, config: Plugin, **context: Any) -> Any:
     """The object that a plugin section describes: `Target(config, **context)`, or the plain function itself."""
     target = resolve(kind, config.kind)
     return target(config, **context) if isinstance(target, type) else target
-
-
-def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh.
-
-    A section of `base` without a kind keeps its keys: those that the new kind does not have are reported, not dropped.
-    A section that is a name alone is its kind. In a list, keys are places: `{stages: {0: {...}}}` changes the first.
-    Raises ConfigError for a place that the list does not have.
-    """
-    result = copy.deepcopy(dict(base))
-    for key, value in change.items():
-        old = result.get(key)
-        if is_mapping(value) and isinstance(old, str):
-            old = {"kind": old}
-        if is_mapping(value) and isinstance(old, list | tuple):
-            result[key] = _merged_items(key, old, value)
-        elif is_mapping(value) and is_mapping(old):
-            new_kind = "kind" in value and "kind" in old and value["kind"] != old["kind"]
-            result[key] = copy.deepcopy(dict(value)) if new_kind else merged(old, value)
-        else:
-            result[key] = copy.deepcopy(value)
-    return result
-
-
-def _merged_items(name: str, items: Sequence[Any], change: Mapping[str, Any]) -> list[Any]:
-    """The list with the items at these places changed."""
-    places = {str(number): item for number, item in enumerate(items)}
-    for place in change:
-        if str(place) not in places:
-            raise ConfigError(
-                f"{name}.{place}",
-                f"{name} has {len(items)} item(s)",
-                f"places go from 0 to {len(items) - 1}" if items else f"set {name} as a list",
-            )
-    return list(merged(places, {str(place): value for place, value in change.items()}).values())
 
 
 # --------------------------------------------------------------------------- sections

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from trivium.concurrency import Turns
 from trivium.config import EngineConfig, RunConfig, free
+from trivium.config.fields import ConfigPath
 from trivium.config.model_shape import read_shape
-from trivium.config.schema import ConfigPath
 from trivium.engines.endpoint_forms import chat_body, read_chat, read_tokens, tokens_body
 from trivium.engines.load_gate import LoadGate
 from trivium.errors import ConfigError, Problem, RolloutError, SyncError

@@ -27,7 +27,7 @@ from tenacity import wait_random_exponential as random_exponential
 
 from trivium.config import Plugin, RunConfig
 from trivium.config.checks import is_loopback
-from trivium.config.schema import ConfigPath, free
+from trivium.config.fields import ConfigPath, free
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, text_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from trivium.concurrency import gather_or_cancel
 from trivium.config import RunConfig
-from trivium.config.schema import changeable
+from trivium.config.fields import changeable
 from trivium.errors import Problem
 from trivium.models.chat_form import image_part, read_text
 from trivium.models.http_client import EndpointClient, EndpointError

@@ -9,7 +9,7 @@ from typing import Any
 
 from trivium.concurrency import Threads
 from trivium.config import RunConfig
-from trivium.config.schema import free
+from trivium.config.fields import free
 from trivium.errors import DataError, Problem
 from trivium.models.http_client import EndpointClient, EndpointError, TokenRefused
 from trivium.models.hub import ModelPath

@@ -30,7 +30,7 @@ from trivium.buffers.rollouts import read_groups
 from trivium.buffers.step_log import STEPS
 from trivium.checkpoint.atomic import writing
 from trivium.config import build
-from trivium.config.schema import is_mapping
+from trivium.config.merging import is_mapping
 from trivium.errors import RunDirError
 from trivium.registry import resolve
 from trivium.runtime.build import build_schedule

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from trivium.checkpoint.atomic import atomic_write
 from trivium.config import RunConfig, config_from_mapping, read_yaml
-from trivium.config.schema import is_mapping
+from trivium.config.merging import is_mapping
 from trivium.errors import ConfigError, first_cause
 from trivium.registry import name_of
 from trivium.runtime.launch import run

@@ -19,9 +19,9 @@ from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
+from trivium.config.merging import is_mapping
 from trivium.config.plan import plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
-from trivium.config.schema import is_mapping
 from trivium.errors import ConfigError, RunDirError, first_cause, one_line
 from trivium.phases import SPANS
 from trivium.runtime.logs import ENDED, logging_to

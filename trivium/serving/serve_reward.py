@@ -11,8 +11,10 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from trivium.config.checks import is_loopback
+from trivium.config.fields import paths_relative_to
+from trivium.config.merging import merged
 from trivium.config.reading import flatten, parse_override, read_yaml
-from trivium.config.schema import Config, RewardConfig, RewardPlugin, merged, paths_relative_to
+from trivium.config.schema import Config, RewardConfig, RewardPlugin
 from trivium.errors import ConfigError, MissingPackage
 from trivium.models.http_client import read_token
 

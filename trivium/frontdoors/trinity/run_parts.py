@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from trivium.algorithms import GroupAlgorithm
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, config_from_mapping
-from trivium.config.schema import plugin_path
+from trivium.config.fields import plugin_path
 from trivium.errors import ConfigError
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper

@@ -1,0 +1,113 @@
+"""The tables of the buffer in a database, and the states of a slot.
+
+A row is one attempt at a slot:
+
+FREE -> LEASED -> FINISHED -> CONSUMED             the usual case; a released lease is FREE again
+                           -> EVICTED              became too stale before it was taken
+               -> DROPPED                          dropped by the experience pipeline
+               -> CANCELLED -> CANCELLED_TOLD      could only become too stale; its owner has been told
+
+The next attempt is a FREE row of its own. A slot without rows has never been issued; one without a FREE, LEASED or
+FINISHED row is consumed. A FREE or LEASED row with an arrival has a group, whose rewards are to be computed again. The
+table of groups is the journal.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import sqlalchemy as sa
+
+TABLES = sa.MetaData()
+RUNS = sa.Table(
+    "trivium_runs",
+    TABLES,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("run", sa.Text, nullable=False),
+    sa.Column("place", sa.Text, nullable=False, comment="machine and run directory, for people"),
+)
+"""The run that owns each name."""
+BUFFERS = sa.Table(
+    "trivium_buffers",
+    TABLES,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("run", sa.Text, nullable=False),
+    sa.Column("session", sa.Text, nullable=False),
+    sa.Column("change", sa.BigInteger, nullable=False),
+    sa.Column("closed", sa.Boolean, nullable=False),
+    # Until a vacuum PostgreSQL's indexes contain deleted rows; a search with a lower bound skips them.
+    sa.Column("begin", sa.BigInteger, nullable=False, comment="no FINISHED row has a lower slot, or a lower arrival"),
+    sa.Column("oldest", sa.BigInteger, nullable=False, comment="no FINISHED row is older"),
+    *(
+        sa.Column(name, sa.BigInteger, nullable=False)
+        for name in ("trains", "next_slot", "arrivals", "given_up", "refused", "evicted", "called_off", "dropped")
+    ),
+)
+"""One row per buffer, locked by every transaction that writes."""
+SLOTS = sa.Table(
+    "trivium_slots",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("slot", sa.BigInteger, primary_key=True),
+    sa.Column("attempt", sa.BigInteger, primary_key=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text),
+    sa.Column("version", sa.BigInteger, comment="the one it was leased for"),
+    sa.Column("arrival", sa.BigInteger, comment="null where no group was put"),
+    sa.Column("oldest", sa.BigInteger),
+    sa.Column("newest", sa.BigInteger),
+    sa.Column("taskset", sa.Text),
+    sa.Column("task", sa.Text),
+    sa.Column("dropped", sa.Boolean),
+    sa.Column("consumed_at", sa.BigInteger, comment="the version that was trained on it"),
+    # No operation looks at more rows than it returns, however many there are. The state comes first: a search by slot
+    # alone must have no choice but the primary key, for PostgreSQL knows nothing of a new table and takes any index
+    # that begins with the buffer to be as good.
+    sa.Index("trivium_slots_by_slot", "state", "buffer", "slot"),
+    sa.Index("trivium_slots_by_arrival", "state", "buffer", "arrival"),
+    sa.Index("trivium_slots_by_age", "state", "buffer", "oldest"),
+)
+GROUPS = sa.Table(
+    "trivium_groups",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("slot", sa.BigInteger, primary_key=True),
+    sa.Column("attempt", sa.BigInteger, primary_key=True),
+    sa.Column("payload", sa.LargeBinary, nullable=False),
+)
+FAILED = sa.Table(
+    "trivium_failed",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("from_slot", sa.BigInteger, nullable=False),
+)
+"""The first slot of the failures that ended a run, until it is resumed."""
+EXPLORERS = sa.Table(
+    "trivium_explorers",
+    TABLES,
+    sa.Column("buffer", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("loaded", sa.BigInteger, nullable=False),
+)
+CALLS = sa.Table(
+    "trivium_calls",
+    TABLES,
+    sa.Column("caller", sa.Text, primary_key=True),
+    sa.Column("buffer", sa.Text, nullable=False, index=True),
+    sa.Column("token", sa.Text, nullable=False),
+    sa.Column("answer", sa.Text, nullable=False),
+)
+"""The last call of each caller with its result, for callers that lost the connection before the result came."""
+
+
+class SlotState(StrEnum):
+    """The state of an attempt at a slot."""
+
+    FREE = "free"
+    LEASED = "leased"
+    FINISHED = "finished"
+    CONSUMED = "consumed"
+    EVICTED = "evicted"
+    DROPPED = "dropped"
+    CANCELLED = "off"
+    CANCELLED_TOLD = "called_off"
