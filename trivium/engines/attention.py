@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trivium.models.gpu_attention import KERNELS, backend_for, causal_attention
 
 EXACT = "trivium_exact"
-"""Batched matrix products and softmax: bits do not depend on B, nor on padding S by further multiples of 64."""
+"""Batched matrix products and softmax: bits do not depend on B, nor on padding S by further pages."""
 FAST = "trivium_fast"
 """scaled_dot_product_attention where the model allows it: its bits depend on the other rows of the batch."""
 _PIECE = 512
@@ -33,14 +33,16 @@ def attend(
     s_aux: Tensor | None = None,
     *,
     fast: bool = False,
+    places: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """[B, H, L, D] queries against [B, K, S, D] keys; the output is [B, L, H, D].
 
     `attention_mask` is additive, [B or 1, 1, L, S]; None: the queries are those of the first L keys, each of which sees
     the keys up to its own. `s_aux` are attention sinks, one logit per head. `fast` takes scaled_dot_product_attention
-    on the CPU, which knows neither soft-capping nor sinks: the same numbers up to rounding. On a GPU only its math
-    kernel takes a mask with grouped heads: it would copy keys and values for each query head.
+    on the CPU, which knows neither soft-capping nor sinks, unless there are `places`: the same numbers up to rounding.
+    On a GPU only its math kernel takes a mask with grouped heads: it would copy keys and values for each query head.
+    `places` are those of `StepRows.places`, for one query each; None: they are worked out where they are needed.
     """
     batch, heads, length, size = query.shape
     plain = softcap is None and s_aux is None
@@ -52,7 +54,7 @@ def attend(
         out = causal_attention((query, key, value), scaling, sliding_window, kernel)
         return out.transpose(1, 2).contiguous(), None
     mask = _windowed(attention_mask, sliding_window)
-    if fast and plain and not query.is_cuda:
+    if fast and plain and not query.is_cuda and places is None:
         grouped = heads != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous(), None
@@ -67,12 +69,43 @@ def attend(
         scores = torch.add(mask, scores, alpha=scale, out=scores)
     else:
         scores = torch.tanh(scores.mul_(scale / softcap)).mul_(softcap).add_(mask)
-    weights = _softmax(scores, s_aux).to(value.dtype)
-    width = value.shape[-1]
+    weights, width = _softmax(scores, s_aux).to(value.dtype), value.shape[-1]
+    if length == 1 and weights.dtype == torch.float32 and not query.is_cuda:
+        value = value if places is not None or _in_order(value) else value.contiguous()
+        places = _places(mask, value, heads) if places is None else places
+        return weighted(weights, value, places).view(batch, 1, heads, -1), None
     if width % 16:
         value = F.pad(value, (0, -width % 16))
     out = torch.bmm(weights.view(groups, -1, weights.shape[-1]), value.flatten(0, 1))[..., :width]
     return out.reshape(batch, heads, length, width).transpose(1, 2).contiguous(), None
+
+
+def _in_order(values: Tensor) -> bool:
+    """Whether a row of these [B, K, S, D] begins every D numbers."""
+    size = values.shape[-1]
+    return values.stride()[2:] == (size, 1) and all(step % size == 0 for step in values.stride()[:2])
+
+
+def _places(mask: Tensor, values: Tensor, heads: int) -> Tensor:
+    """`StepRows.places`, of values [B, K, S, D] and their mask."""
+    batch, key_heads, width, size = values.shape
+    seen = torch.arange(width).masked_fill(mask[:, :, 0] < 0, 0)
+    head = torch.arange(heads) // (heads // key_heads) * (values.stride(1) // size)
+    first = torch.arange(batch)[:, None] * (values.stride(0) // size) + head
+    return (first[..., None] + seen).view(-1, width)
+
+
+def weighted(weights: Tensor, values: Tensor, places: Tensor) -> Tensor:
+    """Sums [N, D] of the rows `places` [N, S] of `values`, of which a row begins every D numbers, times `weights`.
+
+    This is a lookup of embeddings: torch adds one row after the other, each sum by itself, at the speed of the memory.
+    Batched products of so few queries take up to twice as long, and with 4 queries and some hundred keys their bits
+    depend on S.
+    """
+    size = values.shape[-1]
+    last = sum((n - 1) * step for n, step in zip(values.shape, values.stride(), strict=True))
+    table = values.as_strided((last // size + 1, size), (size, 1))
+    return F.embedding_bag(places, table, mode="sum", per_sample_weights=weights.view(places.shape))
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PAGE = 64
+PAGE = 32
 """Positions are padded to multiples of this: adding a page of masked keys does not change any bit of attention."""
 
 
@@ -134,6 +134,7 @@ class StepRows:
         `rows`, which write at `positions` and see the first `width`."""
         self._layers, self._slots, self._rows, self.positions, self._width = layers, slots, rows, positions, width
         self._index: dict[int, Tensor] = {}
+        self._places: Tensor | None = None
 
     def part(self, rows: slice) -> StepRows:
         """Of these rows some, as if they were alone."""
@@ -147,6 +148,20 @@ class StepRows:
             slots.index_copy_(0, self._slot(new.shape[1]), new.reshape(-1, new.shape[-1]))
         kept_keys, kept_values = self._layers[layer]
         return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
+
+    def places(self, heads: int) -> Tensor:
+        """[R * heads, width]: where the values lie that the query heads of each row see, counted from those of the
+        first row. Unseen positions are at the first one, whose values are read anyway. Computed once per step."""
+        if self._places is None:
+            _, key_heads, length, _ = self._layers[0][0].shape
+            rows = len(self.positions)
+            kind = torch.int32 if rows * key_heads * length < 2**31 else torch.int64
+            seen = torch.arange(self._width, dtype=kind)
+            seen = seen.masked_fill(seen > self.positions[:, None], 0)
+            head = torch.arange(heads, dtype=kind) // (heads // key_heads)
+            first = (torch.arange(rows, dtype=kind)[:, None] * key_heads + head) * length
+            self._places = (first[..., None] + seen[:, None]).view(-1, self._width)
+        return self._places
 
     def get_seq_length(self, layer: int = 0) -> int:
         del layer

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,13 @@ from torch import Tensor, nn
 from trivium.config.engine_memory import PACKED_BYTES
 from trivium.engines.attention import attend
 from trivium.engines.invariance import multiplies, product
+from trivium.engines.kv_cache import PromptCache, StepRows
 from trivium.models.worker_threads import size_of
 
 _SMALLEST_TABLE = 1024
 """Positions that cosines and sines are computed for at least."""
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 """Models whose layers are these: norm, attention, sum; norm, gated SiLU network, sum."""
-
-
-class Cache(Protocol):
-    """Where keys and values are kept."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +153,26 @@ class Layers:
             self._turns = self._turns_of(torch.arange(max(_SMALLEST_TABLE, 1 << (length - 1).bit_length())))
 
     def __call__(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, last: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: PromptCache | StepRows,
+        last: Tensor | None = None,
     ) -> Tensor:
         """[B, L, C] embeddings of two tokens at least, at `positions` [B or 1, L] that have been prepared for; float32
         logits [B, V] after the tokens `last` [B] of each sequence, or after the last ones. `mask` as in `attend`."""
         batch, length, width = x.shape
         cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
+        # Products of bfloat16 round the scores, which torch's attention does not.
+        places = cache.places(self._heads) if isinstance(cache, StepRows) and x.dtype == torch.float32 else None
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(x)
             query, key, value = self._project(layer, normed.view(batch, length, width), cos, sin)
             key, value = cache.update(key, value, index)
-            out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, fast=self._fast)
+            how: dict[str, Any] = {"fast": self._fast, "places": places}
+            out, _ = attend(layer.attention, query, key, value, mask, self._scale, layer.window, **how)
             x = layer.output.plus(out.view(len(x), -1), x)
             normed = layer.before_mlp(x)
             x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
