@@ -198,12 +198,12 @@ def test_a_loss_without_ratio_and_weights_wants_fresh_samples() -> None:
 def test_what_is_made_for_stale_groups_is_left_alone() -> None:
     for algorithm in ("m2po", "topr", "vespo", "sppo", "rec", "prime", "dppo", "opmd", "asymre"):
         stale = configured(algorithm, max_staleness=2)
-        assert not stale.algorithm.settled(stale).correction.active, algorithm
+        assert not stale.algorithm.for_run(stale).correction.active, algorithm
         assert "made for them" in stale.algorithm.describe(stale)["correction"]
-        assert not build_algorithm(stale.algorithm.settled(stale)).recompute_old
+        assert not build_algorithm(stale.algorithm.for_run(stale)).recompute_old
     for algorithm in ({"kind": "grpo", "gates": ["sequence_drift"]}, {"kind": "grpo", "gates": ["top_entropy"]}):
         stale = configured(algorithm, max_staleness=2)
-        assert stale.algorithm.settled(stale).correction.active == (algorithm["gates"] == ["top_entropy"])
+        assert stale.algorithm.for_run(stale).correction.active == (algorithm["gates"] == ["top_entropy"])
 
 
 def test_old_log_probs_are_asked_of_whoever_reads_them() -> None:

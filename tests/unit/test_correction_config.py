@@ -32,7 +32,7 @@ def corrected(correction: Any, kind: str = "grpo", base: Path | None = None, **s
 
 
 def built(config: RunConfig) -> GroupAlgorithm:
-    return build_algorithm(config.algorithm.settled(config))
+    return build_algorithm(config.algorithm.for_run(config))
 
 
 def line(config: RunConfig) -> str:
@@ -88,7 +88,7 @@ def test_fresh_groups_of_an_inexact_engine_are_corrected_and_check_says_why() ->
     assert built(config).needs == {"old"}
     assert (
         not config.model_copy(update={"algorithm": configured({"kind": "grpo", "correction": "none"}).algorithm})
-        .algorithm.settled(config)
+        .algorithm.for_run(config)
         .correction.active
     )
 

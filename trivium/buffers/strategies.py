@@ -15,7 +15,7 @@ from pydantic import Field
 
 from trivium.buffers.files import FileBuffer
 from trivium.config import RunConfig, StrategyConfig
-from trivium.config.checks import SETTLED
+from trivium.config.checks import WITH_FIXED_VERSIONS
 from trivium.errors import Problem
 from trivium.protocols import Buffer, Renderer, TaskSource
 from trivium.registry import resolve, suggest
@@ -198,10 +198,10 @@ def explored_problems(config: StrategyConfig, run: RunConfig, where: str) -> Ite
 
 def replacing_problems(config: StrategyConfig, run: RunConfig, where: str) -> Iterator[Problem]:
     """Of a strategy that needs more groups than the schedule has."""
-    if run.slots_are_settled:
+    if run.has_fixed_versions:
         yield Problem(
             f"{where}.kind",
-            f"the sample strategy {config.kind!r} {SETTLED}",
+            f"the sample strategy {config.kind!r} {WITH_FIXED_VERSIONS}",
             "it needs further groups at times, so which version samples a slot would depend on the timing",
             "use another strategy, or set schedule.max_staleness or schedule.deterministic back",
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from trivium.config.recording import check_recording
-from trivium.config.schema import SETTLED, RunConfig, ThresholdConfig
+from trivium.config.schema import WITH_FIXED_VERSIONS, RunConfig, ThresholdConfig
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine
 from trivium.registry import resolve, suggest
@@ -97,10 +97,10 @@ def _check_channel(config: RunConfig) -> Iterator[Problem]:
             "a broadcast needs processes on both ends",
             "use memory",
         )
-    if config.slots_are_settled and channel.collective:
+    if config.has_fixed_versions and channel.collective:
         yield Problem(
             "sync.method",
-            f"'{sync.method}' {SETTLED}",
+            f"'{sync.method}' {WITH_FIXED_VERSIONS}",
             "a resumed run rolls out slots with earlier versions, and of what was broadcast nothing is kept",
             "use checkpoint, or set schedule.max_staleness or schedule.deterministic back",
         )
@@ -326,10 +326,10 @@ def _check_replaced(config: RunConfig) -> Iterator[Problem]:
             "dropped groups would be replaced for ever, and nothing would end the run",
             "set it below 1",
         )
-    if workflow.min_members > 1 and config.slots_are_settled:
+    if workflow.min_members > 1 and config.has_fixed_versions:
         yield Problem(
             "workflow.min_members",
-            f"dropped groups replaced {SETTLED}",
+            f"dropped groups replaced {WITH_FIXED_VERSIONS}",
             "which version samples a slot would depend on what is dropped before it",
             "set workflow.min_members, schedule.max_staleness or schedule.deterministic back",
         )

@@ -109,7 +109,7 @@ class MemoryPlan:
         if self.engine_device == "cpu":
             items |= {name: number * self.engines for name, number in self.engine.items()}
         apart = self.engines if self.engine and not (self.together and self.processes) else 0
-        return items | self.recorded | {"runtime": RUNTIME * (self.processes + apart)}
+        return {**items, **self.recorded, "runtime": RUNTIME * (self.processes + apart)}
 
     @property
     def gpu(self) -> dict[str, int]:
@@ -450,7 +450,7 @@ def _engine_items(config: RunConfig, shape: ModelShape, batch: BatchPlan, machin
 
 def models_of(config: RunConfig, shape: ModelShape) -> tuple[list[str], dict[str, ModelShape]]:
     """(roles that are trained, frozen models) of a stage's algorithm."""
-    section = config.algorithm.settled(config)
+    section = config.algorithm.for_run(config)
     build = getattr(resolve("algorithms", section.kind), "build", None)
     if build is None:
         return ["policy", *(["critic"] if section.has_critic else [])], {}

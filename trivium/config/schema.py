@@ -106,7 +106,7 @@ def plugin(kind: str, base: type[Plugin] = Plugin, default_name: str | None = No
 
 
 def _resolved(kind: str, name: str) -> object:
-    """The object that a section's `kind` names. What a user's module raises while it is imported is reported with its
+    """The object that a section's `kind` names. An exception while a user's module is imported is reported with its
     place."""
     try:
         return resolve(kind, name)
@@ -127,8 +127,8 @@ def build(kind: str, config: Plugin, **context: Any) -> Any:
 
 # --------------------------------------------------------------------------- sections
 
-SETTLED = "in a deterministic run that is ahead of its trainer"
-"""Describes a run whose `slots_are_settled`, in problems."""
+WITH_FIXED_VERSIONS = "in a deterministic run that is ahead of its trainer"
+"""Describes a run with `has_fixed_versions`, in problems."""
 
 
 class RunSection(Config):
@@ -153,7 +153,7 @@ class RunSection(Config):
     """What the run directory keeps of each step: the rollouts, or with `tokens` also what the step computed for each
     of their tokens (advantages, log-probabilities of trainer and reference, ...), which `trivium rollouts` shows."""
     resume: bool = free(True)
-    """Whether to continue what the run directory holds; false refuses a directory that holds a run."""
+    """Whether to continue a run that the directory holds; false: refuse such a directory."""
     change: bool = free(False)
     """Whether it may be continued with other values of the fields marked `change`, which is recorded (`--change`)."""
 
@@ -175,8 +175,8 @@ class SamplingConfig(Config):
     temperature: float = Field(default=1.0, ge=0)
     """Divides the logits; 0 is greedy (evaluation only)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the most probable tokens that have this probability together. What was kept of each position is recorded,
-    and the trainer computes log-probabilities over the same tokens."""
+    """Nucleus sampling: keep the most probable tokens whose probabilities sum to this. The kept tokens are recorded,
+    and the trainer computes log-probabilities over the same ones."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most probable tokens; 0 keeps all. Recorded as with `top_p`."""
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -188,7 +188,7 @@ class SamplingConfig(Config):
     """Strings that end a turn."""
 
     def sampling(self) -> Sampling:
-        """The same as a value that travels."""
+        """The settings as the `Sampling` of a request."""
         return Sampling(**self.model_dump())
 
     def changes_distribution(self) -> list[str]:
@@ -205,7 +205,7 @@ class EngineConfig(Plugin):
     """How training rollouts are sampled."""
 
     def for_run(self, run: RunConfig) -> Self:
-        """The section with what it leaves to the others of `run`."""
+        """The section with the values that follow from other sections of `run` filled in."""
         del run
         return self
 
@@ -217,7 +217,7 @@ class WorkflowConfig(Plugin):
     deadline_s: float = Field(default=600.0, gt=0)
     """A rollout (workflow and rewards together) that takes longer is recorded as failed."""
     max_failed_fraction: float = free(0.5, ge=0, le=1)
-    """The run ends when more than this part of the trajectories of a step, or of an evaluation, failed."""
+    """The run ends when a larger fraction of the trajectories of a step, or of an evaluation, fails."""
     max_concurrent: int = free(4096, ge=1)
     """Trajectories in flight at once."""
     max_retries: int = Field(default=0, ge=0)
@@ -239,8 +239,8 @@ class RewardConfig(Plugin):
     name: str = ""
     """Name in metrics; empty means the kind's last part."""
     workers: int = free(0, ge=0)
-    """Processes that it computes in; 0 uses threads of the explorer. A reward that hangs or holds the interpreter is
-    killed there at the deadline of its rollout."""
+    """Processes that compute it; 0: threads of the explorer. A process whose reward hangs or holds the interpreter is
+    killed at the deadline of the rollout."""
 
     @property
     def label(self) -> str:
@@ -277,13 +277,14 @@ class AlgorithmConfig(Plugin):
         """Whether a critic is trained beside the policy."""
         return False
 
-    def settled(self, run: RunConfig) -> AlgorithmConfig:
-        """The section with what it leaves to the rest of the config filled in: what an algorithm is built from."""
+    def for_run(self, run: RunConfig) -> AlgorithmConfig:
+        """The section with the values that follow from other sections of `run` filled in; the algorithm is built from
+        it."""
         del run
         return self
 
     def describe(self, run: RunConfig) -> dict[str, str]:
-        """What it is, and what of it follows from the rest of the config, for the plan."""
+        """Its entry in the plan: the kind, and values that follow from the rest of the config."""
         del run
         return {"kind": self.kind}
 
@@ -296,15 +297,15 @@ class CurriculumConfig(Config):
     easy_first: bool = True
     """Whether an epoch begins with the easy ones; else with the hard ones."""
     spread: float = Field(default=0.2, ge=0)
-    """How far the order is blurred, as a part of the taskset: 0 is strictly by difficulty (equals at random), 10 is
-    nearly a shuffle."""
+    """Noise on the order, as a fraction of the taskset: 0 is strictly by difficulty (equals at random), 10 is nearly a
+    shuffle."""
 
 
 class ThresholdConfig(Config):
-    """When a stage has done its part."""
+    """A threshold that ends a stage early."""
 
     metric: str = "train/loss/policy"
-    """What every train step reports, and does not depend on the machine; or what the evaluations after train steps do
+    """A metric of every train step that does not depend on the machine, or of the evaluations after train steps
     (`evaluation.every`)."""
     below: float | None = None
     """The stage ends with the first step that reports less."""
@@ -336,8 +337,9 @@ class ScheduleSection(Config):
     max_attempts: int = Field(default=3, ge=1)
     """How often a slot is rolled out before its group is given up as too stale."""
     over_rollout: float = Field(default=0.0, ge=0)
-    """Rolls out so many more groups than a step needs, as a fraction of `groups_per_step`; the step takes those that
-    finish first, and those that could only become too stale are cancelled and rolled out again. 0 waits for all."""
+    """Extra groups that are rolled out for a step, as a fraction of `groups_per_step`: the step takes the groups that
+    finish first, and rollouts that would become too stale are cancelled and repeated. 0: none, a step waits for all its
+    groups."""
 
 
 class SyncSection(Config):
@@ -355,8 +357,8 @@ class SyncSection(Config):
     offset: int | None = Field(default=None, ge=0)
     """Another way to say `max_staleness = interval - 1 + offset`."""
     in_flight: Literal["finish", "update"] = "finish"
-    """What happens to completions in progress when new weights arrive: `finish` ends them first; `update` continues
-    with the new weights from the next token, every token keeping the version that sampled it."""
+    """What happens to completions in progress when new weights arrive: `finish` completes them with the old weights
+    first; `update` continues them with the new weights from the next token, and records which version sampled each."""
     dir: ConfigPath | None = free(None)
     """Directory of the `checkpoint` method, for this run alone, that all its roles see; unset means `sync` in the run
     directory."""
@@ -395,8 +397,8 @@ class BufferConfig(Plugin):
     strategy: StrategyPlugin = Field(default={"kind": "default"})  # pyright: ignore[reportAssignmentType]
     """Which groups a step is trained on."""
     operators: tuple[OperatorPlugin, ...] = ()
-    """The experience pipeline: what becomes of each finished group before it is stored, in order. Names, or functions
-    of yours."""
+    """The experience pipeline: operators that are applied in order to each finished group before it is stored. Names,
+    or functions of yours."""
     max_dropped_in_a_row: int = free(1000, ge=1)
     """The run ends when the operators dropped so many groups of one explorer, one after the other."""
 
@@ -412,10 +414,10 @@ class BufferConfig(Plugin):
                     "operators work on groups of explorers, and this buffer has no explorers",
                     "leave it out, or change the rows themselves",
                 )
-            if run.slots_are_settled and capabilities_of(target).drops:
+            if run.has_fixed_versions and capabilities_of(target).drops:
                 yield Problem(
                     place,
-                    f"the operator {section.kind!r}, which may drop groups, {SETTLED}",
+                    f"the operator {section.kind!r}, which may drop groups, {WITH_FIXED_VERSIONS}",
                     "which version samples a slot would depend on what is dropped before it",
                     "leave it out (one of yours that drops nothing declares Capabilities(drops=False)), or set "
                     "schedule.max_staleness or schedule.deterministic back",
@@ -441,7 +443,8 @@ class EvaluationSampling(Config):
     """Strings that end a turn; unset: `engine.sampling.stop`."""
 
     def sampling(self, training: SamplingConfig, samples: int) -> Sampling:
-        """The same as a value that travels, where each task is sampled so often; what is unset is as in training."""
+        """The settings as the `Sampling` of a request, for `samples` samples per task; unset fields are as in
+        training."""
         own, other = self.model_dump(), training.model_dump()
         other["temperature"] = other["temperature"] if samples > 1 else 0.0
         return Sampling(**{name: other[name] if value is None else value for name, value in own.items()})
@@ -453,8 +456,8 @@ class EvaluationSection(Config):
     taskset: str | None = None
     """Which taskset to evaluate; unset means no evaluation."""
     held_out: str | None = None
-    """Taskset whose rows measure the loss of what is trained, at the start and the end of a stage that learns from rows
-    (`buffer.kind: files`): `eval/NAME/loss`, and for pairs `eval/NAME/preference_accuracy`. Nothing is sampled."""
+    """Taskset for the held-out loss, at the start and the end of a stage that learns from rows (`buffer.kind: files`):
+    `eval/NAME/loss`, and for pairs `eval/NAME/preference_accuracy`. Nothing is sampled."""
     every: int = free(0, ge=0)
     """Train steps between evaluations; 0 evaluates at the start and the end of the last stage only."""
     samples: int = Field(default=1, ge=1)
@@ -518,9 +521,9 @@ class ServeSection(Config):
     key_variable: str | None = free(None)
     """Environment variable with the key that clients must present; unset admits every client."""
     idle_s: float = free(3600.0, gt=0)
-    """A conversation without a call or feedback for so long is forgotten, and counted as dropped."""
+    """Seconds without a call or feedback after which a conversation is dropped, and counted."""
     unstarted_idle_s: float = free(300.0, gt=0)
-    """The same after a conversation's first call, which may be no agent's: until there is a second one or feedback."""
+    """The same for a conversation with a single call and no feedback: it may not come from an agent."""
     require_secret: bool = free(False)
     """Whether every session must begin with a `secret` of its client, which later requests about it have to repeat."""
     max_connections: int = free(512, ge=1)
@@ -611,6 +614,6 @@ class RunConfig(Config):
         return self.buffer.strategy.oldest(self.max_staleness)
 
     @property
-    def slots_are_settled(self) -> bool:
+    def has_fixed_versions(self) -> bool:
         """Whether the version that samples a slot is fixed beforehand: then no group may be replaced by another."""
         return self.schedule.deterministic and self.max_staleness > 0

@@ -287,7 +287,7 @@ def _explore_function(stage: Stage) -> Explore:
 
 def algorithm_of(config: RunConfig) -> GroupAlgorithm:
     """The algorithm of a stage's config, with the values that follow from other sections filled in."""
-    section = config.algorithm.settled(config)
+    section = config.algorithm.for_run(config)
     return build_algorithm(section, config.run.seed, config.engine.sampling.max_new_tokens)
 
 

@@ -80,7 +80,7 @@ def _of_stages(rewards: Sequence[RewardConfig]) -> list[ModelReward.Config]:
 
 def _heads_trained_by(stage: RunConfig) -> tuple[str, ...] | None:
     """The names of the outputs of the reward model that a stage trains; None where it trains none."""
-    section = stage.algorithm.settled(stage)
+    section = stage.algorithm.for_run(stage)
     algorithm = build_algorithm(section, stage.run.seed, stage.engine.sampling.max_new_tokens)
     objective = next((each for each in algorithm.objectives if each.role == _ROLE), None)
     return None if objective is None else getattr(objective, "score_head", ScoreHead()).names or ONE_OUTPUT

@@ -27,20 +27,19 @@ class TorchTrainConfig(TrainConfig):
     """Arithmetic of the backbone; trained weights, optimizer and head are float32 at least. `auto` is bfloat16 on a
     GPU that computes in it, else float32."""
     frozen_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
-    """Type of the weights that are not trained: of the base under `lora`, of a frozen reference and teacher. In
-    bfloat16 they take half the memory, and as many bits as they were most often saved with. `int8` and `nf4` keep those
-    of linear layers in 8 or 4 bits, the others in bfloat16: bitsandbytes (`pip install 'trivium[quantized]'`), on one
-    rank."""
+    """Type of frozen weights: the base model under `lora`, a frozen reference and teacher. bfloat16 halves their
+    memory, and most models are saved in it. `int8` and `nf4` keep the weights of linear layers in 8 or 4 bits, the
+    others in bfloat16: bitsandbytes (`pip install 'trivium[quantized]'`), on one rank."""
     head_precision: HeadPrecision = "auto"
     """Matrix products of the output layer on a GPU. `float32`: strictly; `tf32`: both factors rounded to 11 bits, which
     holds for all float32 products of the process; `bfloat16x3`: as three in bfloat16 that add up in float32, off by at
     most 3 * 2^-16 of the sum of the factors' sizes. `auto` is `bfloat16x3` on a GPU that computes in bfloat16, else
     `float32`, which is all that a CPU has. The same in `engine`."""
     deterministic_kernels: bool = False
-    """On a GPU, scores and updates of equal numbers have equal bits in every run, on the same kind of GPU and as many
-    ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for all of the
-    process. What has no such kernel is an error. Takes longer, says nothing of what engines sample on a GPU, and
-    changes nothing on a CPU, where bits repeat anyway."""
+    """On a GPU, scores and updates of equal inputs have equal bits in every run, on the same kind of GPU and as many
+    ranks: torch's deterministic algorithms, cuDNN without its search, cuBLAS with a fixed workspace, for the whole
+    process. An operation without such a kernel is an error. Slower; does not cover sampling by engines on a GPU; no
+    effect on a CPU, where results repeat bit for bit."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
     max_tokens_per_micro_batch: int = free(16384, ge=1)
@@ -55,7 +54,7 @@ class TorchTrainConfig(TrainConfig):
     engine records. Where engine and trainer compute differently, their routers choose other experts for some tokens,
     and log-probabilities differ by far more than rounding. The weights of the experts are the trainer's own."""
     gradient_checkpointing: bool = False
-    """Trades a second forward pass for memory: activations of one layer at a time."""
+    """Recomputes activations in the backward pass: less memory for a second forward pass."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Ranks that share each sequence (Ulysses); the others each hold whole ones."""
     shard: int = Field(default=0, ge=0)
@@ -67,12 +66,12 @@ class TorchTrainConfig(TrainConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The policy's optimizer, or the reward model's where that is what is trained."""
     critic_optimizer: OptimizerConfig | None = None
-    """The critic's; nothing means the same as the policy's."""
+    """The critic's optimizer; unset: the policy's settings."""
     peak_flops: float | None = free(None, gt=0)
     """Operations per second that one rank could reach, for `perf/mfu`; unset: measured by a matrix product."""
     vision_tower: Literal["trained", "projector", "frozen"] | None = None
-    """What is trained of the image side of a model that sees: all of it, what maps the tower's outputs to the
-    language part's width alone, or nothing; unset: all of it, and with `lora` nothing."""
+    """What is trained of the image side of a vision-language model: all of it (`trained`), only the `projector` from
+    the vision tower to the language model, or nothing (`frozen`); unset: all of it, and with `lora` nothing."""
     lora: LoraConfig | None = None
     """Trains an adapter of the policy, which is its own reference with the adapter off; unset: all its weights."""
 
@@ -83,7 +82,7 @@ class TorchTrainConfig(TrainConfig):
         yield from head_precision_problems(self, where)
 
     def refuses_few_bits(self, device: str, ranks: int = 1) -> Refusal | None:
-        """Why frozen weights cannot be kept in 8 or 4 bits on a device of this type."""
+        """Why frozen weights cannot be kept in 8 or 4 bits on this device type; None if they can."""
         pushes = self.lora is not None and self.lora.push == "adapter"
         how: dict[str, Any] = {"dtype": self.dtype, "ranks": ranks, "pushes_adapter": pushes}
         return refusal(installed=has_library(), device=device, **how)

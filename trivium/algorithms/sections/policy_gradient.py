@@ -47,7 +47,7 @@ from trivium.algorithms.sections.teacher import TeacherConfig, teacher_problems
 from trivium.algorithms.shaping import Moments, Shaping
 from trivium.algorithms.value_loss import SharedObjective, ValueObjective
 from trivium.config import Plugin, RunConfig
-from trivium.config.checks import SETTLED
+from trivium.config.checks import WITH_FIXED_VERSIONS
 from trivium.errors import Problem
 from trivium.registry import resolve
 from trivium.types import capabilities_of
@@ -136,7 +136,7 @@ class PolicyGradientConfig(UpdateConfig):
         """Whether there is a critic, and it is a head of the policy."""
         return self.has_critic and self.critic.trunk == "shared"
 
-    def settled(self, run: RunConfig) -> PolicyGradientConfig:
+    def for_run(self, run: RunConfig) -> PolicyGradientConfig:
         if self.correction.kind != "auto" or (run.max_age == 0 and _samples_exactly(run)):
             return self
         metadata = metadata_or_problem(self.policy_loss, "policy_losses", PolicyLossMetadata, "policy_loss")
@@ -161,7 +161,7 @@ class PolicyGradientConfig(UpdateConfig):
         ]
 
     def describe(self, run: RunConfig) -> dict[str, str]:
-        correction = self.settled(run).correction
+        correction = self.for_run(run).correction
         recomputed = ", old log-probabilities recomputed" if correction.decoupled else ""
         if self.correction.kind != "auto":
             why = f"algorithm.correction: {self.correction.kind}"
@@ -235,10 +235,10 @@ class PolicyGradientConfig(UpdateConfig):
                     f"it refuses no group of {run.schedule.group_size} (schedule.group_size)",
                     f"use groups of at least {metadata.min_group}, or leave the filter out",
                 )
-        if self.refill and run.slots_are_settled:
+        if self.refill and run.has_fixed_versions:
             yield Problem(
                 f"{where}.refill",
-                f"refused groups replaced {SETTLED}",
+                f"refused groups replaced {WITH_FIXED_VERSIONS}",
                 "which version generates a slot would depend on what is refused later",
                 "set refill, schedule.max_staleness or schedule.deterministic back",
             )
@@ -253,8 +253,8 @@ class PolicyGradientConfig(UpdateConfig):
             )
         else:
             instead = f"algorithm.kind rloo or grpo, {where}.correction bypass_token_is"
-            yield from ratio_problems(self, loss, run, where, instead, self.settled(run).correction)
-        yield from self._correction_problems(loss, self.settled(run).correction, where)
+            yield from ratio_problems(self, loss, run, where, instead, self.for_run(run).correction)
+        yield from self._correction_problems(loss, self.for_run(run).correction, where)
         yield from self._sequence_problems(loss, where)
         entropy = metadata_or_problem(self.entropy.term, "entropies", EntropyMetadata, where)
         about_experts = [f"the loss {self.policy_loss.kind!r}"] if loss.split else []

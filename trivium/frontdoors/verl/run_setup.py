@@ -179,7 +179,7 @@ class RunSetup:
                 "it has `stages`, or another run.mode than both",
                 "use `trivium.run` for such a run",
             )
-        if config.slots_are_settled:
+        if config.has_fixed_versions:
             raise ConfigError(
                 "schedule.deterministic ahead of the trainer",
                 "the workers' engines keep the newest weights alone",
