@@ -61,6 +61,14 @@ def test_vllm_on_a_gpu_takes_what_it_is_told_of_gpus(model: str) -> None:
     wanted = {"kind": "vllm", "gpu_memory_utilization": 0.5, "enforce_eager": True, "prefill_tokens": 4096}
     assert engine.items() >= {**wanted, "device": "cuda", "dtype": "bfloat16"}.items()
     assert engine["options"] == {"enable_chunked_prefill": True}
+    assert engine["sleep_level"] == 2, "free_cache_engine is true by default"
+
+
+@pytest.mark.parametrize("key", ["free_cache_engine", "enable_sleep_mode"])
+def test_vllm_stays_awake_where_that_is_asked_for(model: str, key: str) -> None:
+    settings = settings_of(said(model, **GRPO, **{ROLLOUT + "name": "vllm", ROLLOUT + key: False}))
+    assert translated(settings, rows=20, has_validation=False, device="cuda")["engine"]["sleep_level"] == 0
+    assert "sleep_level" not in translated(settings, rows=20, has_validation=False, device="cpu")["engine"]
 
 
 def problems_of(config: Any) -> dict[str, str]:
@@ -148,10 +156,11 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
             ROLLOUT + "enable_prefix_caching": False,
             ROLLOUT + "enable_chunked_prefill": True,
             ROLLOUT + "gpu_memory_utilization": 0.4,
+            ROLLOUT + "limit_images": 3,
             ROLLOUT + "engine_kwargs": {"vllm": {"swap_space": None, "block_size": 32}, "sglang": {"a": 1}},
         },
         "engine.options",
-        {"enable_prefix_caching": False, "block_size": 32},
+        {"enable_prefix_caching": False, "block_size": 32, "limit_mm_per_prompt": {"image": 3}},
     ),
     ({"trainer__save_freq": 5}, "checkpoint.save_every", 5),
     ({"trainer__max_actor_ckpt_to_keep": 2}, "checkpoint.keep", 2),
@@ -220,6 +229,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not built here"),
     ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not built here"),
     ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not built here"),
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "rollout.name: torch"),
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_k": 20}, "actor_rollout_ref.rollout.top_k", "does not say which tokens"),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
     ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),

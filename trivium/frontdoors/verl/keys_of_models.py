@@ -7,7 +7,7 @@ from pathlib import Path
 from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
 
 CUT = "batches are cut by tokens, and the gradient does not depend on how"
-ENGINE = "tuning of an inference engine that is not the one used here"
+ENGINE = "tuning of an inference engine that changes no result"
 OFF = (None, False)
 _CHUNKS = "logits are always made in chunks"
 _PADDING = "sequences are always packed"
@@ -314,16 +314,16 @@ ROLLOUT: dict[str, Entry] = {
     "engine_kwargs": Ignored("arguments of another engine"),
     "enable_rollout_routing_replay": Ignored("actor.router_replay.mode R3 records experts and replays them"),
     "logprobs_mode": Ignored("log-probabilities are those of the distribution that was sampled from"),
-    **ignored(
-        "vLLM keeps its memory between steps: lower gpu_memory_utilization", "free_cache_engine enable_sleep_mode"
-    ),
+    "free_cache_engine": Mapped("engine.sleep_level: 2, with vLLM on a GPU; false: 0", True),
+    "enable_sleep_mode": Mapped("false: engine.sleep_level 0, with vLLM on a GPU", True),
+    "limit_images": Mapped("engine.options.limit_mm_per_prompt, with vLLM", type=int),
+    "cudagraph_capture_sizes": Mapped("engine.options.cudagraph_capture_sizes, with vLLM on a GPU", type=list),
     **ignored(
         ENGINE,
-        "cudagraph_capture_sizes disable_log_stats",
-        "layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file server profiler",
-        "multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
+        "disable_log_stats layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file",
+        "server profiler multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
         "sglang_engine_mode standalone_gpu_memory_utilization moe_tensor_parallel_size",
-        "nnodes n_gpus_per_node layer_name_map mtp limit_images",
+        "nnodes n_gpus_per_node layer_name_map mtp",
     ),
     **ignored(
         CUT,

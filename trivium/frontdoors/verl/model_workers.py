@@ -27,7 +27,7 @@ from trivium.models.classifier import load_score_model
 from trivium.models.loss import LossDenominators
 from trivium.models.placement import dtype_of
 from trivium.phases import Phase
-from trivium.protocols import Algorithm, Objective, RolloutEngine, TrainEngine, WeightHandle, Weights
+from trivium.protocols import Algorithm, Objective, RestingEngine, RolloutEngine, TrainEngine, WeightHandle, Weights
 from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
@@ -192,6 +192,12 @@ class ActorRolloutRefWorker(ModelWorker):
         """Has this rank's engine load published weights."""
         await self._engine().load(weights.version, weights, in_flight=in_flight)
 
+    @register(Dispatch.ONE_TO_ALL)
+    async def rest(self) -> None:
+        """Has this rank's engine free its device until the next completion or weights, where it can."""
+        if isinstance(self.rollout, RestingEngine):
+            await self.rollout.rest()
+
     @register(Dispatch.DP_COMPUTE)
     async def generate_sequences(self, requests: Sequence[Request]) -> list[Completion | RolloutError]:
         """A completion of each request, or its error. Any number of calls at a time."""
@@ -205,8 +211,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def rollout_facts(self) -> tuple[int, Capabilities]:
         """(longest context, capabilities) of the engine."""
-        engine = self._engine()
-        return engine.max_context, capabilities_of(engine)
+        return self._engine().max_context, capabilities_of(self._engine())
 
     def _engine(self) -> RolloutEngine:
         if self.rollout is None:
@@ -247,8 +252,7 @@ class RewardModelWorker(Worker):
             raise ConfigError("reward_model.model.path", "nothing", "name the reward model of Role.RewardModel")
         device = torch.device(train_device(stage.config))
         dtype: torch.dtype = getattr(torch, dtype_of(self.config.reward_model_dtype, device.type))
-        model = load_score_model(path, dtype=dtype, device=device)
-        model.requires_grad_(False)
+        model = load_score_model(path, dtype=dtype, device=device).requires_grad_(False)
         budget = getattr(stage.config.train, "max_tokens_per_micro_batch", 16384)
         longest = stage.config.engine.sampling.max_new_tokens
         how: dict[str, Any] = {"max_response_length": longest, "share_prefix": shares_prefixes(stage.config)}

@@ -312,6 +312,8 @@ class RayPPOTrainer(Attributes):
         trainer.keep = partial(self._keep, trainer.keep)
         if self._dashboard is not None:
             self._dashboard.steps_per_epoch = epoch_steps(trainer.schedule)
+        if getattr(stage.config.engine, "sleep_level", 0):
+            trainer.before_learning = partial(asyncio.to_thread, self._actor.rest)
         parts = self._build_parts(stage, endpoints, trainer)
         self._load_checkpoint()
         run_in_loop(self._run(parts), stage.config.workflow.deadline_s)

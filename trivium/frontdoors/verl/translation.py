@@ -191,8 +191,11 @@ def _engine(verl: Settings, device: str) -> dict[str, Any]:
 
 def _vllm(verl: Settings, device: str) -> dict[str, Any]:
     """What the section of vLLM has beside that of the engine that ships."""
-    names = ("enable_prefix_caching", "scheduling_policy", *(() if device == "cpu" else ("enable_chunked_prefill",)))
+    of_gpus = () if device == "cpu" else ("enable_chunked_prefill", "cudagraph_capture_sizes")
+    names = ("enable_prefix_caching", "scheduling_policy", *of_gpus)
     options = {name: verl[f"{ROLLOUT}.{name}"] for name in names if verl.has(f"{ROLLOUT}.{name}")}
+    if verl.has(f"{ROLLOUT}.limit_images"):
+        options["limit_mm_per_prompt"] = {"image": verl[f"{ROLLOUT}.limit_images"]}
     given = verl[f"{ROLLOUT}.engine_kwargs.vllm"] or {}
     options |= {name: value for name, value in given.items() if value is not None}
     if verl[f"{ACTOR}.router_replay.mode"] == "R3":
@@ -202,6 +205,8 @@ def _vllm(verl: Settings, device: str) -> dict[str, Any]:
         fields["prefill_tokens"] = verl[f"{ROLLOUT}.max_num_batched_tokens"]
         fields["gpu_memory_utilization"] = verl[f"{ROLLOUT}.gpu_memory_utilization"]
         fields["enforce_eager"] = bool(verl[f"{ROLLOUT}.enforce_eager"])
+        sleeps = verl[f"{ROLLOUT}.free_cache_engine"] and verl[f"{ROLLOUT}.enable_sleep_mode"]
+        fields["sleep_level"] = 2 if sleeps else 0  # all weights are sent for each step
     return fields
 
 
