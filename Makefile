@@ -24,6 +24,9 @@ FOR_SITE := $(VENV)/.installed-site
 # vLLM wants an older transformers: it has an environment of its own.
 VLLM_VENV ?= .venv-vllm
 FOR_VLLM := $(VLLM_VENV)/.installed
+# What depends on the version of transformers, which is another one there.
+OF_TRANSFORMERS := $(addprefix tests/unit/test_,models_packed.py loading.py routing.py text_renderer.py text_tokenizer.py \
+	text_tiny.py)
 # Where `make site` puts the pages.
 SITE ?= site
 
@@ -32,7 +35,7 @@ SITE ?= site
 help:
 	@echo "make demo    a small model learns arithmetic, offline, on the CPU"
 	@echo "make test    all tests"
-	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU"
+	@echo "make test-vllm    the tests of engine.kind vllm, with vLLM for the CPU, and those that depend on transformers"
 	@echo "make lint    ruff check and format check     make format   apply both"
 	@echo "make types   pyright"
 	@echo "make docs    regenerate the pages that follow from the code"
@@ -47,6 +50,7 @@ test: $(FOR_DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-vllm: $(FOR_VLLM)
+	$(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(OF_TRANSFORMERS)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm $(PYTEST_ARGS) tests/e2e/test_vllm.py
 
 lint: $(FOR_DEV)

@@ -21,7 +21,7 @@ from trivium.errors import ConfigError, DataError, TriviumError
 from trivium.models.float64 import differentiate_in_float64
 from trivium.models.heads import LanguageModel
 from trivium.models.packed import pack
-from trivium.models.routing import routed, routers_of
+from trivium.models.routing import _choice, routed, routers_of
 from trivium.randomness import SampleKey
 from trivium.training.batching import prefixes_of
 from trivium.types import (
@@ -132,7 +132,9 @@ def test_every_family_computes_the_same_when_told_its_own_choice(family: str, tm
     tokens = np.random.default_rng(0).integers(3, 40, 30).astype(np.int32)
     packed = pack([tokens])
     rows = torch.arange(1, 30)
-    hooks = [r.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[-1][:30])) for r in routers.modules]
+    hooks = [
+        r.register_forward_hook(lambda _, __, outputs: chosen.append(_choice(outputs)[:30])) for r in routers.modules
+    ]
     with torch.no_grad():
         free = language_model(packed, rows)[0]
     for hook in hooks:
