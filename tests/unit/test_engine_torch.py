@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trivium.engines import layers
+from trivium.engines.batch import bucket
 from trivium.engines.decoder import Decoder
 from trivium.engines.selfcheck import check_decoder
 from trivium.engines.torch import TorchEngine
@@ -208,6 +210,25 @@ def test_long_company_changes_no_bit(kind: str, tmp_path: Path) -> None:
             positions = np.array([270, 270 if rows[1] is mine else 400])
             logits += [torch.stack([decoder.step(np.full(2, 5), positions + i)[0] for i in range(4)])]
     assert torch.equal(*logits)
+
+
+def test_few_shapes_are_computed_whatever_is_asked(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps what it compiled for each: 0.6 MiB for each number of rows of one small layer."""
+    decoder = Decoder(models["qwen3"], dtype=torch.float32, device="cpu", exact=True)
+    shapes, reads, product = set[int](), range(1, 130), layers.product
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        shapes.add(x.numel() // x.shape[-1])
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(layers, "product", counted)
+    prompts = [np.random.default_rng(i).integers(3, 40, 3).astype(np.int32) for i in reads]
+    with torch.inference_mode():
+        for count in reads:
+            prefixes = decoder.read(prompts[:count])
+            assert len(prefixes) == count
+    assert len(shapes) <= 2 * 41  # tokens of all layers, and the last ones of each prompt
+    assert len({bucket(rows) for rows in range(1, 1025)}) == 29
 
 
 async def test_every_number_of_rows_gives_the_same_bits(models: dict[str, Path]) -> None:
