@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, is_hypothesis_test, settings
 from torch import Tensor
 
 Check = Callable[[], Any]
@@ -61,27 +62,20 @@ def parts(result: Any) -> Iterator[tuple[str, Any]]:
         yield "", result[1:]
 
 
-def unnoticed(function: FunctionType, checks: Iterable[Check]) -> list[str]:
-    """The parts of a function's result that may be slightly wrong without any of the checks failing."""
+def unnoticed(function: FunctionType, checks: Iterable[Check], places: Iterable[int]) -> list[int]:
+    """Those of the places of parts of a function's result where a slight error fails none of the checks."""
     checks, missed = list(checks), []
-    for place in itertools.count():
-        seen: list[str] = []
-        with replaced(function, partial(_wrong, place, seen)):
-            noticed = any(fails(check) for check in checks)
-        if not seen:
-            return missed if place else ["everything: nothing calls it"]
-        if not noticed:
-            missed.append(seen[0] or "its result")
+    for place in places:
+        with replaced(function, partial(_wrong, place)):
+            if not any(fails(check) for check in checks):
+                missed.append(place)
     return missed
 
 
-def _wrong(place: int, seen: list[str], original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The result with the part at `place` wrong, whose name is noted; as it is where it has no such part."""
+def _wrong(place: int, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result with the part at `place` wrong; as it is where it has no such part."""
     result = original(*arguments, **options)
-    for name, changed in itertools.islice(parts(result), place, place + 1):
-        seen.append(name)
-        return changed
-    return result
+    return next((changed for _, changed in itertools.islice(parts(result), place, None)), result)
 
 
 def fails(check: Check) -> bool:
@@ -105,13 +99,15 @@ def passes(check: Check) -> bool:
 
 
 @contextmanager
-def noting(functions: Mapping[str, FunctionType]) -> Iterator[set[str]]:
-    """Within, the set holds the names of those that have been called."""
-    called: set[str] = set()
+def noting(functions: Mapping[str, FunctionType]) -> Iterator[dict[str, list[str]]]:
+    """Within, it holds what those that have been called have given: name -> the names of the parts of the result that
+    had most."""
+    called: dict[str, list[str]] = {}
 
     def note(name: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        called.add(name)
-        return original(*arguments, **options)
+        result = original(*arguments, **options)
+        called[name] = max(called.get(name, []), [part or "its result" for part, _ in parts(result)], key=len)
+        return result
 
     with ExitStack() as stack:
         for name, function in functions.items():
@@ -121,12 +117,28 @@ def noting(functions: Mapping[str, FunctionType]) -> Iterator[set[str]]:
 
 def checks_in(module: ModuleType) -> list[Check]:
     """The tests of a module as plain calls, parameters filled in; without those that ask for fixtures. Properties come
-    last: they take their time to shrink what failed."""
+    last, and try a few examples, the same each time."""
     tests = [test for name, test in vars(module).items() if name.startswith("test_") and callable(test)]
-    return [call for test in sorted(tests, key=lambda test: hasattr(test, "hypothesis")) for call in _calls(test)]
+    properties = [test for test in tests if is_hypothesis_test(test)]
+    others = [test for test in tests if test not in properties]
+    return [
+        *(call for test in others for call in _calls(test)),
+        *(partial(_briefly, call) for test in properties for call in _calls(test)),
+    ]
 
 
-def _calls(test: Callable[..., Any]) -> Iterator[Check]:
+def _briefly(check: partial[Any]) -> None:
+    """A property without the time that shrinking what failed takes."""
+    name = "_hypothesis_internal_use_settings"
+    own = getattr(check.func, name)
+    setattr(check.func, name, settings(own, max_examples=10, derandomize=True, phases=(Phase.explicit, Phase.generate)))
+    try:
+        check()
+    finally:
+        setattr(check.func, name, own)
+
+
+def _calls(test: Callable[..., Any]) -> Iterator[partial[Any]]:
     rows: list[dict[str, Any]] = [{}]
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":

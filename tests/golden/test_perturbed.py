@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -63,37 +64,50 @@ def everything() -> dict[str, Any]:
 EVERYTHING = everything()
 
 
+@dataclass
+class Called:
+    """What calls a function."""
+
+    checks: list[Check] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    """Of that result which had most."""
+
+
 @cache
-def golden_checks() -> dict[str, list[Check]]:
+def golden_checks() -> dict[str, Called]:
     """Function -> the golden cases that call it."""
     cases = [case for case in cases_in(DATA) if answer_to(case) and not deviation(case)]
     return called_by([partial(run, case) for case in cases], EVERYTHING)
 
 
-def called_by(checks: Iterable[Check], functions: Mapping[str, Any]) -> dict[str, list[Check]]:
+def called_by(checks: Iterable[Check], functions: Mapping[str, Any]) -> dict[str, Called]:
     """Function -> those of the checks that call it; checks that fail by themselves say nothing."""
-    found: dict[str, list[Check]] = {name: [] for name in functions}
+    found = {name: Called() for name in functions}
     with noting(functions) as called:
         for check in checks:
             called.clear()
             if passes(check):
-                for name in called:
-                    found[name].append(check)
+                for name, parts in called.items():
+                    found[name].checks.append(check)
+                    found[name].parts = max(found[name].parts, parts, key=len)
     return found
 
 
-def oracle_checks(name: str, identifier: str) -> list[Check]:
+def oracle_checks(name: str, identifier: str) -> Called:
     """The oracle tests that call a function, of the modules that mention it."""
     mentioning = [
         file.stem
         for file in sorted(ORACLES.glob("test_*.py"))
         if file.stem not in LAWS and mentions(file.read_text(encoding="utf-8"), name, identifier)
     ]
-    return [check for module in mentioning for check in checks_of(module)[name]]
+    of_each = [checks_of(module)[name] for module in mentioning]
+    return Called(
+        [check for one in of_each for check in one.checks], max((one.parts for one in of_each), key=len, default=[])
+    )
 
 
 @cache
-def checks_of(module: str) -> dict[str, list[Check]]:
+def checks_of(module: str) -> dict[str, Called]:
     """Function -> the tests of a module that call it."""
     return called_by(checks_in(import_module(module)), EVERYTHING)
 
@@ -106,9 +120,13 @@ def mentions(text: str, name: str, identifier: str) -> bool:
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_a_perturbed_function_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = EVERYTHING[name]
-    missed = unnoticed(function, golden_checks()[name])
-    if missed:
+    function, golden = EVERYTHING[name], golden_checks()[name]
+    parts, missed = golden.parts, unnoticed(function, golden.checks, range(len(golden.parts)))
+    if missed or not parts:
         monkeypatch.syspath_prepend(ORACLES)
-        missed = unnoticed(function, [*golden_checks()[name], *oracle_checks(name, function.__name__)])
-    assert not missed, f"{name} may be wrong in {', '.join(missed)} without any golden value or oracle noticing"
+        oracle = oracle_checks(name, function.__name__)
+        parts, further = max(parts, oracle.parts, key=len), range(len(parts), len(oracle.parts))
+        missed = unnoticed(function, oracle.checks, [*missed, *further])
+    assert parts, f"{name}: nothing calls it"
+    said = ", ".join(parts[place] for place in missed)
+    assert not missed, f"{name} may be wrong in {said} without any golden value or oracle noticing"
