@@ -110,9 +110,14 @@ def short() -> Iterator[tuple[str, Any]]:
     yield "one", policy("token-sum")
     yield "two", ValueObjective(0.3, "token-mean")
     yield "two", made["pair:dpo"]()
+
+
+def prompts() -> Iterator[tuple[str, Any]]:
+    """The same, and groups that begin alike."""
+    yield from short()
     yield "prompts", policy("token-mean")
     yield "prompts", ValueObjective(0.3, "token-mean")
-    yield "prompts", made["pair:dpo"]()
+    yield "prompts", objectives()["pair:dpo"]()
 
 
 def more() -> Iterator[tuple[str, Any]]:
@@ -132,10 +137,11 @@ def more() -> Iterator[tuple[str, Any]]:
 def full() -> Iterator[tuple[str, Any]]:
     """The same, and the losses of the policy and of its critic in every aggregation."""
     yield from more()
-    for mode in sorted({*MODES} - {"seq-mean-token-mean"}):
-        yield "uneven", policy(mode)
-    for mode in sorted({*MODES} - {"token-mean"}):
-        yield "uneven", ValueObjective(0.3, mode)
+    tried = {(type(objective), getattr(objective, "aggregate", None)) for _, objective in more()}
+    for mode in MODES:
+        for made in (policy(mode), ValueObjective(0.3, mode)):
+            if (type(made), mode) not in tried:
+                yield "uneven", made
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
     1: {"one": way()},
     2: {
         "padded, checkpointing, offload": way(packed=False, gradient_checkpointing=True, cpu_offload=True),
-        "shared prompts": way(share_prefix=True),
+        "shared prompts": way(program=prompts, share_prefix=True),
         "float32": way(dtype="float32"),
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
     },
@@ -165,7 +171,7 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "full": way(program=full),
         "sequence": way(program=more, sequence_parallel=2),
         "shared prompts, sequence of all, checkpointing": way(
-            share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
+            program=prompts, share_prefix=True, sequence_parallel=4, gradient_checkpointing=True
         ),
         "replicas, padded": way(shard=2, packed=False),
         "replicas, sequence, checkpointing, offload": way(
@@ -208,7 +214,7 @@ def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> Tor
 
 def algorithm(directory: Path, how: Way) -> Parts:
     trained = tuple({objective.role: objective for _, objective in how.program()}.values())
-    further = frozenset({"ref", "teacher_top"}) if how.program is not short else frozenset()
+    further = frozenset({"ref", "teacher_top"}) if how.program in (more, full) else frozenset()
     return Parts(trained, needs=further, teacher=Teacher(str(directory / "teacher"), top_k=3))
 
 
@@ -234,7 +240,7 @@ def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Traine
         if step % 10 == 9 or step + 1 == len(program):
             weights.append(exported(engine))
     further = (
-        ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.program is not short else ()
+        ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.program in (more, full) else ()
     )
     asked = [("values", "one"), *((what, "uneven") for what in ("log_prob", *further))]
     scores = {what: engine.score(batches[name], what) for what, name in asked}

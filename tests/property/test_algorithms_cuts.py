@@ -43,7 +43,7 @@ def orders(objective: Any, rows: int, data: st.DataObject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(step=steps(), data=st.data())
 def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data: st.DataObject) -> None:
     check_cut(OBJECTIVES[name](), step, data)
@@ -51,7 +51,7 @@ def test_cutting_ordering_and_padding_change_nothing(name: str, step: Step, data
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-mean"])
 @pytest.mark.parametrize("name", ["value", "loss:ppo", "loss:mix", "loss:clip_cov", "kl:mse", "entropy:sampled"])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(step=steps(), data=st.data())
 def test_nor_do_they_with_another_mean(name: str, mode: str, step: Step, data: st.DataObject) -> None:
     check_cut(BY_MODE[mode][name](), step, data)
@@ -68,7 +68,7 @@ AHEAD = [name for name, make in OBJECTIVES.items() if make().looks_at or {"selec
 
 
 @pytest.mark.parametrize("name", AHEAD)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(step=steps(), data=st.data())
 def test_what_is_selected_does_not_depend_on_the_order_of_rows(name: str, step: Step, data: st.DataObject) -> None:
     objective = OBJECTIVES[name]()
@@ -92,7 +92,7 @@ def test_a_loss_that_looks_at_its_micro_batch_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(step=steps())
 def test_ranks_that_average_gradients_get_the_gradient_of_one_process(mode: str, step: Step) -> None:
     for name in ("loss:ppo", "loss:mix", "value"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,21 @@ def _config(name: str, options: dict[str, Any]) -> Any | None:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if Path(name).is_dir() and read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
-        return None
     chosen = ("revision", "cache_dir", "token", "local_files_only", "trust_remote_code", "subfolder")
-    return AutoConfig.from_pretrained(name, **{key: options[key] for key in chosen if key in options})
+    said = {key: options[key] for key in chosen if key in options}
+    if not Path(name).is_dir():
+        return AutoConfig.from_pretrained(name, **said)
+    if read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
+        return None
+    return _config_of(name, (Path(name) / "config.json").read_bytes(), tuple(said.items()))
+
+
+@lru_cache(maxsize=16)
+def _config_of(directory: str, written: bytes, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A run asks for the same model's several times; `written` is the file, which may change."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, **dict(options))
 
 
 def _require_packages(kind: str, name: str) -> None:
