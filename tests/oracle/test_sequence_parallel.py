@@ -43,6 +43,8 @@ CASES = [
     ("qwen3", "many", "lm", torch.bfloat16),
 ]
 SIZES = (1, 2, 4)
+TRIED = [(case, size) for case in CASES for size in SIZES if size > 1 or case == CASES[0]]
+"""A group of one rank does what a model without one does."""
 
 
 def sequences(lengths):
@@ -82,19 +84,18 @@ def says(directory: Path, case, sequence: SequenceGroup | None) -> dict[str, tor
     return {**{name: value.detach() for name, value in said.items()}, **gradients}
 
 
-def rank_says(rank: int, world: int, directory: Path) -> dict[int, list[dict[str, torch.Tensor]]]:
+def rank_says(rank: int, world: int, directory: Path) -> dict[tuple, dict[str, torch.Tensor]]:
     dist.init_process_group("gloo")
-    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    found: dict[tuple, dict[str, torch.Tensor]] = {}
     for size in SIZES:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         sequence = SequenceGroup(rank % size, size, groups[rank // size])
-        found[size] = []
-        for case in CASES:
+        for case in [case for case, tried in TRIED if tried == size]:
             said = says(directory, case, sequence)
             for name, value in said.items():
                 if "." in name:
                     dist.all_reduce(value, group=sequence.group)
-            found[size].append(said)
+            found[case, size] = said
     return found
 
 
@@ -111,13 +112,14 @@ def found(directory, tmp_path_factory):
     return run_ranks([4], rank_says, tmp_path_factory.mktemp("ranks") / "said", directory)[4]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case))
+@pytest.mark.parametrize(
+    ("case", "size"), TRIED, ids=lambda said: "-".join(map(str, said)) if isinstance(said, tuple) else None
+)
 def test_equals_one_process(case, size, directory, found):
     expected = says(directory, case, None)
     close = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}[case[3]]
     for rank in range(4):
-        said = found[rank][size][CASES.index(case)]
+        said = found[rank][case, size]
         assert said.keys() == expected.keys()
         for name, value in expected.items():
             tolerance = {"rtol": close, "atol": close * float(value.abs().max() if len(value) else 0)}

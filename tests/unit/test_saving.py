@@ -158,7 +158,7 @@ def test_a_silent_save_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @dataclass(frozen=True)
 class Resumed:
-    """What became of three further steps after a load."""
+    """What became of two further steps after a load."""
 
     rows: list[Mapping[str, float]]
     weights: dict[str, torch.Tensor]
@@ -166,8 +166,8 @@ class Resumed:
 
 def resumed(engine: TrainEngine, directory: Path) -> Resumed:
     engine.load(directory)
-    assert engine.version == 3
-    return Resumed(train(engine, 3), weights(engine))
+    assert engine.version == 2
+    return Resumed(train(engine, 2), weights(engine))
 
 
 def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -188,10 +188,10 @@ def on_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         make: Callable[[], tuple[Ranks, TorchTrainEngine]] = lambda dtype=dtype: build(dtype)  # noqa: E731
         engine = DistributedTrainEngine(TorchrunRanks("cpu", dtype, make), PPO, max_response_length=32)
         engine.prepare()
-        train(engine, 3)
+        train(engine, 2)
         engine.save(folder / f"{dtype}-{size}")
         end = engine.begin_saving(folder / f"{dtype}-{size}-beside")
-        found[dtype, "straight on"] = Resumed(train(engine, 3), weights(engine))
+        found[dtype, "straight on"] = Resumed(train(engine, 2), weights(engine))
         end()
         for other in (1, 2, 4):
             if (folder / f"{dtype}-{other}").exists() and other != size:
@@ -215,9 +215,9 @@ def played(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
         patch.setattr(saving, "SHARD_BYTES", LIMIT)
         engines = {dtype: make_engine(folder, dtype) for dtype in TYPES}
         for dtype, engine in engines.items():
-            train(engine, 3)
+            train(engine, 2)
             engine.save(folder / f"{dtype}-1")
-            found[1][dtype, "straight on"] = Resumed(train(engine, 3), weights(engine))
+            found[1][dtype, "straight on"] = Resumed(train(engine, 2), weights(engine))
         said = run_ranks([2, 4], on_ranks, tmp_path_factory.mktemp("ranks") / "said", folder)
         for size, by_rank in said.items():
             found[size] = by_rank[0]
