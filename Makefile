@@ -16,7 +16,8 @@ WORDS_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-# Not compiled: of 22,000 modules few are ever imported, and those are compiled then.
+# Not compiled: of 22,000 modules few are ever imported, and those are compiled then. For the tests, whose processes
+# would each compile the same at once, what most of them are of is compiled beforehand, on all cores.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 FOR_DEMO := $(VENV)/.installed-demo
 FOR_DEV := $(VENV)/.installed-dev
@@ -86,6 +87,7 @@ $(BIN)/python:
 # The development install holds everything the demo needs, so it stands for both.
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
+	-cd $(VENV)/lib/python3*/site-packages && $(abspath $(BIN))/python -m compileall -q -j 0 -x _internal torch
 	touch $(FOR_DEMO) $@
 
 $(FOR_SITE): pyproject.toml constraints.txt | $(BIN)/python
