@@ -498,13 +498,20 @@ async def test_weights_that_do_not_fit_are_refused_whole(models: dict[str, Path]
         await engine.close()
 
 
+async def stepped(engine: TorchEngine, steps: int) -> None:
+    """Waits until it has made so many."""
+    async with asyncio.timeout(60):
+        while engine.counters["steps"] < steps:
+            await asyncio.sleep(0)
+
+
 async def test_cancelling_frees_the_row(models: dict[str, Path]) -> None:
     engine = engine_for(models["qwen3"], frozenset(), max_rows=1)
     try:
         expected = await engine.generate(request(5, max_new_tokens=4))
         long = asyncio.ensure_future(engine.generate(request(5, 1, max_new_tokens=250)))
         waiting = asyncio.ensure_future(engine.generate(request(7, 1, max_new_tokens=250)))
-        await asyncio.sleep(0.02)
+        await stepped(engine, 5)  # the first reply took fewer
         for task in (long, waiting):
             task.cancel()
         async with asyncio.timeout(60):
@@ -518,7 +525,7 @@ async def test_a_dead_worker_fails_every_call_and_hangs_none(models: dict[str, P
     engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
     weights = {name: value * torch.nan for name, value in model_at(models["qwen3"]).state_dict().items()}
     await engine.load(1, weights.items())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         found = await asyncio.gather(*(engine.generate(request(5, i)) for i in range(6)), return_exceptions=True)
         assert all(isinstance(error, EngineFailure) for error in found)
         assert "not numbers" in str(found[0])
@@ -541,7 +548,7 @@ async def test_rows_that_cannot_be_allocated_fail_those_who_wait_for_them(
 
     monkeypatch.setattr("trivium.engines.kv_cache.RowCache.place", exhausted)
     calls = [engine.generate(request(5 + i % 2, i)) for i in range(10)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         found = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, EngineFailure) for error in found)
     assert all(isinstance(error.__cause__, MemoryError) for error in found)
@@ -551,7 +558,7 @@ async def test_rows_that_cannot_be_allocated_fail_those_who_wait_for_them(
 async def test_close_ends_replies_in_progress(models: dict[str, Path]) -> None:
     engine = engine_for(models["qwen3"], frozenset(), max_rows=2)
     running = [asyncio.ensure_future(engine.generate(request(5, i, max_new_tokens=250))) for i in range(4)]
-    await asyncio.sleep(0.02)
+    await stepped(engine, 1)
     await engine.close()
     done = await asyncio.gather(*running)
     assert all(d.stop_reason is StopReason.ABORT for d in done)

@@ -268,8 +268,8 @@ def test_policies_that_there_are_not(tokenizer: Any, said: dict[str, Any]) -> No
 def test_a_scorer_that_hangs_is_given_up_at_its_deadline(tokenizer: Any) -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match="sample 1 of train/1/0") as caught:
-        NaiveRewardManager(tokenizer, 0, moody, deadline_s=0.3)(view(tokenizer, "fine", "hang"))
-    assert "no answer within 0.3 s" in caught.value.found
+        NaiveRewardManager(tokenizer, 0, moody, deadline_s=1.5)(view(tokenizer, "fine", "hang"))
+    assert "no answer within 1.5 s" in caught.value.found
     assert time.monotonic() - began < 60
 
 
@@ -298,11 +298,11 @@ def elsewhere(tmp_path: Path) -> Any:
 
 
 def test_a_process_is_killed_even_where_it_holds_the_interpreter(tokenizer: Any, elsewhere: Any) -> None:
-    manager = NaiveRewardManager(tokenizer, 0, elsewhere, deadline_s=1.0, workers=2, on_error=0.0)
+    manager = NaiveRewardManager(tokenizer, 0, elsewhere, deadline_s=4.0, workers=2, on_error=0.0)
     data = view(tokenizer, "pid", "hold", "hang", "raise", "leave", "pid")
     rewards, extra = told(manager, data)
     errors = extra["reward_error"]
-    assert ["no answer within 1 s" in error for error in errors] == [False, True, True, False, False, False]
+    assert ["no answer within 4 s" in error for error in errors] == [False, True, True, False, False, False]
     assert "KeyError: 'missing'" in errors[3]
     assert "ended with code 7" in errors[4]
     pids = {int(rewards[row].sum()) for row in (0, 5)}

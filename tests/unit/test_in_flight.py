@@ -205,7 +205,7 @@ async def test_a_row_that_moves_keeps_the_versions_of_its_tokens(policies: tuple
 
 async def test_a_script_says_the_rest_in_the_words_of_the_new_version() -> None:
     engine = ScriptedEngine(
-        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=1.0),
+        ScriptedEngine.Config(script=f"{__name__}:by_version", delay_s=4.0),
         eos_token_ids=frozenset({1}),
         decode=lambda tokens: "",
     )

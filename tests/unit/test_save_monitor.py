@@ -319,12 +319,12 @@ async def test_a_saver_without_a_heartbeat_is_dead_wherever_it_is(tmp_path: Path
     target = monitor(tmp_path, SaveStrategy.SINGLE_THREAD)
     silent = await target.notify_started("far away", "silent", step=1, heartbeat_s=0.3)
     async with asyncio.timeout(10):
-        beating = await target.notify_started("n", "beating", step=2, heartbeat_s=0.3)
+        beating = await target.notify_started("n", "beating", step=2, heartbeat_s=1.5)
     with pytest.raises(SyncError, match="counts as dead"):
         await target.notify_finished(1, ticket=silent)  # it was only slow; it is told
     waiting = asyncio.ensure_future(target.notify_started("n", "waiting", step=3))
-    for _ in range(12):
-        await asyncio.sleep(0.1)
+    for _ in range(7):
+        await asyncio.sleep(0.3)
         await target.notify_alive(beating)
     assert not waiting.done()
     await target.notify_finished(2, ticket=beating)

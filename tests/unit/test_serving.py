@@ -535,10 +535,11 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 
 
 async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> None:
-    app, leave, urls = FastAPI(), asyncio.Event(), asyncio.Queue[str]()
+    app, leave, urls, arrived = FastAPI(), asyncio.Event(), asyncio.Queue[str](), asyncio.Event()
 
     @app.get("/slow")
     async def slow() -> str:
+        arrived.set()
         await asyncio.sleep(0.3)
         return "there"
 
@@ -550,7 +551,7 @@ async def test_answers_on_their_way_arrive_though_the_end_is_said_twice() -> Non
     serving = asyncio.create_task(serve())
     async with httpx.AsyncClient(base_url=await urls.get()) as client:
         asking = asyncio.create_task(client.get("/slow"))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(arrived.wait(), 60)
         leave.set()
         await asyncio.sleep(0.05)
         serving.cancel()

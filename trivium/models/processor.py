@@ -139,12 +139,12 @@ def _config(name: str, options: dict[str, Any]) -> Any | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     chosen = ("revision", "cache_dir", "token", "local_files_only", "trust_remote_code", "subfolder")
-    said = {key: options[key] for key in chosen if key in options}
+    chosen_options = {key: options[key] for key in chosen if key in options}
     if not Path(name).is_dir():
-        return AutoConfig.from_pretrained(name, **said)
+        return AutoConfig.from_pretrained(name, **chosen_options)
     if read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
         return None
-    return _config_of(name, (Path(name) / "config.json").read_bytes(), tuple(said.items()))
+    return _config_of(name, (Path(name) / "config.json").read_bytes(), tuple(chosen_options.items()))
 
 
 @lru_cache(maxsize=16)
