@@ -21,6 +21,18 @@ def test_exact():
     assert folded("", "STRASSE", "straße") == 1.0
 
 
+def test_partial_credit_is_for_characters_in_their_place_and_less_than_for_the_answer():
+    partial = Exact(Exact.Config(partial_credit=0.5))
+    assert partial("", "123", "123") == 1.0
+    assert partial("", "", "") == 1.0
+    assert partial("", "124", "123") == pytest.approx(0.5 * 2 / 3)
+    assert partial("", "1234", "123") == pytest.approx(0.5 * 3 / 4)  # what goes on too long is not right
+    assert partial("", "23", "123") == 0.0
+    assert partial("", "", "123") == 0.0
+    with pytest.raises(ValidationError, match="less than 1"):
+        Exact.Config(partial_credit=1.0)
+
+
 def test_regex():
     assert Regex(Regex.Config(pattern=r"\d+"))("", "so 12.") == 1.0
     assert Regex(Regex.Config(pattern=r"\d+", match="full"))("", "so 12.") == 0.0

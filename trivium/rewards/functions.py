@@ -25,7 +25,7 @@ RegularExpression = Annotated[str, AfterValidator(_compiles)]
 
 
 class Exact:
-    """1 where the completion is the column `answer`, else 0."""
+    """1 where the completion is the column `answer`, else 0, or partial credit."""
 
     brief = True
 
@@ -35,12 +35,20 @@ class Exact:
         """Ignores white space around either text."""
         casefold: bool = False
         """Ignores upper and lower case."""
+        partial_credit: float = Field(default=0.0, ge=0, lt=1)
+        """What a wrong completion earns at most: this times the share of positions, up to the end of the longer text,
+        where it has the answer's character. Evaluations that shall count correct answers alone set
+        `evaluation.threshold: 1`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def __call__(self, prompt: str, completion: str, answer: object) -> float:
-        return float(self._normal(completion) == self._normal(str(answer)))
+        text, expected = self._normal(completion), self._normal(str(answer))
+        if text == expected or not self.config.partial_credit:
+            return float(text == expected)
+        same = sum(a == b for a, b in zip(text, expected, strict=False))
+        return self.config.partial_credit * same / max(len(text), len(expected))
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.config.strip else text
