@@ -32,8 +32,8 @@ class RowSampling:
     """The end-of-sequence ids, int64."""
 
     def __getitem__(self, part: slice) -> RowSampling:
-        how = (self.temperature, self.top_p, self.top_k, self.min_p, self.eos_blocked)
-        return RowSampling(*(each[part] for each in how), self.eos)
+        cut = self.top_p[part], self.top_k[part], self.min_p[part]
+        return RowSampling(self.temperature[part], *cut, self.eos_blocked[part], self.eos)
 
 
 @dataclass(frozen=True, slots=True)
