@@ -52,12 +52,12 @@ def backend_for(query: Tensor, value: Tensor) -> Backend:
 
 @cache
 def _installed() -> tuple[bool, bool]:
-    """Whether there is torch's `varlen_attn` with grouped heads, and the package flash-attn."""
+    """Whether there is torch's `varlen_attn` with what `varlen_kernel` needs, and the package flash-attn."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False, importlib.util.find_spec("flash_attn") is not None
     varlen = importlib.import_module("torch.nn.attention.varlen")
-    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-    return grouped, importlib.util.find_spec("flash_attn") is not None
+    complete = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+    return complete, importlib.util.find_spec("flash_attn") is not None
 
 
 class Runs(NamedTuple):
