@@ -113,6 +113,10 @@ def test_the_first_cause_of_what_is_not_a_number_is_named() -> None:
     assert finding.figures.startswith("mismatch/kl is inf")
 
 
+def test_groups_that_are_refused_for_equal_rewards_are_no_finding_of_their_own() -> None:
+    assert findings(evidence_of(changed(**{"rollout/refused": 200.0, "rollout/refused/zero_variance": 190.0}))) == []
+
+
 def test_every_rule_is_provoked() -> None:
     assert set(RULES) == {*PROVOKED, "duplicated rollouts", "ended by an error"}
 

@@ -108,7 +108,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "nothing is ever right": (
         {
             "rewards": [{"kind": "regex", "pattern": "x", "name": "never"}],
-            "algorithm": {"kind": "grpo", "filters": [{"kind": "zero_variance"}]},
+            "algorithm": {"kind": "grpo", "filters": [{"kind": "difficulty"}]},
             "schedule": steps(12),
         },
         {"equal rewards", "truncation", "refused groups"},

@@ -280,8 +280,10 @@ def failures(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
-    """More than half of the groups are refused by filters or for lack of rewards (`rollout/refused`)."""
-    refused = evidence.share("rollout/refused", "rollout/groups")
+    """More than half of the groups are refused by filters or for lack of rewards (`rollout/refused`); those of equal
+    rewards have rules of their own and do not count."""
+    equal = evidence.share("rollout/refused/zero_variance", "rollout/groups")
+    refused = evidence.share("rollout/refused", "rollout/groups") - equal
     if refused <= 0.5:
         return None
     found = f"{refused:.0%} of groups are refused, above 50 %"
