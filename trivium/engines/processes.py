@@ -125,7 +125,8 @@ class _ProcessReplica(Replica):
         self._is_gone = False
         self._receiving = Thread(target=self._receive, name=f"trivium-{name}", daemon=True)
         self._receiving.start()
-        Thread(target=self._send_all, name=f"trivium-to-{name}", daemon=True).start()
+        self._sending = Thread(target=self._send_all, name=f"trivium-to-{name}", daemon=True)
+        self._sending.start()
 
     async def generate(self, request: Request) -> Completion:
         return await self._call("generate", request)
@@ -166,7 +167,8 @@ class _ProcessReplica(Replica):
             return
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
-        self._receiving.join(_CLOSE_S)
+        for thread in (self._receiving, self._sending):  # neither uses a connection that is closed under it
+            thread.join(_CLOSE_S)
         self._connection.close()
 
     def _send(self, number: int, what: str, value: object) -> None:
