@@ -16,8 +16,8 @@ WORDS_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-# Not compiled: of 22,000 modules few are ever imported, and those are compiled then. For the tests, whose processes
-# would each compile the same at once, what most of them are of is compiled beforehand, on all cores.
+# Not compiled: of 22,000 modules few are ever imported, and those are compiled then. For the tests torch, which has most of
+# them, is compiled once, on all cores: their processes would each compile it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 FOR_DEMO := $(VENV)/.installed-demo
 FOR_DEV := $(VENV)/.installed-dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import lru_cache
 from importlib.util import find_spec
@@ -144,7 +145,8 @@ def _config(name: str, options: dict[str, Any]) -> Any | None:
         return AutoConfig.from_pretrained(name, **chosen_options)
     if read_json(Path(name) / "config.json").get("model_type") not in CONFIG_MAPPING:
         return None
-    return _config_of(name, (Path(name) / "config.json").read_bytes(), tuple(chosen_options.items()))
+    written = (Path(name) / "config.json").read_bytes()
+    return copy.deepcopy(_config_of(name, written, tuple(chosen_options.items())))  # models change theirs
 
 
 @lru_cache(maxsize=16)
