@@ -303,35 +303,31 @@ def test_a_worker_that_cannot_be_built_says_why_and_leaves_nothing(run_dir: Path
 def test_the_death_of_a_rank_ends_every_call_at_once_and_leaves_nothing(three: Any, run_dir: Path) -> None:
     pool = ResourcePool([3], cpus=0.5)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counting, 0), name="ref", run_dir=run_dir) as group:
-        dies_while_called(group, pool, three)
-
-
-def dies_while_called(group: Any, pool: ResourcePool, three: Any) -> None:
-    reserved, pids = pool.placements[0].group, [each["pid"] for each in group.who()]
-    stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
-    with pytest.raises(RoleFailed, match="no answer after 2 s"):
-        stuck[0].get(timeout_s=2.0)  # by then they are in the middle of it
-    os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
-    for future in stuck:
-        with pytest.raises(ActorDied, match="ref-rank-1 failed: "):
-            future.get()
-    with pytest.raises(ActorDied, match="ref-rank-1"):
-        asyncio.run(awaited(group))
-    with pytest.raises(ActorDied, match="ref-rank-1"):
-        group.first()
-    with pytest.raises(ActorDied, match="ref-rank-1"):
-        three.length(stuck[1])
-    with pytest.raises(ActorDied, match="ref-rank-1"):
-        asyncio.run(group.watch())
-    group.shutdown()
-    assert time.monotonic() - killed < 30
-    assert not survivors(pids)
-    with pytest.raises(TriviumError, match="the group was shut down"):
-        group.first()
-    group.shutdown()  # once more changes nothing
-    assert pool.placements == ()
-    assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
+        reserved, pids = pool.placements[0].group, [each["pid"] for each in group.who()]
+        stuck = [group.execute_all_async("stuck"), group.slow(0.0), group.execute_rank_zero_async("first")]
+        with pytest.raises(RoleFailed, match="no answer after 2 s"):
+            stuck[0].get(timeout_s=2.0)  # by then they are in the middle of it
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        for future in stuck:
+            with pytest.raises(ActorDied, match="ref-rank-1 failed: "):
+                future.get()
+        with pytest.raises(ActorDied, match="ref-rank-1"):
+            asyncio.run(awaited(group))
+        with pytest.raises(ActorDied, match="ref-rank-1"):
+            group.first()
+        with pytest.raises(ActorDied, match="ref-rank-1"):
+            three.length(stuck[1])
+        with pytest.raises(ActorDied, match="ref-rank-1"):
+            asyncio.run(group.watch())
+        group.shutdown()
+        assert time.monotonic() - killed < 30
+        assert not survivors(pids)
+        with pytest.raises(TriviumError, match="the group was shut down"):
+            group.first()
+        group.shutdown()  # once more changes nothing
+        assert pool.placements == ()
+        assert eventually(lambda: ray.util.placement_group_table(reserved)["state"] == "REMOVED")
 
 
 def eventually(happened: Any) -> bool:

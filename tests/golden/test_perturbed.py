@@ -128,5 +128,5 @@ def test_a_perturbed_function_is_noticed(name: str, monkeypatch: pytest.MonkeyPa
         parts, further = max(parts, oracle.parts, key=len), range(len(parts), len(oracle.parts))
         missed = unnoticed(function, oracle.checks, [*missed, *further])
     assert parts, f"{name}: nothing calls it"
-    said = ", ".join(parts[place] for place in missed)
-    assert not missed, f"{name} may be wrong in {said} without any golden value or oracle noticing"
+    names = ", ".join(parts[place] for place in missed)
+    assert not missed, f"{name} may be wrong in {names} without any golden value or oracle noticing"

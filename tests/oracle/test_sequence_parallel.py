@@ -1,4 +1,4 @@
-"""Ranks that share every sequence say what one process says, and their gradients add up to its gradient."""
+"""Ranks that share every sequence say what one process outputs_of, and their gradients add up to its gradient."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def opened(directory: Path, head: str, dtype: torch.dtype, sequence: SequenceGro
     return HEADS[head](directory, dtype=dtype, device=CPU, sequence=sequence, **how)
 
 
-def says(directory: Path, case, sequence: SequenceGroup | None) -> dict[str, torch.Tensor]:
-    """Everything a model says about some tokens of a pack, and the gradients of a loss over it."""
+def outputs_of(directory: Path, case, sequence: SequenceGroup | None) -> dict[str, torch.Tensor]:
+    """Everything a model outputs_of about some tokens of a pack, and the gradients of a loss over it."""
     name, lengths, head, dtype = case
     model = opened(directory / name, head, dtype, sequence)
     batch = pack(sequences(PACKS[lengths]))
@@ -70,32 +70,32 @@ def says(directory: Path, case, sequence: SequenceGroup | None) -> dict[str, tor
     rows = rows[order[: -(-len(rows) * 4 // 5)]]
     model.zero_grad()
     if head != "lm":
-        said = {"values": model(batch, rows)}
-        (said["values"] * torch.arange(len(rows))).sin().sum().backward()
+        result = {"values": model(batch, rows)}
+        (result["values"] * torch.arange(len(rows))).sin().sum().backward()
     else:
         candidates = torch.arange(len(rows) * 3).view(-1, 3) % VOCABULARY
         log_prob, entropy = model(batch, rows, entropy_grad=True, candidates=candidates)
-        said = {"log_prob": log_prob, "entropy": entropy}
+        result = {"log_prob": log_prob, "entropy": entropy}
         ((log_prob * torch.arange(len(rows) * 4).view(-1, 4)).sin().sum() + (entropy**2).sum()).backward()
-        said["sum_pi_squared"] = model(batch, rows, "sum_pi_squared")[0]
-        said["mean_discriminant"] = model(batch, rows, "mean_discriminant")[0]
-        said["ids"], said["top"] = model(batch, rows, "top", top_k=3)
+        result["sum_pi_squared"] = model(batch, rows, "sum_pi_squared")[0]
+        result["mean_discriminant"] = model(batch, rows, "mean_discriminant")[0]
+        result["ids"], result["top"] = model(batch, rows, "top", top_k=3)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {**{name: value.detach() for name, value in said.items()}, **gradients}
+    return {**{name: value.detach() for name, value in result.items()}, **gradients}
 
 
-def rank_says(rank: int, world: int, directory: Path) -> dict[tuple, dict[str, torch.Tensor]]:
+def of_rank(rank: int, world: int, directory: Path) -> dict[tuple, dict[str, torch.Tensor]]:
     dist.init_process_group("gloo")
     found: dict[tuple, dict[str, torch.Tensor]] = {}
     for size in SIZES:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         sequence = SequenceGroup(rank % size, size, groups[rank // size])
         for case in [case for case, tried in TRIED if tried == size]:
-            said = says(directory, case, sequence)
-            for name, value in said.items():
+            result = outputs_of(directory, case, sequence)
+            for name, value in result.items():
                 if "." in name:
                     dist.all_reduce(value, group=sequence.group)
-            found[case, size] = said
+            found[case, size] = result
     return found
 
 
@@ -109,21 +109,21 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(directory, tmp_path_factory):
-    return run_ranks([4], rank_says, tmp_path_factory.mktemp("ranks") / "said", directory)[4]
+    return run_ranks([4], of_rank, tmp_path_factory.mktemp("ranks") / "result", directory)[4]
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), TRIED, ids=lambda said: "-".join(map(str, said)) if isinstance(said, tuple) else None
+    ("case", "size"), TRIED, ids=lambda each: "-".join(map(str, each)) if isinstance(each, tuple) else None
 )
 def test_equals_one_process(case, size, directory, found):
-    expected = says(directory, case, None)
+    expected = outputs_of(directory, case, None)
     close = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02}[case[3]]
     for rank in range(4):
-        said = found[rank][case, size]
-        assert said.keys() == expected.keys()
+        result = found[rank][case, size]
+        assert result.keys() == expected.keys()
         for name, value in expected.items():
             tolerance = {"rtol": close, "atol": close * float(value.abs().max() if len(value) else 0)}
-            torch.testing.assert_close(said[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(result[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
     assert any(float(value.abs().max()) > 0.01 for name, value in expected.items() if "." in name)
 
 
