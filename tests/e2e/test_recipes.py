@@ -14,9 +14,10 @@ from trivium.algorithms.batches import batch_of
 from trivium.buffers.journal import Journal
 from trivium.config import RunConfig, config_from_mapping, merged, read_yaml
 from trivium.metrics import declared
-from trivium.runtime.build import Stage, build_buffer, build_schedule, shares_buffer
+from trivium.runtime.build import build_buffer, build_schedule, shares_buffer
 from trivium.runtime.export import export
 from trivium.runtime.launch import run
+from trivium.runtime.stage import Stage
 from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer
 from trivium.types import Group

@@ -25,7 +25,7 @@ from trivium.config.hints import FOREIGN
 from trivium.config.plan import plan_run
 from trivium.config.resume import as_begun, fingerprint, resume_changes, resume_differences, to_yaml
 from trivium.errors import ConfigError
-from trivium.runtime.build import Stage
+from trivium.runtime.stage import Stage
 from trivium.types import Sampling
 
 PARTS = """

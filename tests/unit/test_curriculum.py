@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError, DataError
-from trivium.runtime.build import Stage, build_schedule
+from trivium.runtime.build import build_schedule
+from trivium.runtime.stage import Stage
 from trivium.schedule import Curriculum, Schedule
 from trivium.types import Task
 

@@ -17,7 +17,7 @@ from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
 from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.monitors.jsonl import JsonlMonitor
-from trivium.runtime.build import Stage
+from trivium.runtime.stage import Stage
 from trivium.tasks.drawings import png
 from trivium.tasks.pictures import read_image
 from trivium.text import hf_processor, hf_tokenizer

@@ -19,7 +19,6 @@ from trivium.config import RunConfig
 from trivium.loops import run
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.runtime.build import (
-    Stage,
     build_buffer,
     build_engine,
     build_explorer,
@@ -27,10 +26,11 @@ from trivium.runtime.build import (
     build_parts,
     build_schedule,
     build_trainer,
-    distributed_engine,
     open_store,
 )
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage import Stage
+from trivium.runtime.train_engines import distributed_engine
 from trivium.viewer.report import send_report
 
 

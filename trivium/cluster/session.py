@@ -18,7 +18,8 @@ from typing import Any
 from trivium.checkpoint.store import Checkpoint
 from trivium.config import RunConfig
 from trivium.errors import ConfigError, MissingPackage
-from trivium.runtime.build import Stage, TrainStage, run_name
+from trivium.runtime.build import run_name
+from trivium.runtime.stage import Stage, TrainStage
 
 PRIVATE = {
     "RAY_USAGE_STATS_ENABLED": "0",

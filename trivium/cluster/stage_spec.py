@@ -12,7 +12,8 @@ from trivium.cluster.weights import ObjectStoreChannel
 from trivium.config import RunConfig
 from trivium.config.memory_estimate import kept_versions
 from trivium.registry import resolve
-from trivium.runtime.build import Endpoints, Stage, build_channel, build_synchronizer
+from trivium.runtime.build import Endpoints, build_channel, build_synchronizer
+from trivium.runtime.stage import Stage
 from trivium.synchronizer import Synchronizer
 from trivium.types import capabilities_of
 

@@ -30,7 +30,7 @@ from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
 from trivium.cluster.stage_spec import BUFFER, SYNCHRONIZER, SharedActors, StageSpec
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.errors import RoleFailed
-from trivium.runtime.build import Stage
+from trivium.runtime.stage import Stage
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")

@@ -6,10 +6,10 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,71 +21,28 @@ from trivium.buffers.rollouts import keep_step, keep_updates
 from trivium.buffers.step_log import StepLog
 from trivium.checkpoint.atomic import made_directory
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
-from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.recording import recorded
-from trivium.errors import ConfigError
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
 from trivium.monitors.fanout import FanOut, file_monitors
 from trivium.monitors.health import LiveWarnings
 from trivium.phases import activity
-from trivium.protocols import Buffer, Monitor, Renderer, RolloutEngine, TaskSource, TrainEngine, WeightChannel
+from trivium.protocols import Buffer, Monitor, RolloutEngine, TaskSource, TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
+from trivium.runtime.stage import Stage
+from trivium.runtime.train_engines import build_train_engine
 from trivium.schedule import Cadence, Curriculum, Schedule
 from trivium.synchronizer import Synchronizer
 from trivium.tasks.rows import RowTasks
-from trivium.text import hf_tokenizer
-from trivium.text.renderer import renderer_of
 from trivium.trainer import Trainer
 from trivium.training.device import described_machine
-from trivium.training.ranks import Ranks, join_ranks, launched_ranks, ranks_here
 from trivium.types import SERVED, TRAINER, capabilities_of
 
-if TYPE_CHECKING:
-    from trivium.training.data_parallel import DistributedTrainEngine, RankGroup
-
 disable_progress_bar()  # transformers' own bars would break into the console's table
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a run and where it stands in it."""
-
-    config: RunConfig
-    number: int
-    first_version: int
-    is_last: bool
-    run_dir: Path
-    model_dir: Path
-    """The model directory that the stage starts from, also for the frozen reference if there is one."""
-
-    @property
-    def evaluated(self) -> bool:
-        evaluation = self.config.evaluation
-        return evaluation.taskset is not None and (self.is_last or evaluation.every > 0)
-
-    @property
-    def num_explorers(self) -> int:
-        """Explorers that the run starts; 1, for evaluation alone, if the buffer needs none."""
-        if capabilities_of(resolve("buffers", self.config.buffer.kind)).explored:
-            return self.config.cluster.explorers
-        return int(self.evaluated)
-
-    @property
-    def threads(self) -> int:
-        return self.config.cluster.threads or max(1, usable_cores() // ranks_here())
-
-    @property
-    def renderer(self) -> Renderer:
-        return renderer_of(self.model_dir, max_image_pixels=self.config.workflow.max_image_pixels)
-
-
-TrainStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]
-"""(stage, checkpoint to continue from, record of the run) -> record: trains one stage to its end."""
 
 
 @dataclass(frozen=True)
@@ -385,131 +342,6 @@ def build_evaluator(stage: Stage, explorer: Explorer) -> Evaluator:
         threshold=evaluation.threshold,
         max_failed_fraction=config.workflow.max_failed_fraction,
     )
-
-
-def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
-    """The train engine that the trainer drives: of this process, or of all ranks that torchrun started."""
-    if launched_ranks() == 1:
-        return build_rank_engine(stage, algorithm, channel)
-    from trivium.training.torchrun import TorchrunRanks
-
-    def make() -> tuple[Ranks, TrainEngine]:
-        engine = build_rank_engine(stage, algorithm, channel)
-        return cast(Any, engine).ranks, engine
-
-    announcement = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "config"}
-    group = TorchrunRanks(train_device(stage.config), announcement, make)
-    engine = distributed_engine(group, stage, algorithm, channel)
-    engine.samplers = group.samplers
-    return engine
-
-
-def distributed_engine(
-    group: RankGroup, stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel
-) -> DistributedTrainEngine:
-    """The driver's engine over ranks that each hold what `build_rank_engine` makes."""
-    from trivium.training.data_parallel import DistributedTrainEngine
-
-    engine = DistributedTrainEngine(
-        group,
-        algorithm,
-        max_response_length=stage.config.engine.sampling.max_new_tokens,
-        first_version=stage.first_version,
-        share_prefix=shares_prefixes(stage.config),
-    )
-    attached(engine, stage, channel)
-    return engine
-
-
-def shares_prefixes(config: RunConfig) -> bool:
-    """Whether the ranks of a stage compute common prefixes of sequences once."""
-    return bool(getattr(config.train, "share_prefix", False))
-
-
-def build_rank_engine(
-    stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel | None, **further: object
-) -> TrainEngine:
-    """The train engine of one process, which meets the other ranks where there are any. Only the first rank needs a
-    channel. `further`: see `TorchTrainEngine`."""
-    config = stage.config
-    if algorithm.teacher is not None:
-        check_vocabulary(algorithm.teacher.path, stage.model_dir)
-    if launched_ranks() > 1:
-        if not capabilities_of(resolve("train", config.train.kind)).multiple_ranks:
-            raise ConfigError(
-                f"train.kind {config.train.kind!r} on {launched_ranks()} ranks",
-                "it trains in one process",
-                "use train.kind torch, or start one process",
-            )
-        further["ranks"] = join_ranks(
-            sequence=cast(Any, config.train).sequence_parallel,
-            shard=cast(Any, config.train).shard,
-            device=train_device(config),
-            deadline_s=collective_deadline(config),
-        )
-    kind = resolve("train", config.train.kind)
-    if not (isinstance(kind, type) and issubclass(kind, TrainEngine)):
-        raise ConfigError(
-            f"train.kind {config.train.kind!r}",
-            f"{getattr(kind, '__name__', kind)} is no trivium.protocols.TrainEngine",
-            "derive it from that; an engine of another interface is driven by the front door that it is written for",
-        )
-    sampled = capabilities_of(resolve("buffers", config.buffer.kind)).sampled
-    engine = build(
-        "train",
-        config.train,
-        model_dir=stage.model_dir,
-        algorithm=algorithm,
-        # Expert data was not sampled at any temperature.
-        temperature=config.engine.sampling.temperature if sampled else 1.0,
-        max_response_length=config.engine.sampling.max_new_tokens,
-        total_steps=config.schedule.steps,
-        first_version=stage.first_version,
-        seed=config.run.seed,
-        threads=stage.threads,
-        **further,
-    )
-    return attached(engine, stage, channel)
-
-
-def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """The engine with its channel, in which type it offers weights there, who may write its checkpoints at the same
-    time, and whether it keeps what updates see."""
-    if channel is not None:
-        engine.channel = channel
-    engine.save_strategy = stage.config.checkpoint.save_strategy
-    engine.keeps_updates = stage.config.run.keep == "tokens" and stage.config.run.mode != "explore"
-    engine.engine_dtype = engine_dtype(stage.config)
-    return engine
-
-
-def engine_dtype(config: RunConfig) -> str:
-    """The dtype of the engines' weights; empty if engines on other machines choose it."""
-    here = config.cluster.kind == "local" and config.run.mode in ("both", "serve")
-    named = str(getattr(config.engine.on_this_machine() if here else config.engine, "dtype", ""))
-    return named if named in ("float32", "bfloat16") else ""
-
-
-def collective_deadline(config: RunConfig) -> float:
-    """Deadline of collective calls between ranks: longer than the first rank may wait for explorers, in any stage."""
-    return 60.0 + max(stage.sync.deadline_s for stage in config.stage_configs())
-
-
-def train_device(config: RunConfig) -> str:
-    """`cpu` or `cuda`: the device type that `train.device` stands for on this machine."""
-    from trivium.models.placement import device_of
-
-    return device_of(getattr(config.train, "device", "cpu")).type
-
-
-def check_vocabulary(teacher: Path, policy: Path) -> None:
-    """Raises ConfigError if teacher and policy have different tokens for an id."""
-    if hf_tokenizer(teacher).get_vocab() != hf_tokenizer(policy).get_vocab():
-        raise ConfigError(
-            f"learn from the teacher {teacher}",
-            f"its tokenizer is not the one of {policy}",
-            "use a teacher with the policy's tokenizer",
-        )
 
 
 def build_monitor(config: RunConfig, run_dir: Path, latest: Checkpoint | None) -> FanOut:

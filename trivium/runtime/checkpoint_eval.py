@@ -14,8 +14,9 @@ from trivium.errors import ConfigError
 from trivium.explorer import Explorer
 from trivium.monitors.console import shown
 from trivium.registry import resolve
-from trivium.runtime.build import Stage, build_evaluator, build_explorer
+from trivium.runtime.build import build_evaluator, build_explorer
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
 from trivium.types import Group, Metrics, capabilities_of
 

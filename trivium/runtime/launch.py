@@ -22,22 +22,18 @@ from trivium.protocols import RestingEngine
 from trivium.registry import is_unnamed
 from trivium.rewards.recipe import parts_of
 from trivium.runtime.build import (
-    Stage,
-    TrainStage,
     build_explorer,
     build_monitor,
     build_parts,
     build_synchronizer,
     build_trainer,
     claim_name,
-    collective_deadline,
     explorer_name,
     local_endpoints,
     open_board,
     open_store,
     run_name,
     shares_buffer,
-    train_device,
 )
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.logs import BEGINS, logging_to
@@ -45,7 +41,9 @@ from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.preflight import preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
+from trivium.runtime.stage import Stage, TrainStage
 from trivium.runtime.stage_models import stage_ends, with_reward_models
+from trivium.runtime.train_engines import collective_deadline, train_device
 from trivium.synchronizer import Synchronizer
 from trivium.training.device import machine, training_ranks
 from trivium.training.ranks import launched_ranks, ranks_here, this_rank

@@ -27,8 +27,10 @@ from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed
-from trivium.runtime.build import Stage, build_schedule, build_tasks, check_vocabulary, holds_tasks, shares_buffer
+from trivium.runtime.build import build_schedule, build_tasks, holds_tasks, shares_buffer
+from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_problems
+from trivium.runtime.train_engines import check_vocabulary
 from trivium.schedule import Schedule
 from trivium.serving.serve import read_key
 from trivium.text import hf_tokenizer

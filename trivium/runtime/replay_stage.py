@@ -26,7 +26,6 @@ from trivium.registry import resolve
 from trivium.rewards.recipe import Recipe, parts_of
 from trivium.runtime.build import (
     Endpoints,
-    Stage,
     algorithm_of,
     build_buffer,
     build_engine,
@@ -35,6 +34,7 @@ from trivium.runtime.build import (
     build_trainer,
 )
 from trivium.runtime.recorded_run import RecordedRun
+from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule
 from trivium.sync.memory import MemoryChannel
 from trivium.tasks.served import ServedTasks

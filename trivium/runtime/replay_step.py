@@ -29,7 +29,7 @@ from trivium.explorer import Explorer
 from trivium.loops import prepare_mini_batch
 from trivium.protocols import RolloutEngine
 from trivium.rewards.judge import Judge
-from trivium.runtime.build import Stage, build_explorer
+from trivium.runtime.build import build_explorer
 from trivium.runtime.main_loop import run_in_loop
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.replay_compare import (
@@ -50,6 +50,7 @@ from trivium.runtime.replay_stage import (
     remote_rewards,
     replayed_stage,
 )
+from trivium.runtime.stage import Stage
 from trivium.schedule import Assignment, Schedule
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import SERVED, AnyArray, Batch, Group, Metrics, Trajectory, capabilities_of

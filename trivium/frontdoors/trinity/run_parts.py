@@ -21,17 +21,10 @@ from trivium.frontdoors.trinity.translation import translate
 from trivium.frontdoors.trinity.trinity_config import TrinityConfig
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
-from trivium.runtime.build import (
-    Stage,
-    algorithm_of,
-    build_channel,
-    build_train_engine,
-    claim_name,
-    distributed_engine,
-    open_store,
-    run_name,
-)
+from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_store, run_name
 from trivium.runtime.run_dir import as_saved, open_run_dir
+from trivium.runtime.stage import Stage
+from trivium.runtime.train_engines import build_train_engine, distributed_engine
 from trivium.text import hf_tokenizer
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER

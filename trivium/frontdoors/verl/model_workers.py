@@ -29,7 +29,8 @@ from trivium.models.placement import dtype_of
 from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RestingEngine, RolloutEngine, TrainEngine, WeightHandle, Weights
 from trivium.registry import give
-from trivium.runtime.build import algorithm_of, build_engine, build_rank_engine, shares_prefixes, train_device
+from trivium.runtime.build import algorithm_of, build_engine
+from trivium.runtime.train_engines import build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
 from trivium.training.engine import SCORED_BY
 from trivium.training.learner import Learner

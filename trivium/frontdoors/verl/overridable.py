@@ -11,7 +11,7 @@ from trivium.errors import DataError
 from trivium.frontdoors.verl.validation import Validator
 from trivium.metrics import declare_missing
 from trivium.protocols import Renderer
-from trivium.runtime.build import Stage
+from trivium.runtime.stage import Stage
 from trivium.trainer import Trainer
 from trivium.types import Metrics
 

@@ -54,10 +54,7 @@ from trivium.protocols import Algorithm, Monitor, TrainEngine, WeightChannel
 from trivium.randomness import permutation
 from trivium.runtime.build import (
     Endpoints,
-    Stage,
-    TrainStage,
     algorithm_of,
-    attached,
     build_buffer,
     build_explorer,
     build_monitor,
@@ -65,11 +62,12 @@ from trivium.runtime.build import (
     build_schedule,
     build_synchronizer,
     build_trainer,
-    shares_prefixes,
 )
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
+from trivium.runtime.stage import Stage, TrainStage
+from trivium.runtime.train_engines import attached, shares_prefixes
 from trivium.trainer import Trainer
 from trivium.types import Batch, Group, Metrics
 
