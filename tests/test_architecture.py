@@ -94,6 +94,7 @@ SAME_BASENAME = {
     "roles": "the roles of the processes of a run, Trivium's and verl's",
     "translation": "how a front door translates the config of its original",
     "section": "the config section that a package reads",
+    "sections": "config sections: of the run, and of the algorithms",
     "synchronizer": "statuses and versions of the roles of a run: the core's, and Trinity's over it",
     "trainer": "trainers: of the core, verl's and Trinity's over it",
 }

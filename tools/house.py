@@ -109,7 +109,7 @@ def signature_types(function: Function) -> Iterator[str]:
 def config_fields(modules: Iterable[Module]) -> Iterator[str]:
     """The public fields of the class `Config` and of every class that derives from it, by the names of the bases."""
     classes = [node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-    sections, before = {"Config"}, 0
+    sections, before = {"BaseConfig", "Config"}, 0
     while len(sections) > before:
         before = len(sections)
         sections |= {node.name for node in classes if sections & {ast.unparse(b).split(".")[-1] for b in node.bases}}

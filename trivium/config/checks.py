@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from trivium.config.recording import check_recording
-from trivium.config.schema import WITH_FIXED_VERSIONS, RunConfig, ThresholdConfig
+from trivium.config.schema import WITH_FIXED_VERSIONS, RunConfig
+from trivium.config.sections import ThresholdConfig
 from trivium.errors import Problem, TriviumError
 from trivium.metrics import METRICS, depends_on_machine
 from trivium.registry import resolve, suggest

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from trivium.config.merging import is_mapping
 from trivium.config.reading import flatten
-from trivium.config.schema import BufferConfig, EvaluationSampling, RunConfig, SamplingConfig
+from trivium.config.schema import BufferConfig, RunConfig
+from trivium.config.sections import EvaluationSampling, SamplingConfig
 from trivium.errors import Problem
 
 _Section = TypeVar("_Section", bound=BaseModel)

@@ -19,7 +19,7 @@ from trivium.buffers.step_log import Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
-from trivium.config.schema import EvaluationSection
+from trivium.config.sections import EvaluationSection
 from trivium.errors import DataError, RunDirError
 from trivium.protocols import Buffer, RolloutEngine
 from trivium.registry import resolve
