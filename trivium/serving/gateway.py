@@ -22,17 +22,16 @@ from trivium.randomness import SampleKey
 from trivium.schedule import Schedule
 from trivium.serving.admission import Admission
 from trivium.serving.bodies import RequestError
+from trivium.serving.call_routes import CallRoutes, check_secret, ended_error, unknown_error
 from trivium.serving.groups import OpenGroups
 from trivium.serving.requests import ChatRequest, Feedback
 from trivium.serving.sessions import (
     CompletionNode,
     IdleLimits,
-    Label,
     OpenGroup,
     Session,
     SessionStore,
     Slot,
-    digest,
     same_secret,
     visible_text,
 )
@@ -91,11 +90,10 @@ class Gateway:
         self._sessions = SessionStore()
         self._admission = Admission(explorer, buffer, schedule, synchronizer)
         self._groups = OpenGroups(explorer, buffer, self._admission, self._sessions, schedule.group_size)
+        self._calls = CallRoutes(self._sessions, self._groups, require_secret=options.require_secret)
         self._concurrency = Turns(explorer.max_concurrent)
         self._encoders = Threads(_ENCODERS, "a prompt")
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_evaluations = 0
-        """Evaluation sessions that ever began: numbers those without a label."""
 
     # ------------------------------------------------------------------ the run's side
 
@@ -169,7 +167,7 @@ class Gateway:
             request = replace(request, labels=replace(request.labels, evaluation=True))
         self._check_ready()
         self._check_length(request)
-        routes = [self._call(session, parent, request) for session, parent in self._route(request)]
+        routes = [self._call(session, parent, request) for session, parent in self._calls.route(request)]
         return await self._breaking(gather_or_cancel(routes))
 
     async def sample(self, request: Request) -> Completion:
@@ -212,84 +210,6 @@ class Gateway:
                 "send less, or raise engine.max_context",
             )
 
-    def _route(self, request: ChatRequest) -> list[tuple[Session, CompletionNode | None]]:
-        """The session of each choice, and the completion it continues from. Calls are counted from here on."""
-        labels = request.labels
-        routes: list[tuple[Session, CompletionNode | None]]
-        if labels.session or labels.reply_to:
-            session = self._labelled(request)
-            routes = [(session, self._parent(session, request))] * request.n
-        elif node := self._sessions.find(request.messages, labels.evaluation, labels.task_id, labels.secret):
-            routes = [(node.session, node)] * request.n
-        else:
-            routes = [(self._begin(None, request), None) for _ in range(request.n)]
-        for session, _ in routes:
-            session.calls += 1
-            session.touched = time.monotonic()
-        return routes
-
-    def _labelled(self, request: ChatRequest) -> Session:
-        labels = request.labels
-        label = (labels.evaluation, labels.task_id, labels.session)
-        session = self._sessions.labelled(label) if labels.session else self._sessions.of_completion(labels.reply_to)
-        if session is None and labels.reply_to:
-            raise _unknown(f"the completion {labels.reply_to!r}")
-        if session is None:
-            return self._begin(label, request)
-        _check_secret(session, labels.secret)
-        if session.ended is not None:
-            raise _ended(session, "choose a new name for a new rollout")
-        if labels.evaluation is not (session.group is None):
-            raise RequestError(
-                400,
-                f"evaluation {labels.evaluation} in session {session.name!r}",
-                "it began with the opposite",
-                "send the same value in every call of a session",
-                param="evaluation",
-            )
-        return session
-
-    def _parent(self, session: Session, request: ChatRequest) -> CompletionNode | None:
-        wanted = request.labels.reply_to
-        if not wanted:
-            return session.index.find(request.messages, lambda node: node.session is session)
-        node = next((node for node in session.completions if node.id == wanted), None)
-        if node is None or request.messages[: len(node.conversation)] != node.conversation:
-            raise RequestError(
-                400,
-                f"messages that continue from the completion {wanted!r}",
-                "they do not begin with its conversation",
-                "send the earlier messages unchanged, or leave reply_to out",
-                param="reply_to",
-            )
-        return node
-
-    def _begin(self, label: Label | None, request: ChatRequest) -> Session:
-        """A new session: in an open group of its task, or in a new one that waits for a slot."""
-        labels, now = request.labels, time.monotonic()
-        if self.options.require_secret and not labels.secret:
-            raise RequestError(
-                400,
-                "a session with a secret",
-                "this request has none, and serve.require_secret is set",
-                "send `secret`, a text of your own that no other agent can guess, with every request",
-                param="secret",
-            )
-        task_id = labels.task_id or digest(request.messages)
-        group = None if labels.evaluation else self._groups.of_task(task_id, now)
-        index = self._sessions.index(label, labels.evaluation)
-        session = Session(label, task_id, index, group, now, request.messages, labels.secret)
-        if group is not None:
-            number = group.num_sessions
-            group.active.append(session)
-            group.num_sessions += 1
-        else:
-            number = self._num_evaluations
-            self._num_evaluations += 1
-        session.name = labels.session or str(number)
-        self._sessions.add(session)
-        return session
-
     async def _call(self, session: Session, parent: CompletionNode | None, request: ChatRequest) -> CompletionNode:
         """One completion in a session that has counted the call."""
         try:
@@ -297,7 +217,7 @@ class Gateway:
                 self._groups.add_columns(session.group, request.columns or {})
                 await self._slot(session.group)
             if session.ended is not None:
-                raise _ended(session, "roll the task out again")
+                raise ended_error(session, "roll the task out again")
             if session.policy is None:
                 session.policy, session.started = self._policy(session, request), time.monotonic()
             return await self._generate(session, parent, request)
@@ -351,7 +271,7 @@ class Gateway:
             turn = await generating
         except asyncio.CancelledError:
             if session.ended is not None and not _is_cancelled():
-                raise _ended(session, "roll the task out again") from None
+                raise ended_error(session, "roll the task out again") from None
             raise
         finally:
             generating.cancel()
@@ -397,20 +317,20 @@ class Gateway:
         if feedback.session:
             session = self._sessions.labelled((False, feedback.task_id, feedback.session))
             if session is None:
-                raise _unknown(f"the session {feedback.session!r} of task {feedback.task_id!r}")
+                raise unknown_error(f"the session {feedback.session!r} of task {feedback.task_id!r}")
             return [session]
         sessions: dict[Session, None] = {}
         for completion_id in feedback.ids:
             session = self._sessions.of_completion(completion_id)
             if session is None:
-                raise _unknown(f"the completion {completion_id!r}")
+                raise unknown_error(f"the completion {completion_id!r}")
             sessions[session] = None
         return list(sessions)
 
     def _check_feedback(self, session: Session, feedback: Feedback) -> None:
-        _check_secret(session, feedback.secret)
+        check_secret(session, feedback.secret)
         if session.ended is not None:
-            raise _ended(session, "a trajectory has feedback once")
+            raise ended_error(session, "a trajectory has feedback once")
         if session.group is None:
             raise RequestError(400, "feedback for an evaluation", "nothing is trained on it", "leave `evaluation` out")
         if session.calls or not session.completions:
@@ -452,7 +372,7 @@ class Gateway:
         groups = self._groups.finished(task_id)
         if task_id is not None:
             for session in (session for group in groups for session in group.sessions):
-                _check_secret(session, secret)
+                check_secret(session, secret)
         groups = [g for g in groups if all(same_secret(session, secret) for session in g.sessions)]
         if task_id is not None and not groups:
             raise RequestError(
@@ -515,34 +435,6 @@ class Gateway:
 
 def _closing() -> RequestError:
     return RequestError(503, "a completion of the policy", "the engine is being closed", "start the run again")
-
-
-def _unknown(what: str) -> RequestError:
-    return RequestError(
-        404,
-        what,
-        "it is unknown: it expired, or belongs to an earlier server",
-        "roll the task out again",
-        code="unknown",
-    )
-
-
-def _check_secret(session: Session, secret: str) -> None:
-    if not same_secret(session, secret):
-        raise RequestError(
-            403,
-            f"session {session.name!r}",
-            "it began with a secret that this request does not have, or without the one that it has",
-            "send the `secret` of its first call",
-            param="secret",
-            code="wrong_secret",
-        )
-
-
-def _ended(session: Session, do: str) -> RequestError:
-    assert session.ended is not None
-    status, reason = session.ended
-    return RequestError(status, f"session {session.name!r}", f"it has ended: {reason}", do, code="session_over")
 
 
 def _is_cancelled() -> bool:
