@@ -6,7 +6,6 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.checkpoint.background import BackgroundSaver
+from trivium.checkpoint.run_record import add_failures, add_seconds, num_changed_fields, with_evaluation
 from trivium.errors import RolloutsFailing
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
@@ -138,7 +138,8 @@ class Trainer:
         starts = self.cadence.evaluate_ends and not self.cadence.skip_start
         at_start = version == self.schedule.first_version and starts
         if at_start and self.evaluator is not None:
-            self._record(await self._evaluate(self.evaluator), "before", "after")
+            measured = await self._evaluate(self.evaluator)
+            self.record = with_evaluation(self.record, measured, "before", "after")
         if version == self.schedule.first_version and self.held_out is not None:
             self.record["held_out_before"] = self.record["held_out_after"] = await self._measure(self.held_out)
         self._reached = state.get("reached", False)
@@ -176,12 +177,16 @@ class Trainer:
             if keep is not None and self.keep_updates is not None and (seen := self.engine.take_updates()) is not None:
                 await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
         self.score = None  # this step has not been evaluated yet
-        metrics |= sampled | self._staleness(fresh, version) | await self._counted() | self._changed(version)
+        metrics |= sampled | self._staleness(fresh, version) | await self._counted()
+        if changed := num_changed_fields(self.record, version):
+            metrics["train/changed_fields"] = changed
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
-        self._spend({name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")})
-        self._count_failures(fresh)
+        seconds = {name.removeprefix("time/"): metrics[name] for name in metrics if name.startswith("time/")}
+        add_seconds(self.record, seconds)
+        failures = (t.failure for group in fresh for t in group.rollouts if t.failure is not None)
+        add_failures(self.record, map(described_failure, failures))
         sampled_tokens = sum(trajectory.num_tokens for group in fresh for trajectory in group.rollouts)
         metrics["perf/rollout_tokens_per_second"] = sampled_tokens / metrics["time/step"]
         self._seconds.clear()
@@ -308,7 +313,8 @@ class Trainer:
         """Evaluates and saves a checkpoint, if either is due. Raises the error of the previous save."""
         self.saver.look()
         if self.evaluation_due and self.evaluator is not None:
-            self._record(await self._evaluate(self.evaluator), "after")
+            measured = await self._evaluate(self.evaluator)
+            self.record = with_evaluation(self.record, measured, "after")
         if self.held_out is not None and self._is_due(self._measured_step, ends=True):
             self.record["held_out_after"] = await self._measure(self.held_out)
         if self._due(self.cadence.save_every) and self.saver.step != self.train_step_num:
@@ -320,7 +326,7 @@ class Trainer:
         if self.saver.step != self.train_step_num:
             await self.save_checkpoint()
         await self.wait_for_save()
-        self._spend(self._seconds)  # of phases after the row of the last step
+        add_seconds(self.record, self._seconds)  # of phases after the row of the last step
         self._seconds.clear()
 
     async def save_checkpoint(self) -> None:
@@ -442,13 +448,6 @@ class Trainer:
         keys = {name: f"eval/{evaluator.taskset}/{name}" for name in names}
         return {name: metrics[key] for name, key in keys.items() if key in metrics}
 
-    def _record(self, measured: Mapping[str, float], *ends: str) -> None:
-        """Records an evaluation for the summary. Accuracies are left out once any evaluation had partial rewards."""
-        record = self.record | {f"{name}_{end}": value for name, value in measured.items() for end in ends}
-        started_graded = "reward_before" in record and "accuracy_before" not in record
-        graded = started_graded or "accuracy" not in measured
-        self.record = {name: value for name, value in record.items() if not (graded and name.startswith("accuracy_"))}
-
     async def _measure(self, held_out: HeldOut) -> Metrics:
         """Logs and returns the loss over held-out rows, and its further metrics."""
         started, groups = time.monotonic(), await held_out.groups()
@@ -458,17 +457,12 @@ class Trainer:
         return metrics
 
     def _log_evaluation(self, metrics: Metrics, seconds: float) -> None:
-        self._spend({"evaluate": seconds})
+        add_seconds(self.record, {"evaluate": seconds})
         self.monitor.log(self.train_step_num, {**metrics, "time/evaluate": seconds})
         if self.train_step_num > self.schedule.first_version:
             self._end_where_reached(metrics)
         if (best := self.checkpoints.keep_best) in metrics:
             self.score = -metrics[best] if declared(best).better == "down" else metrics[best]
-
-    def _changed(self, version: int) -> Metrics:
-        """The number of config fields that `--change` changed before this step; empty if none."""
-        changed = sum(len(row["changes"]) for row in self.record.get("changes", ()) if row["step"] == version)
-        return {"train/changed_fields": changed} if changed else {}
 
     def _staleness(self, fresh: Sequence[Group], version: int) -> Metrics:
         ages = [version - group.oldest_version for group in fresh if not group.expert] or [0]
@@ -478,20 +472,6 @@ class Trainer:
         """Groups since the last step that were not trained on, by reason."""
         before, self._counts = self._counts, await self.buffer.counts()
         return {f"rollout/{name}": count - before.get(name, 0) for name, count in self._counts.items()}
-
-    def _count_failures(self, groups: Sequence[Group]) -> None:
-        """Adds the failed rollouts to the record, by cause."""
-        failures = [t.failure for group in groups for t in group.rollouts if t.failure is not None]
-        if failures:
-            before: Mapping[str, int] = self.record.get("failures", {})
-            counts = Counter(before) + Counter(map(described_failure, failures))
-            self.record["failures"] = dict(sorted(counts.items()))
-
-    def _spend(self, seconds: Mapping[str, float]) -> None:
-        """Adds seconds to the record, by phase."""
-        before: Mapping[str, float] = self.record.get("time", {})
-        added = {name: before.get(name, 0.0) + taken for name, taken in seconds.items()}
-        self.record["time"] = {**before, **added}  # a new dict: a save in progress may be reading the old one
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:
