@@ -36,7 +36,7 @@ PACKAGES = {
 MAX_ROOT_MODULES = 20
 
 SHELL = {"frontdoors", "cluster", "serving", "runtime", "viewer", "cli", "testing", "__main__"}
-CORE_FOLDERS = {"config", "checkpoint", "types"}
+CORE_FOLDERS = {"config", "checkpoint", "protocols", "types"}
 CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {

@@ -1,0 +1,55 @@
+"""The interfaces of all parts, as structural types: a user's class needs no base class of Trivium.
+
+rollout         tasks, renderer, engine, environment, reward
+storage         what keeps groups between explorers and trainer, and chooses those of a step
+learning        objectives, the algorithm, the train engine, monitors
+weight_channel  how weights travel from the trainer to the explorers
+
+`TrainEngine` alone is a base class: some of its methods are derived from the others.
+"""
+
+from trivium.protocols.learning import (
+    Algorithm,
+    CutAnywhere,
+    FileMonitor,
+    Monitor,
+    Objective,
+    TrainEngine,
+    TrainerProtocol,
+)
+from trivium.protocols.rollout import (
+    Environment,
+    ReadableEngine,
+    Renderer,
+    RestingEngine,
+    Reward,
+    RolloutEngine,
+    TaskSource,
+)
+from trivium.protocols.storage import Buffer, Operator, SampleStrategy
+from trivium.protocols.weight_channel import DescribedWeights, TensorSpec, WeightChannel, WeightHandle, Weights
+
+__all__ = [
+    "Algorithm",
+    "Buffer",
+    "CutAnywhere",
+    "DescribedWeights",
+    "Environment",
+    "FileMonitor",
+    "Monitor",
+    "Objective",
+    "Operator",
+    "ReadableEngine",
+    "Renderer",
+    "RestingEngine",
+    "Reward",
+    "RolloutEngine",
+    "SampleStrategy",
+    "TaskSource",
+    "TensorSpec",
+    "TrainEngine",
+    "TrainerProtocol",
+    "WeightChannel",
+    "WeightHandle",
+    "Weights",
+]

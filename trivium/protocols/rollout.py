@@ -1,0 +1,120 @@
+"""What a rollout needs: tasks, renderer, engine, environment, reward."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from trivium.protocols.weight_channel import Weights
+    from trivium.types import Completion, IntArray, Message, Prompt, Request, StopReason, Task
+
+    Step = tuple[Sequence[Message], float, bool]
+
+
+class TaskSource(Protocol):
+    """A named, finite, ordered collection of tasks with stable ids."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+class Renderer(Protocol):
+    """Messages to tokens and back, without ever encoding a sampled completion again."""
+
+    eos_token_ids: frozenset[int]
+    """Tokens that end a turn."""
+
+    def render(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt of a conversation, up to the beginning of the assistant's message."""
+        ...
+
+    def extend(
+        self, history: Sequence[Message], seen: Prompt, stop_reason: StopReason, new: Sequence[Message]
+    ) -> Prompt:
+        """The next prompt: `seen` (prompt and sampled completion as they were) plus the new messages.
+
+        `history` is the conversation up to and including the sampled completion. The result begins with `seen`, its
+        media included.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int] | IntArray) -> str:
+        """Text without special tokens."""
+        ...
+
+    def expert(self, messages: Sequence[Message], completion: str) -> tuple[Prompt, IntArray]:
+        """(prompt, completion tokens with end of turn) of text that the policy did not sample."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the current policy."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that is loaded."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt and completion together, in tokens."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """One completion. Concurrent calls are batched by the engine; cancelling the call frees its row."""
+        ...
+
+    async def load(self, version: int, weights: Weights, *, in_flight: str = "finish") -> None:
+        """Adopts new weights: a list, or what the channel has (`DescribedWeights`), read once their turn has come. With
+        `finish`, after the completions in flight; later requests wait for them.
+
+        With `update`, between two tokens of the completions in flight, which continue with the new weights and the
+        keys and values they have; each token records which version sampled it. Only an engine with the capability
+        `updates_in_flight` is asked for that, and only one with `adopts_adapters` is given a LoRA adapter instead of
+        all weights. An engine that holds a part of a version, because the rest could not be read, completes nothing
+        until it holds a whole one: it raises EngineFailure.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReadableEngine(Protocol):
+    """A rollout engine whose weights can be read, for tests. Optional."""
+
+    async def weights(self) -> Weights:
+        """Copies of every parameter and persistent buffer as they are held now, after the loads asked for so far."""
+        ...
+
+
+@runtime_checkable
+class RestingEngine(Protocol):
+    """A rollout engine that can free the device that it shares with the trainer. Optional."""
+
+    async def rest(self) -> None:
+        """Frees memory of the device until the next completion or the next weights."""
+        ...
+
+
+class Environment(Protocol):
+    """The environment of a multi-turn workflow; one instance per trajectory.
+
+    Both methods may be plain or `async`.
+    """
+
+    def reset(self, task: Task) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """The first messages the policy sees."""
+        ...
+
+    def step(self, completion: str) -> Step | Awaitable[Step]:
+        """`(messages, reward, done)`: the observation, the reward of the completion, whether the episode is over."""
+        ...
+
+
+class Reward(Protocol):
+    """Judges one trajectory; may be `async`. Columns of the task arrive by name."""
+
+    def __call__(self, prompt: str, completion: str, **columns: Any) -> float | Awaitable[float]: ...
