@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from trivium.buffers.sql import SqlBuffer
 from trivium.engines import layers
+from trivium.engines.processes import EngineHost
 from trivium.engines.torch import TorchEngine
 from trivium.models.described import Described, spec
 from trivium.models.load import load_lm
@@ -83,24 +84,51 @@ async def adopt(url: str, engine: TorchEngine) -> None:
         await engine.load(version, await asyncio.to_thread(channel.collect, version))
 
 
-def explore(url: str, model_dir: Path, report: Path) -> None:
-    """A process whose engine loads version 1: reports how much its memory rose, and whether it is whole."""
+def host(model_dir: Path, folder: Path) -> None:
+    """A process whose engine another one uses, until it loads version 1: reports as `explore`."""
+    layers.PACKED_BYTES = 0  # models as small as this one are kept a second time, for speed
+    engine = engine_of(model_dir)
+    rise = memory_rise()
+    (folder / "new").write_text(json.dumps(EngineHost(engine, "127.0.0.1", b"key").address))
+    (folder / "new").rename(folder / "address")
+
+    async def run() -> dict[str, object]:
+        async with asyncio.timeout(120):
+            while not engine.version:
+                await asyncio.sleep(0.01)
+        return {"rise": rise(), "whole": await holds_shifted(engine, model_dir)}
+
+    (folder / "written").write_text(json.dumps(asyncio.run(run())))
+    (folder / "written").rename(folder / "report.json")
+
+
+async def holds_shifted(engine: TorchEngine, model_dir: Path) -> bool:
+    held = dict(await engine.weights())
+    return all(torch.equal(held[name], tensor) for name, tensor in shifted(model_dir))
+
+
+def memory_rise() -> Callable[[], int]:
+    """By how many bytes the memory of this process rose at most, from now on."""
 
     def memory(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
+    before, libraries = memory("VmRSS"), memory("RssFile")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    return lambda: memory("VmHWM") - before - (memory("RssFile") - libraries)
+
+
+def explore(url: str, model_dir: Path, report: Path) -> None:
+    """A process whose engine loads version 1: reports how much its memory rose, and whether it is whole."""
     layers.PACKED_BYTES = 0  # models as small as this one are kept a second time, for speed
 
     async def run() -> dict[str, object]:
         engine = engine_of(model_dir)
-        before, libraries = memory("VmRSS"), memory("RssFile")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        rise = memory_rise()
         await adopt(url, engine)
-        rise = memory("VmHWM") - before - (memory("RssFile") - libraries)
-        expected = dict(shifted(model_dir))
-        held = dict(await engine.weights())
+        report = {"rise": rise(), "whole": await holds_shifted(engine, model_dir)}
         await engine.close()
-        return {"rise": rise, "whole": all(torch.equal(held[name], tensor) for name, tensor in expected.items())}
+        return report
 
     report.write_text(json.dumps(asyncio.run(run())))

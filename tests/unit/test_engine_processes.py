@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from multiprocessing.connection import Listener
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from tests.sessions import RENDERER
+from trivium.engines import processes
 from trivium.engines.processes import EngineHost, ProcessPool
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import RolloutError
+from trivium.models.described import Described, spec
 from trivium.policy import EngineFailure
+from trivium.protocols import TensorSpec
 
 
 def scripted() -> ScriptedEngine:
@@ -53,15 +59,17 @@ async def test_an_error_of_any_class_reaches_the_caller(raised: Exception, expec
 
 
 async def test_an_engine_that_does_not_load_within_the_deadline_is_named() -> None:
+    """Not those that wait for it."""
     hanging = scripted()
 
     async def load(version: int, weights: object, *, in_flight: str) -> None:
         await asyncio.Event().wait()
 
     hanging.load = load  # pyright: ignore[reportAttributeAccessIssue]
-    pool = ProcessPool(scripted(), [("rank 1", EngineHost(hanging, "127.0.0.1", b"key").address)], b"key", 0.05)
-    with pytest.raises(EngineFailure, match=r"version 3 in the engine of rank 1(.|\n)*within 0\.05 s"):
-        await asyncio.wait_for(pool.load(3, [("w", np.zeros(2))]), 60)
+    addresses = [EngineHost(engine, "127.0.0.1", b"key").address for engine in (scripted(), hanging)]
+    pool = ProcessPool(scripted(), [("rank 1", addresses[0]), ("rank 2", addresses[1])], b"key", 2.0)
+    with pytest.raises(EngineFailure, match=r"version 3 in the engine of rank 2\n(.|\n)*within 2 s"):
+        await asyncio.wait_for(pool.load(3, [("v", np.zeros(2)), ("w", np.zeros(2))]), 60)
     await asyncio.wait_for(pool.close(), 60)
 
 
@@ -87,3 +95,75 @@ async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_
     await asyncio.wait_for(pool.close(), 60)
     stopped.set()
     await asyncio.to_thread(silent.join)
+
+
+def ending(after: int) -> Iterator[tuple[str, Any]]:
+    for number in range(after):
+        yield f"w{number}", np.full(4, number)
+    raise ConnectionResetError("the network is gone")
+
+
+async def test_what_the_weights_raise_ends_every_load_and_the_next_one_is_whole() -> None:
+    """Also in another process, whose engine has taken a part of them."""
+    hosted, own = scripted(), scripted()
+    pool = ProcessPool(own, [("rank 1", EngineHost(hosted, "127.0.0.1", b"key").address)], b"key", 60.0)
+    tensors = tuple(TensorSpec(f"w{number}", "int64", (4,)) for number in range(5))
+    for version in (1, 2):
+        with pytest.raises(ConnectionResetError, match="the network is gone"):
+            await asyncio.wait_for(pool.load(version, Described(tensors, ending(3))), 60)
+    whole = [(f"w{number}", np.full(4, number)) for number in range(5)]
+    await asyncio.wait_for(pool.load(3, whole), 60)
+    names = [name for name, _ in whole]
+    assert (own.weight_names, hosted.weight_names) == (names, names)
+    assert (own.loaded, hosted.loaded, pool.version) == ([3], [3], 3)
+    await pool.close()
+
+
+KINDS = [
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.zeros(0, 3),
+    torch.tensor([True, False]),
+    torch.arange(5, dtype=torch.int64)[1:],
+    torch.nn.Parameter(torch.ones(2)),
+]
+
+
+async def test_tensors_of_any_kind_arrive_bit_for_bit_and_no_sooner_than_the_slowest_engine_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole and in parts; an engine that leaves before the last one holds up nobody."""
+    monkeypatch.setattr(processes, "_PART_BYTES", 5)
+    read, arrived, may_take = list[int](), list[Tensor](), Semaphore(0)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number, tensor in enumerate(KINDS):
+            read.append(number)
+            yield f"w{number}", tensor
+
+    def slowly(weights: Any) -> None:
+        for _, tensor in weights:
+            arrived.append(tensor)
+            assert may_take.acquire(timeout=60)
+
+    async def slow(version: int, weights: Any, *, in_flight: str) -> None:
+        await asyncio.to_thread(slowly, weights)
+
+    async def leaving(version: int, weights: Any, *, in_flight: str) -> None:
+        await asyncio.to_thread(next, iter(weights))
+
+    engines = [scripted(), scripted(), scripted()]
+    engines[1].load, engines[2].load = slow, leaving  # pyright: ignore[reportAttributeAccessIssue]
+    addresses = [EngineHost(engine, "127.0.0.1", b"key").address for engine in engines[1:]]
+    pool = ProcessPool(engines[0], [("rank 1", addresses[0]), ("rank 2", addresses[1])], b"key", 60.0)
+    loading = asyncio.ensure_future(pool.load(1, Described(tuple(map(spec, "abcdef", KINDS)), weights())))
+    for number in range(len(KINDS)):
+        async with asyncio.timeout(60):
+            while len(arrived) <= number:
+                await asyncio.sleep(0.001)
+        assert len(read) <= number + 2  # the one after what the slow one has is on its way
+        may_take.release()
+    await asyncio.wait_for(loading, 60)
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(arrived, KINDS, strict=True))
+    assert engines[0].weight_names == [f"w{number}" for number in range(len(KINDS))]
+    await pool.close()

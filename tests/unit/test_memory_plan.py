@@ -500,7 +500,7 @@ class TestAnotherMachine:
         assert rank["policy optimizer"] * MIB == pytest.approx(number, rel=1e-3)  # 8 N over 8 ranks
         assert memory["each engine"]["engine"] * MIB == pytest.approx(2 * number, rel=1e-3)
         assert memory["each engine"]["engines"] == 8
-        assert memory["each rank, host"]["weights received"] * MIB == pytest.approx(2 * number, rel=1e-3)
+        assert memory["each rank, host"]["weights received"] * MIB == pytest.approx(2 * 2 * 152064 * 5120, rel=1e-3)
         assert "of the memory of a GPU" in error
         ray = {"kind": "ray", "ranks": 6, "engines": 2}
         code, memory, _ = checked(train={}, cluster=ray)

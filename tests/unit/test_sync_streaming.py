@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sync_parts import adopt, channel_end, engine_of, explore, shifted, train
+from sync_parts import adopt, channel_end, engine_of, explore, holds_shifted, host, shifted, train
 from training_parts import write_model
 
 from tests.processes import Forked
+from trivium.engines.processes import ProcessPool
 from trivium.engines.torch import TorchEngine
 from trivium.errors import RoleFailed, SyncError
 from trivium.models.described import Described
@@ -62,6 +63,33 @@ def test_an_engine_in_another_process_needs_one_bucket_beside_its_weights(tmp_pa
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["whole"]
     assert report["rise"] < BUCKET + 2 * tensor + size / 8, report
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
+async def test_an_engine_that_another_process_hosts_needs_two_tensors_beside_its_weights(tmp_path: Path) -> None:
+    """As on a rank of torchrun that samples: the first one sends a tensor when all have the one before."""
+    model_dir = write_model(tmp_path / "large", "llama", **LARGE)
+    size, tensor = (model_dir / "model.safetensors").stat().st_size, LARGE["vocab_size"] * LARGE["hidden_size"] * 4
+    other = Forked("host", tmp_path / "host.out", host, model_dir, tmp_path)
+    try:
+        async with asyncio.timeout(120):
+            while not (tmp_path / "address").exists():
+                await asyncio.sleep(0.02)
+        address = tuple(json.loads((tmp_path / "address").read_text()))
+        own = engine_of(model_dir)
+        pool = ProcessPool(own, [("rank 1", address)], b"key", 120.0)
+        await asyncio.wait_for(pool.load(1, shifted(model_dir)), 120)
+        assert await holds_shifted(own, model_dir)
+        async with asyncio.timeout(120):
+            while not (tmp_path / "report.json").exists():
+                await asyncio.sleep(0.02)
+        await pool.close()
+        assert await asyncio.to_thread(other.wait, 120) == 0, other.text
+    finally:
+        other.kill()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["whole"]
+    assert report["rise"] < 3 * tensor + size / 8, report  # one is loaded while the next one arrives, in parts
 
 
 async def test_a_trainer_that_dies_half_way_is_named_and_its_half_answers_nothing(

@@ -124,7 +124,8 @@ class ActorReplica(Replica):
     async def _load_in_time(self, engine: Any, weights: WeightHandle, in_flight: str) -> None:
         """Raises EngineFailure after the deadline; the process is killed then."""
         try:
-            await load_in_time(engine.load(weights, in_flight), self.name, weights.version, self._spec.deadline_s)
+            loading, deadline_s = engine.load(weights, in_flight), self._spec.deadline_s
+            await load_in_time(loading, lambda: self.name, weights.version, deadline_s)
         except EngineFailure:
             self._is_closed = True
             ray.kill(self._actor)

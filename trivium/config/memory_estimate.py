@@ -369,7 +369,8 @@ def plan_memory(config: RunConfig, batch: BatchPlan, machine: Machine) -> Memory
         if lora is not None and "policy" in trained:  # it is saved merged, in float32
             kept["checkpoint copy"] += max(0, shape.parameters * 4 // batch.ranks - held["policy weights"])
     if lora is None or lora.push != "adapter":
-        kept |= _travelling(config, batch, shape.parameters * BYTES[_planned_engine(config, batch, machine)[1]])
+        width = BYTES[_planned_engine(config, batch, machine)[1]]
+        kept |= _travelling(config, batch, shape.parameters * width, shape.embedding * width)
     local = config.cluster.kind == "local"
     explores = config.run.mode in ("both", "explore", "serve", "bench")
     samples, trains = explores and hasattr(engine, "max_rows"), config.run.mode in ("both", "train", "serve")
@@ -400,13 +401,14 @@ def replays_routing(config: RunConfig) -> bool:
     return getattr(config.train, "router_replay", "off") == "rollout"
 
 
-def _travelling(config: RunConfig, batch: BatchPlan, size: int) -> dict[str, int]:
-    """Bytes by item, for one rank, of weights of this size between trainer and engines, in host memory."""
+def _travelling(config: RunConfig, batch: BatchPlan, size: int, largest: int) -> dict[str, int]:
+    """Bytes by item, for one rank, of weights of this size and of their largest tensor between trainer and engines, in
+    host memory."""
     items: dict[str, int] = {}
     if config.sync.method is SyncMethod.MEMORY:
         items["published versions"] = kept_versions(config) * size // batch.ranks
     if config.cluster.kind == "local" and _engines(config, batch.ranks) > 1:
-        items["weights received"] = size  # an engine adopts them once it has all
+        items["weights received"] = 2 * largest  # one is loaded while the next arrives
     return items
 
 

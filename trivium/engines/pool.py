@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from trivium.concurrency import wait_for
@@ -29,14 +29,14 @@ class Replica(ABC):
 R = TypeVar("R", bound=Replica)
 
 
-async def load_in_time(loading: Awaitable[object], name: str, version: int, deadline_s: float) -> None:
-    """Waits until the replica `name` has loaded the version. Raises EngineFailure after the deadline, which also a
-    process that lives may miss."""
+async def load_in_time(loading: Awaitable[object], late: Callable[[], str], version: int, deadline_s: float) -> None:
+    """Waits until replicas have loaded the version. Raises EngineFailure after the deadline, which also a process that
+    lives may miss: it names those that are `late`."""
     try:
         await wait_for(deadline_s, loading)
     except TimeoutError as error:
         raise EngineFailure(
-            f"version {version} in the engine of {name}",
+            f"version {version} in the engine of {late()}",
             f"it has not loaded it within {deadline_s:g} s, and its process has not ended",
             "look at its log and at what its machine does; raise sync.deadline_s if it is only slow",
         ) from error

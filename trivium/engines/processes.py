@@ -10,24 +10,65 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
+import torch
+
+from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
-from trivium.errors import TriviumError
+from trivium.errors import SyncError, TriviumError
+from trivium.models.described import Described, described, type_name
 from trivium.policy import EngineFailure
-from trivium.protocols import RolloutEngine, Weights
+from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
 
 _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
 """How long an engine in another process may take to close."""
+_PART_BYTES = 2**24
+"""Tensors are sent in parts of this size, which are all that is in memory twice."""
+_TAKEN = "taken"
+"""What a process answers to a load as often as its engine has taken a tensor."""
+
+Named = tuple[str, torch.Tensor]
+
+
+class _Arriving:
+    """Weights that are given one at a time, for an engine to read in a thread of its own."""
+
+    def __init__(self, taken: Callable[[], None]) -> None:
+        """`taken` is called when the engine takes one."""
+        self._taken = taken
+        self._given = SimpleQueue[Named | SyncError | None]()
+
+    def put(self, named: Named | SyncError | None) -> None:
+        """A tensor; None: there are no more; an error: the others will not come."""
+        self._given.put(named)
+
+    def __iter__(self) -> Iterator[Named]:
+        while (named := self._given.get()) is not None:
+            if isinstance(named, SyncError):
+                raise named
+            self._taken()
+            yield named
+            del named  # before the next one comes
+
+
+async def _load(
+    engine: RolloutEngine, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, arriving: _Arriving
+) -> None:
+    try:
+        await engine.load(version, Described(tensors, arriving), in_flight=in_flight)
+    finally:  # an engine whose load was cancelled still reads
+        arriving.put(SyncError(f"the rest of version {version}", "its load has ended", "load the version anew"))
 
 
 class EngineHost:
@@ -38,6 +79,9 @@ class EngineHost:
         self._engine, self._listener = engine, Listener((host, 0), authkey=key)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         self._num_completions = 0
+        self._arriving: _Arriving | None = None
+        """The weights of the newest load."""
+        self._sending = Lock()
         Thread(target=self._serve, name="trivium-engine-host", daemon=True).start()
 
     def _serve(self) -> None:
@@ -45,39 +89,67 @@ class EngineHost:
             asyncio.run(self._answer_all(connection))
 
     async def _answer_all(self, connection: Connection) -> None:
-        weights, calls = list[tuple[str, Any]](), dict[int, asyncio.Task[None]]()
-        while (message := await asyncio.to_thread(_received, connection)) is not None:
+        calls = dict[int, asyncio.Task[None]]()
+        while (message := await asyncio.to_thread(self._next_call, connection)) is not None:
             number, what, value = message
             if what == "close":
                 break
-            if what == "weight":
-                weights.append(value)
-            elif what == "cancel":
+            if what == "cancel":
                 if number in calls:
                     calls[number].cancel()
+                continue
+            if what == "load":
+                self._arriving = _Arriving(partial(self._send, connection, (number, _TAKEN, None)))
+                call = partial(_load, self._engine, *value, self._arriving)
             else:
-                given, weights = (weights, []) if what == "load" else (None, weights)
-                calls[number] = asyncio.ensure_future(self._answer(connection, number, value, given))
-                calls[number].add_done_callback(lambda _, number=number: calls.pop(number))
+                call = partial(self._generate, value)
+            calls[number] = asyncio.ensure_future(self._answer(connection, number, call))
+            calls[number].add_done_callback(lambda _, number=number: calls.pop(number))
         for call in [*calls.values()]:
             call.cancel()
         await self._engine.close()
         _log.info("this rank sampled %d completions", self._num_completions)
 
-    async def _answer(
-        self, connection: Connection, number: int, value: Any, weights: list[tuple[str, Any]] | None
-    ) -> None:
+    def _next_call(self, connection: Connection) -> Any:
+        """The next message that is not a tensor of the newest load; None where the other process is gone."""
+        with suppress(EOFError, ConnectionError):
+            while (message := pickle.loads(connection.recv_bytes()))[1] == "weight":
+                named = message[2] and _tensor(connection, *message[2])
+                if self._arriving is not None:
+                    self._arriving.put(named)
+                del named  # before the next one comes
+            return message
+        return None
+
+    async def _generate(self, request: Request) -> Completion:
+        completion = await self._engine.generate(request)
+        self._num_completions += 1
+        return completion
+
+    async def _answer(self, connection: Connection, number: int, call: Callable[[], Awaitable[Any]]) -> None:
         try:
-            if weights is None:
-                result = await self._engine.generate(value)
-                self._num_completions += 1
-            else:
-                version, in_flight = value
-                result = await self._engine.load(version, weights, in_flight=in_flight)
-            answer = number, result, None
+            answer = number, await call(), None
         except Exception as error:  # raised in the other process, which may not know its class
             answer = number, None, _portable(error)
-        connection.send_bytes(pickle.dumps(answer))
+        self._send(connection, answer)
+
+    def _send(self, connection: Connection, answer: tuple[int, Any, Exception | None]) -> None:
+        with self._sending, suppress(BrokenPipeError, ConnectionResetError):  # it is gone, as the reading thread finds
+            connection.send_bytes(pickle.dumps(answer))
+
+
+def _tensor(connection: Connection, name: str, dtype: str, shape: tuple[int, ...]) -> Named:
+    """A tensor whose bytes are next."""
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    flat, size = _flat(tensor), 0
+    while size < len(flat):
+        size += connection.recv_bytes_into(flat, size)
+    return name, tensor
+
+
+def _flat(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, not a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _portable(error: Exception) -> Exception:
@@ -96,8 +168,50 @@ def _received(connection: Connection) -> Any:
         return None
 
 
+class _Loading:
+    """The load of one engine, which is given a tensor at a time."""
+
+    def __init__(self) -> None:
+        self.put: Callable[[Named | None], None]
+        """Set before the first tensor is given."""
+        self.has_taken = Event()
+        """Whether the engine has taken what it was given, or needs no more."""
+        self.has_taken.set()
+        self.is_over = False
+
+    def give(self, named: Named | None) -> None:
+        """The next tensor; None: there are no more."""
+        self.has_taken.clear()
+        if self.is_over:  # after the line above: `end` may be called between the two
+            self.has_taken.set()
+        else:
+            self.put(named)
+
+    def end(self) -> None:
+        """The engine needs no more."""
+        self.is_over = True
+        self.has_taken.set()
+
+
+def _give_all(weights: Weights, loadings: Collection[_Loading]) -> None:
+    """Reads the weights: a tensor once every engine has taken the one before."""
+    for name, value in weights:
+        named = name, torch.as_tensor(value).detach().cpu().contiguous()
+        for loading in loadings:
+            loading.give(named)
+        del value, named  # in memory until it is loaded, not until the next one is read
+        for loading in loadings:
+            loading.has_taken.wait()
+        if all(loading.is_over for loading in loadings):
+            return
+    for loading in loadings:
+        loading.give(None)
+
+
 class _OwnReplica(Replica):
     """The engine of this process."""
+
+    name = "rank 0"
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -105,8 +219,13 @@ class _OwnReplica(Replica):
     async def generate(self, request: Request) -> Completion:
         return await self.engine.generate(request)
 
-    async def load(self, version: int, weights: Sequence[tuple[str, Any]], in_flight: str) -> None:
-        await self.engine.load(version, weights, in_flight=in_flight)
+    async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: _Loading) -> None:
+        arriving = _Arriving(loading.has_taken.set)
+        loading.put = arriving.put
+        await _load(self.engine, version, tensors, in_flight, arriving)
+
+    def disconnect(self) -> None:
+        """There is no connection."""
 
     async def close(self) -> None:
         await self.engine.close()
@@ -115,13 +234,12 @@ class _OwnReplica(Replica):
 class _ProcessReplica(Replica):
     """An engine that another process hosts."""
 
-    def __init__(self, name: str, address: tuple[str, int], key: bytes, deadline_s: float) -> None:
-        self._name, self._connection, self._deadline_s = name, Client(address, authkey=key), deadline_s
+    def __init__(self, name: str, address: tuple[str, int], key: bytes) -> None:
+        self.name, self._connection = name, Client(address, authkey=key)
         self._numbers = count()
-        self._unsent = SimpleQueue[bytes | tuple[int, str, Any] | None]()
-        """Messages, of which weights are pickled one by one. A process that hangs reads nothing: only a thread may
-        wait until it does."""
-        self._waiting: dict[int, Future[Any]] = {}
+        self._unsent = SimpleQueue[tuple[bytes | memoryview, ...] | None]()
+        """Messages. A process that hangs reads nothing: only a thread may wait until it does."""
+        self._waiting: dict[int, tuple[Future[Any], Event]] = {}
         self._is_gone = False
         self._receiving = Thread(target=self._receive, name=f"trivium-{name}", daemon=True)
         self._receiving.start()
@@ -131,25 +249,20 @@ class _ProcessReplica(Replica):
     async def generate(self, request: Request) -> Completion:
         return await self._call("generate", request)
 
-    async def load(self, version: int, weights: Sequence[tuple[str, Any]], in_flight: str) -> None:
-        for weight in () if self._is_gone else weights:
-            self._unsent.put((-1, "weight", weight))
-        try:
-            await load_in_time(self._call("load", (version, in_flight)), self._name, version, self._deadline_s)
-        except EngineFailure:
-            self._disconnect()
-            raise
+    async def load(self, version: int, tensors: tuple[TensorSpec, ...], in_flight: str, loading: _Loading) -> None:
+        loading.put = self._send_weight
+        await self._call("load", (version, tensors, in_flight), loading.has_taken)
 
     async def close(self) -> None:
         """Returns once the other process has closed its engine, or is gone."""
         if not self._is_gone:
             self._send(-1, "close", None)
             await asyncio.to_thread(self._receiving.join, _CLOSE_S)
-        self._disconnect()
+        self.disconnect()
 
-    async def _call(self, what: str, value: object) -> Any:
+    async def _call(self, what: str, value: object, has_taken: Event | None = None) -> Any:
         number, future = next(self._numbers), Future[Any]()
-        self._waiting[number] = future
+        self._waiting[number] = future, has_taken or Event()
         try:
             if self._is_gone:
                 raise self._failure()
@@ -161,7 +274,7 @@ class _ProcessReplica(Replica):
         finally:
             self._waiting.pop(number, None)
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
         """Ends both threads, also one that waits in a read or a write; the other process closes its engine."""
         if self._connection.closed:
             return
@@ -172,33 +285,51 @@ class _ProcessReplica(Replica):
         self._connection.close()
 
     def _send(self, number: int, what: str, value: object) -> None:
-        self._unsent.put(pickle.dumps((number, what, value)))
+        self._unsent.put((pickle.dumps((number, what, value)),))
+
+    def _send_weight(self, named: Named | None) -> None:
+        if named is None:
+            self._send(-1, "weight", None)
+            return
+        name, tensor = named
+        what, data = (name, type_name(tensor.dtype), tuple(tensor.shape)), _flat(tensor)
+        parts = (data[first : first + _PART_BYTES] for first in range(0, len(data), _PART_BYTES))
+        self._unsent.put((pickle.dumps((-1, "weight", what)), *parts))
 
     def _send_all(self) -> None:
-        while (message := self._unsent.get()) is not None:
-            try:
-                self._connection.send_bytes(message if isinstance(message, bytes) else pickle.dumps(message))
-            except OSError:
-                return  # the process is gone, as the other thread notices, which tells all who wait
+        with suppress(OSError):  # the process is gone, as the other thread notices, which tells all who wait
+            while self._send_next():
+                pass
+
+    def _send_next(self) -> bool:
+        message = self._unsent.get()
+        for part in message or ():
+            self._connection.send_bytes(part)
+        return message is not None
 
     def _receive(self) -> None:
         while (message := _received(self._connection)) is not None:
             number, result, error = message
-            future = self._waiting.pop(number, None)
-            if future is None or not future.set_running_or_notify_cancel():
+            future, has_taken = self._waiting.get(number, (None, None))
+            if future is None or has_taken is None:
                 continue  # its caller was cancelled
+            if isinstance(result, str):
+                has_taken.set()
+                continue
+            if not future.set_running_or_notify_cancel():
+                continue
             if error is None:
                 future.set_result(result)
             else:
                 future.set_exception(error)
         self._is_gone = True
         self._unsent.put(None)
-        for future in [*self._waiting.values()]:
+        for future, _ in [*self._waiting.values()]:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())
 
     def _failure(self) -> EngineFailure:
-        return EngineFailure(f"completions of {self._name}", "its process is gone", "look at its log")
+        return EngineFailure(f"completions of {self.name}", "its process is gone", "look at its log")
 
 
 class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
@@ -207,17 +338,43 @@ class ProcessPool(EnginePool[_OwnReplica | _ProcessReplica]):
     def __init__(
         self, own: RolloutEngine, others: Sequence[tuple[str, tuple[str, int]]], key: bytes, deadline_s: float
     ) -> None:
-        """`others` are (name, address) of each `EngineHost`, which has to load weights within `deadline_s`."""
-        replicas = (_ProcessReplica(name, address, key, deadline_s) for name, address in others)
+        """`others` are (name, address) of each `EngineHost`; all have to load weights within `deadline_s`."""
+        replicas = (_ProcessReplica(name, address, key) for name, address in others)
         super().__init__([_OwnReplica(own), *replicas])
+        self._deadline_s = deadline_s
         each = capabilities_of(own)
         # Not `updates_in_flight`: they change their weights at different tokens, which a caller cannot rely on.
         self.capabilities = Capabilities(exact_sampling=each.exact_sampling, batch_invariant=each.batch_invariant)
         self.max_context = own.max_context
 
     async def _load(self, version: int, weights: Weights, in_flight: str) -> None:
-        named = await asyncio.to_thread(list, weights)
-        await asyncio.gather(*(replica.load(version, named, in_flight) for replica in self.replicas))
+        given = weights if isinstance(weights, DescribedWeights) else await asyncio.to_thread(described, weights)
+        loadings = {replica: _Loading() for replica in self.replicas}
+
+        async def load_all() -> None:
+            loads = [load(replica, loading) for replica, loading in loadings.items()]
+            await gather_or_cancel([*loads, asyncio.to_thread(_give_all, given, loadings.values())])
+
+        async def load(replica: _OwnReplica | _ProcessReplica, loading: _Loading) -> None:
+            await replica.load(version, tuple(given.tensors), in_flight, loading)
+            loading.end()
+
+        def late() -> list[_OwnReplica | _ProcessReplica]:
+            return [replica for replica, loading in loadings.items() if not loading.has_taken.is_set()]
+
+        def names() -> str:
+            return ", ".join(replica.name for replica in late()) or "every rank: they wait for weights"
+
+        try:
+            await load_in_time(load_all(), names, version, self._deadline_s)
+        except EngineFailure as error:
+            if isinstance(error.__cause__, TimeoutError):  # they live, and do not answer
+                for replica in late():
+                    replica.disconnect()
+            raise
+        finally:
+            for loading in loadings.values():
+                loading.end()
 
     async def close(self) -> None:
         for replica in self.replicas:

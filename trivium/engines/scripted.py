@@ -16,7 +16,7 @@ from trivium.engines.load_gate import LoadGate
 from trivium.engines.stopping import StopScan
 from trivium.errors import ConfigError, RolloutError
 from trivium.policy import EngineFailure
-from trivium.protocols import Weights
+from trivium.protocols import DescribedWeights, Weights
 from trivium.randomness import uniforms
 from trivium.registry import resolve
 from trivium.types import Capabilities, Completion, Request, StopReason
@@ -134,15 +134,14 @@ class ScriptedEngine:
         """Adopts a version once everything submitted before has finished, or at once with `update`; keeps the names of
         the weights."""
         self._check_open()
-        names = [name for name, _ in weights]
         if in_flight == "update":
-            self._adopt(version, names)
+            self._adopt(version, await _names(weights))
             for call in self._in_flight:
                 if call.began is not None:
                     call.spans.append((time.monotonic() - call.began, version))
             return
         async with self._gate.load():
-            self._adopt(version, names)
+            self._adopt(version, await _names(weights))
 
     def _adopt(self, version: int, names: list[str]) -> None:
         self._version, self.weight_names = version, names
@@ -221,6 +220,13 @@ class ScriptedEngine:
             if scan is not None and scan.hit(tokens[:count]):
                 return tokens[:count], StopReason.STOP
         return tokens[:limit], StopReason.LENGTH
+
+
+async def _names(weights: Weights) -> list[str]:
+    """Of weights that are streamed, reading blocks until they come."""
+    if isinstance(weights, DescribedWeights):
+        return await asyncio.to_thread(lambda: [name for name, _ in weights])
+    return [name for name, _ in weights]
 
 
 def _end(pause: asyncio.Future[None]) -> None:
