@@ -69,7 +69,9 @@ BATCHES = {
     "one": make_batch((12,)),
     "masked": make_batch((8, 9, 7, 12, 6, 6, 9, 11), trained=(2, 3)),
     "nothing": make_batch((5, 6), trained=()),
-    "prompts": with_prompts(make_batch((17, 19, 18, 17, 18, 17, 17, 20, 6, 7)), 14, 4),
+    "prompts": with_prompts(
+        make_batch((47, 49, 48, 47, 28, 27, 27, 30, 6, 7)), 24, 4
+    ),  # 119 and 40 tokens: see pack_layout
 }
 """On four ranks, `two` and `one` leave some without a sequence, `masked` two or three without a trained token."""
 

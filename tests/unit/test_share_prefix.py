@@ -39,7 +39,8 @@ def words(rng: np.random.Generator, *lengths: int) -> list[IntArray]:
 
 
 def sequences() -> list[IntArray]:
-    """Two prompts; under the first a turn that four of seven share; one without an end of its own, one twice."""
+    """Two prompts; under the first a turn that four of seven share; one without an end of its own, one twice. 76 and
+    35 tokens under them."""
     rng = np.random.default_rng(0)
     prompt, turn, other = words(rng, 20, 13, 18)
     ends = words(rng, 3, 9, 5, 4, 1, 8, 7, 2, 6)
@@ -166,18 +167,37 @@ def test_images_are_shared_whole() -> None:
 
 @pytest.mark.parametrize("window", [None, 5, 30])
 @pytest.mark.parametrize("width", [4, 6])
-@pytest.mark.parametrize(("copied", "trunks"), [(0.0, 3), (1.6, 2), (9.0, 0)])
+@pytest.mark.parametrize(
+    ("clump", "copied", "kinds"),
+    [
+        (0, 0.0, (3, False, False)),
+        (0, 1.6, (2, True, False)),
+        (0, 9.0, (0, True, False)),
+        (40, 0.0, (1, False, True)),
+        (40, 9.0, (0, True, True)),
+        (96, 0.0, (0, False, True)),
+    ],
+)
 def test_attention_in_the_tree_is_attention_in_each_sequence(
-    copied: float, trunks: int, window: int | None, width: int, monkeypatch: pytest.MonkeyPatch
+    clump: int,
+    copied: float,
+    kinds: tuple[int, bool, bool],
+    window: int | None,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether segments are copied or not. Values as wide as keys go through torch's kernel; others through the
-    arithmetic written out."""
+    """`kinds`: how many segments are attended to as they are, whether others are copied, and whether subtrees share a
+    row of a grid. Values as wide as keys go through
+    torch's kernel; others through the arithmetic written out."""
+    monkeypatch.setattr("trivium.models.pack_layout._CLUMP", clump)
     monkeypatch.setattr("trivium.models.pack_layout._COPIED", copied)
     monkeypatch.setattr("trivium.models.pack_layout._FEW", 0)
     many = sequences()
     packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
-    assert (len(packed.trunks), packed.copies) == (trunks, trunks < 3)
-    rows = TreeRows(packed.grids, packed.spread, packed.collect, packed.positions, packed.trunks, packed.copies)
+    assert (len(packed.trunks), packed.copies, packed.masks.count(None) < len(packed.masks)) == kinds
+    rows = TreeRows(
+        packed.grids, packed.masks, packed.spread, packed.collect, packed.positions, packed.trunks, packed.copies
+    )
     torch.manual_seed(0)
     shapes = ((4, 4), (2, 4), (2, width))
     q, k, v = (torch.randn(len(packed.tokens), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
@@ -231,7 +251,11 @@ def write(directory: Path, name: str) -> Path:
         ("qwen3", "score"),
     ],
 )
-def test_a_model_says_the_same_and_learns_the_same(name: str, head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clump", [0, 96])
+def test_a_model_says_the_same_and_learns_the_same(
+    name: str, head: str, clump: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivium.models.pack_layout._CLUMP", clump)
     how: dict[str, Any] = {"temperature": 0.7} if head == "lm" else {"seed": 3}
     dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # torch has no grouped product in float64
     close = 1e-4 if name == "qwen3_moe" else 1e-9

@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from trivium.models.prefix_attention import Trunk
-from trivium.models.prefixes import Tree
+from trivium.models.prefixes import Segment, Tree
 
 _FILL = 0.75
 """The shortest sequence of a dense grid, as a part of its longest."""
 
+_CLUMP = 96
+"""Most tokens of a clump. Beyond, the pairs of tokens that do not see each other cost more than they save in calls."""
+
 _COPIED, _FEW = 0.4, 64
 """Most tokens that are copied for each behind them, and how many always are: up to there, an attention of their own
 took longer on CPUs."""
+
+
+def clumps_of(tree: Tree, starts: npt.NDArray[np.int64]) -> tuple[Tree, npt.NDArray[np.int64], list[bool]]:
+    """The tree in which each small subtree, a clump, is one segment; where its segments start; and which are clumps.
+
+    The tokens of a clump share one row of an attention grid, where a mask tells who sees whom: on CPUs, many short
+    sequences in rows of their own take several times as long.
+    """
+    totals = _totals(tree)
+    segments: list[Segment] = []
+    first_rows: list[int] = []
+    clumps: list[bool] = []
+    number: dict[int, int] = {}
+    behind_clump = 0
+    for here, segment in enumerate(tree.segments):
+        start, length = int(starts[here]), segment.stop - segment.first
+        if start < behind_clump:
+            continue
+        is_clump = length < totals[here] <= _CLUMP
+        if is_clump:
+            length = totals[here]
+            behind_clump = start + length
+        number[here] = len(segments)
+        stop, parent = segment.first + length, number.get(segment.parent, -1)
+        segments.append(segment._replace(stop=stop, parent=parent))
+        first_rows.append(start)
+        clumps.append(is_clump)
+    return Tree(tuple(segments), ()), np.array(first_rows), clumps
+
+
+def seen_until(tree: Tree, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(T,): the first row behind each token's that does not see it, be it copied or not."""
+    sizes = [segment.stop - segment.first for segment in tree.segments]
+    return np.repeat(starts + _totals(tree), sizes)
+
+
+def _totals(tree: Tree) -> list[int]:
+    """The tokens of each segment and of all that come behind it."""
+    totals = [segment.stop - segment.first for segment in tree.segments]
+    for here, segment in reversed([*enumerate(tree.segments)]):
+        if segment.parent >= 0:
+            totals[segment.parent] += totals[here]
+    return totals
 
 
 def copied_of(tree: Tree) -> list[bool]:
@@ -81,15 +128,38 @@ def trunks_of(tree: Tree, starts: npt.NDArray[np.int64], copied: Sequence[bool])
     )
 
 
-def grids_of(
-    paths: Sequence[npt.NDArray[np.int64]], num_tokens: int
-) -> tuple[tuple[tuple[int, int], ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Dense grids over sequences of rows, of similar length: their shapes, cell -> row, row -> a cell that has it."""
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """Dense grids over paths, one path in each row of a grid, of similar lengths."""
+
+    shapes: tuple[tuple[int, int], ...]
+    """(paths, padded length) of each; together S cells."""
+    masked: tuple[bool, ...]
+    """Whether a row of the grid holds a clump."""
+    spread: npt.NDArray[np.int64]
+    """(S,): the row of the pack in each cell; padding repeats its path's last."""
+    collect: npt.NDArray[np.int64]
+    """(T,): a cell that has each row of the pack."""
+
+    def masks(self, until: npt.NDArray[np.int64]) -> list[npt.NDArray[np.bool_] | None]:
+        """(paths, length, length) of each grid with clumps: whether the token of a cell sees that of another."""
+        masks: list[npt.NDArray[np.bool_] | None] = []
+        offset = 0
+        for (count, length), masked in zip(self.shapes, self.masked, strict=True):
+            rows = self.spread[offset : offset + count * length].reshape(count, length)
+            offset += count * length
+            seen = rows[:, :, None] < until[rows][:, None, :]
+            masks.append(np.tril(seen) if masked else None)
+        return masks
+
+
+def grids_of(paths: Sequence[npt.NDArray[np.int64]], clumps: Sequence[bool], num_tokens: int) -> Grids:
+    """The grids of the paths, of which some end with a clump."""
     lengths = np.array([len(rows) for rows in paths])
-    order = np.argsort(-lengths, kind="stable")
     members: list[list[int]] = []
-    for i in order:
-        if not members or lengths[i] < _FILL * lengths[members[-1][0]]:
+    for i in np.lexsort((-lengths, clumps)):
+        last = members[-1][0] if members else -1
+        if not members or clumps[i] != clumps[last] or lengths[i] < _FILL * lengths[last]:
             members.append([])
         members[-1].append(int(i))
     collect = np.empty(num_tokens, np.int64)
@@ -101,4 +171,5 @@ def grids_of(
             spread.append(paths[i][np.minimum(np.arange(longest), lengths[i] - 1)])
             collect[paths[i]] = offset + np.arange(lengths[i])
             offset += longest
-    return tuple((len(grid), int(lengths[grid[0]])) for grid in members), np.concatenate(spread), collect
+    shapes = tuple((len(grid), int(lengths[grid[0]])) for grid in members)
+    return Grids(shapes, tuple(bool(clumps[grid[0]]) for grid in members), np.concatenate(spread), collect)

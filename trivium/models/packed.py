@@ -33,7 +33,7 @@ from trivium.errors import ConfigError, TriviumError
 from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
-from trivium.models.pack_layout import copied_of, grids_of, paths_of, rows_of, trunks_of
+from trivium.models.pack_layout import clumps_of, copied_of, grids_of, paths_of, rows_of, seen_until, trunks_of
 from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
 from trivium.models.prefixes import Segment, Tree, separate
 from trivium.models.rounding import explained_by_rounding
@@ -88,6 +88,8 @@ class Pack:
     """(S,) int64: the token in each cell of the attention grids; padding repeats its own segment's last token."""
     collect: torch.Tensor
     """(T,) int64: a cell of the attention grids that holds each token."""
+    masks: tuple[torch.Tensor | None, ...] = ()
+    """(segments, length, length) bool of each grid: whether a cell sees another; None where it sees all before it."""
     trunks: tuple[Trunk, ...] = ()
     """The segments that others go on from and attend to as they are."""
     copies: bool = False
@@ -104,6 +106,11 @@ class Pack:
     def shape(self) -> tuple[int, int]:
         """(B, L)."""
         return len(self.lengths), max(self.lengths)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether attention must know more than the grids."""
+        return bool(self.trunks) or any(mask is not None for mask in self.masks)
 
     @property
     def num_rows(self) -> int:
@@ -132,8 +139,11 @@ def pack(
         before[start] = 0 if segment.parent < 0 else starts[segment.parent] + sizes[segment.parent] - 1
     before = np.concatenate([before, [starts[here] + sizes[here] - 1 for here in ends]])
     row_of_end = {here: sizes.sum() + i for i, here in enumerate(ends)}
-    copied = copied_of(tree)
-    grids, spread, collect = grids_of(paths_of(tree, starts, copied), int(sizes.sum()))
+    outline, first_rows, clumps = clumps_of(tree, starts)
+    copied = copied_of(outline)
+    ends_with_clump = [clump for clump, copy in zip(clumps, copied, strict=True) if not copy]
+    grids = grids_of(paths_of(outline, first_rows, copied), ends_with_clump, int(sizes.sum()))
+    masks = grids.masks(seen_until(tree, starts))
     owner = np.repeat(np.arange(len(lengths)), lengths)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -149,10 +159,11 @@ def pack(
         rows=move(np.concatenate([rows_of(leaf, tree, starts, row_of_end) for leaf in tree.leaves])),
         cells=move(owner * lengths.max() + np.concatenate([np.arange(n) for n in lengths])),
         segments=tree.segments,
-        grids=grids,
-        spread=move(spread),
-        collect=move(collect),
-        trunks=trunks_of(tree, starts, copied),
+        grids=grids.shapes,
+        masks=tuple(None if mask is None else torch.from_numpy(mask).to(device) for mask in masks),
+        spread=move(grids.spread),
+        collect=move(grids.collect),
+        trunks=trunks_of(outline, first_rows, copied),
         copies=any(copied),
     )
 
@@ -196,7 +207,7 @@ def packed_attention(
     if backend in KERNELS:
         attend = partial(_attend_in_runs, kernel=KERNELS[backend])
     else:
-        attend = _attend_in_tree if trivium_pack.trunks else _attend_in_grids
+        attend = _attend_in_tree if trivium_pack.is_tree else _attend_in_grids
     with torch.autocast(device, enabled=False):
         output = attend(tokens, trivium_pack, scaling, sliding_window)
     return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
@@ -228,7 +239,7 @@ def _attend_in_tree(
 ) -> torch.Tensor:
     """The same where sequences share tokens; rows that hold no token of the pack are zero."""
     number, positions = batch.num_rows, batch.positions if batch.positions.dim() == 1 else batch.positions[0]
-    rows = TreeRows(batch.grids, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
+    rows = TreeRows(batch.grids, batch.masks, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
     return _at_rows(batch, tree_attention(q, k, v, rows, scaling, sliding_window), len(tokens[0]))
 
@@ -297,7 +308,7 @@ class Backbone:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
         slices = Slices(batch.num_rows, self.sequence.rank, self.sequence.size, ROWS)
         places = slices.place(torch.arange(batch.num_rows, device=rows.device))
-        if batch.trunks:
+        if batch.is_tree:
             spread = replace(batch, order=places)
         else:
             cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
@@ -311,7 +322,7 @@ class Backbone:
 
     def _packed(self, batch: Pack) -> torch.Tensor:
         number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # rows that are never read: see ROWS
-        filled = batch if batch.trunks else replace(batch, collect=pad(batch.collect, fill))
+        filled = batch if batch.is_tree else replace(batch, collect=pad(batch.collect, fill))
         if batch.routing is not None:
             filled = replace(filled, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]

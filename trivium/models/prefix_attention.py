@@ -42,6 +42,8 @@ class TreeRows:
 
     grids: tuple[tuple[int, int], ...]
     """(segments, padded length) of the dense grids in which each segment attends to itself."""
+    masks: tuple[torch.Tensor | None, ...]
+    """(segments, length, length) bool of each grid: whether a cell sees another; None where it sees all before it."""
     spread: torch.Tensor
     """The row in each cell of the grids."""
     collect: torch.Tensor
@@ -83,8 +85,9 @@ class _TreeAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.rows, ctx.scale, ctx.window = rows, scale, window
         keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
-        grids = zip(*(_grids(rows, x.index_select(0, rows.spread)) for x in (query, keys, values)), strict=True)
-        own = [_own_block(q.shape[1], scale, window, q).attend(q, k, v) for q, k, v in grids]
+        blocks = _own_blocks(rows, scale, window, query)
+        grids = zip(blocks, *(_grids(rows, x.index_select(0, rows.spread)) for x in (query, keys, values)), strict=True)
+        own = [block.attend(q, k, v) for block, q, k, v in grids]
         output, log_norm = _from_grids(rows, own)
         for trunk in rows.trunks:
             before, behind = slice(trunk.first, trunk.behind), slice(trunk.behind, trunk.stop)
@@ -106,8 +109,9 @@ class _TreeAttention(torch.autograd.Function):
         keys, values = (_repeated(x, query.shape[1]) for x in (key, value))
         cells = [x.index_select(0, rows.spread) for x in (query, keys, values, output, log_norm)]
         cells.append(grad.new_zeros(len(rows.spread), *grad.shape[1:]).index_copy_(0, rows.collect, grad))  # none of
-        grids = zip(*(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
-        own = [_own_block(q.shape[1], scale, window, q).gradients(q, *rest) for q, *rest in grids]
+        blocks = _own_blocks(rows, scale, window, query)
+        grids = zip(blocks, *(_grids(rows, x) for x in cells), strict=True)  # the padding: it is no one's output
+        own = [block.gradients(*parts) for block, *parts in grids]
         of_query, of_keys, of_values = _from_grids(rows, own)
         if rows.copies:  # what each copy was seen as adds up; one of them was the query
             of_keys, of_values = (
@@ -150,12 +154,23 @@ def _from_grids(rows: TreeRows, blocks: Iterable[Sequence[torch.Tensor]]) -> lis
     return [torch.cat([x.flatten(0, 1) for x in part]).index_select(0, rows.collect) for part in parts]
 
 
-def _own_block(length: int, scale: float, window: int | None, like: torch.Tensor) -> _Block:
-    """Of segments with themselves."""
-    if window is None or length <= window:
-        return _Block(scale, causal=True)
-    index = torch.arange(length, device=like.device)
-    return _Block(scale, causal=False, mask=_mask(index[:, None] - index, window, like))
+def _own_blocks(rows: TreeRows, scale: float, window: int | None, like: torch.Tensor) -> list[_Block]:
+    """Of segments with themselves, for each grid."""
+    blocks: list[_Block] = []
+    offset = 0
+    for (count, length), seen in zip(rows.grids, rows.masks, strict=True):
+        cells = rows.spread[offset : offset + count * length].unflatten(0, (count, length))
+        offset += count * length
+        near = window is None or length <= window
+        if seen is None and near:
+            blocks.append(_Block(scale, causal=True))
+            continue
+        seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril() if seen is None else seen
+        if not near:
+            positions = rows.positions[cells]
+            seen = seen & (positions[:, :, None] - positions[:, None, :] < cast(int, window))
+        blocks.append(_Block(scale, causal=False, mask=_as_scores(seen, like)[:, None]))
+    return blocks
 
 
 def _block_behind(
@@ -165,13 +180,12 @@ def _block_behind(
     if window is None or trunk.reach < window:
         return _Block(scale, causal=False)
     distance = positions[trunk.behind : trunk.stop, None] - positions[trunk.first : trunk.behind]
-    return _Block(scale, causal=False, mask=_mask(distance, window, like))
+    return _Block(scale, causal=False, mask=_as_scores(distance < window, like))
 
 
-def _mask(distance: torch.Tensor, window: int, like: torch.Tensor) -> torch.Tensor:
-    """(L, S), to be added to the scores of keys at these distances before their queries."""
-    seen = (distance >= 0) & (distance < window)
-    return torch.zeros(distance.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, _UNSEEN)
+def _as_scores(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What is added to scores, of keys that are seen or not."""
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, _UNSEEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +196,7 @@ class _Block:
     causal: bool
     """Where L is S: a query sees no key behind it."""
     mask: torch.Tensor | None = None
+    """(L, S) or (B, 1, L, S), added to the scores."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(output (B, L, H, D), logarithm of the sum of exponentials (B, L, H))."""
@@ -240,7 +255,7 @@ class _Block:
             if self.causal:
                 index = torch.arange(keys, device=q.device)
                 scores.masked_fill_(index > index[queries, None], _UNSEEN)
-            yield queries, scores if self.mask is None else scores.add_(self.mask[queries])
+            yield queries, scores if self.mask is None else scores.add_(self.mask[..., queries, :])
 
 
 def _has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
