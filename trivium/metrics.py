@@ -1,8 +1,8 @@
-"""Every metric, declared once: unit, how several values become one, and which direction is good.
+"""The catalogue of metrics: unit, aggregation and good direction of each, declared once.
 
-Keys are `area/name`. A key that is not declared is refused by `checked`, so a monitor never shows a number that nothing
-defined. Whatever depends on the clock or the machine lives in the areas `time/` and `perf/`, and in those that a front
-door declares so: two runs of the same config agree on everything else.
+Keys are `area/name`. `checked` refuses a key that is not declared, so every number of a monitor has a definition.
+Metrics that depend on the clock or the machine are in the areas `time/` and `perf/`, and in those that a front door
+declares with `machine`: two runs of the same config agree on all others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a metric key means."""
+    """The declaration of a metric key."""
 
     key: str
     """`area/name`; `*` stands for a user's name (a reward component, a taskset)."""
     help: str
     unit: str = ""
     aggregation: str = "mean"
-    """How values of several micro-batches, groups or turns become the one that is logged."""
+    """How the values of several micro-batches, groups or turns are aggregated."""
     better: str = ""
     """`up`, `down` or nothing."""
 
 
 METRICS: dict[str, Declared] = {}
 _OF_USERS: dict[str, Declared] = {}
-"""What user code measures, in this process alone."""
+"""Metrics of user code, declared in this process alone."""
 _MACHINE_AREAS = {"time", "perf"}
 
 
@@ -57,7 +57,7 @@ def declare(
 
 
 def declare_missing(keys: Iterable[str], help: str) -> None:
-    """Declares the keys of user code that nothing declares: as means, without a unit."""
+    """Declares keys of user code that are not declared yet, as means without a unit."""
     for key in keys:
         if _declaration(key) is None:
             _OF_USERS[key] = Declared(key, help)
@@ -81,7 +81,7 @@ def _declaration(key: str) -> Declared | None:
 
 
 def aggregate(rows: Iterable[Mapping[str, float]]) -> Metrics:
-    """Many measurements of the same keys as one, each by its declared aggregation."""
+    """Aggregates many measurements of the same keys, each as declared."""
     collected: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -95,7 +95,7 @@ def checked(metrics: Mapping[str, float]) -> Metrics:
 
 
 def depends_on_machine(key: str) -> bool:
-    """Whether two runs of one config may differ in it."""
+    """Whether the metric may differ between two runs of one config."""
     return key.partition("/")[0] in _MACHINE_AREAS
 
 
@@ -104,7 +104,7 @@ def same(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-# What the policy did.
+# Rollouts and their rewards.
 declare("reward/mean", "mean total reward of all rollouts; refused groups count, failed members do not", better="up")
 declare("reward/trained_mean", "mean total reward of the groups trained on, before shaping", better="up")
 declare("reward/shaped_mean", "mean reward of the trajectories trained on, after shaping")
@@ -169,7 +169,7 @@ declare(
 )
 declare("workflow/*", "a number that the workflow, or an operator, reported, averaged over trajectories")
 
-# Where a step's groups came from.
+# The origin of a step's groups.
 declare("sample/task_count", "different tasks among a step's groups")
 declare("sample/model_version/mean", "mean version that sampled a group, by its oldest token; an expert's left out")
 declare("sample/model_version/min", "oldest of these versions", aggregation="min")
@@ -181,7 +181,7 @@ declare("sample/use_count", "mean number of steps that had trained on a replayed
 declare("sample/stored", "groups kept for replay after this step", aggregation="last")
 declare("sample/fresh_reward", "mean total reward of the rollouts of this step, replayed groups left out", better="up")
 
-# What the update did. `*` is the objective: policy, value or reward.
+# The update. `*` is the objective: policy, value or reward.
 declare("train/changed_fields", "config fields that were changed before this step, with `--change`")
 declare("train/loss/*", "loss of one objective, normalised over the whole optimizer step")
 declare(
@@ -274,8 +274,8 @@ declare(
     better="down",
 )
 
-# Off-policy correction. `sequence_` is about the means of sequences; `below` and `above` about the interval that is
-# asked for, of which one number u stands for [1/u, u].
+# Off-policy correction. `sequence_` metrics are over the means of sequences; `below` and `above` refer to the
+# configured interval; a single number u stands for [1/u, u].
 declare("mismatch/weight/mean", "mean importance weight before normalisation, over tokens")
 declare("mismatch/weight/std", "standard deviation of the weights over tokens", better="down")
 declare("mismatch/weight/max", "largest weight", aggregation="max")
@@ -351,7 +351,7 @@ declare("eval/*/response_tokens", "mean length of the answers", unit="tokens")
 declare("eval/*/failed", "evaluation rollouts that failed", aggregation="sum", better="down")
 declare("eval/*/version", "policy version that was evaluated", aggregation="last")
 
-# Clock and machine: never part of what two runs must agree on.
+# Clock and machine: may differ between two runs of one config.
 declare("time/step", "a train step, from asking for groups to its row", unit="s", aggregation="sum")
 declare("time/wait", "waiting for groups: rollouts and their rewards", unit="s", aggregation="sum", better="down")
 declare("time/train", "the train step proper: scores, advantages, updates", unit="s", aggregation="sum")

@@ -201,8 +201,10 @@ def test_a_run_goes_on_from_another_ones_checkpoint_bit_for_bit(example: Any, co
     fitted(example.make_trainer("grpo", whole, steps=3, config=small(example, "grpo", whole, 3, trainer=keep)))
     shutil.copytree(whole / "model", taken_up / "model")
     begun = whole / "run" / "checkpoints" / "step-000001"
-    said = {"resume_mode": "resume_path", "resume_from_path": str(begun)}
-    trainer = example.make_trainer("grpo", taken_up, steps=3, config=small(example, "grpo", taken_up, 3, trainer=said))
+    resume = {"resume_mode": "resume_path", "resume_from_path": str(begun)}
+    trainer = example.make_trainer(
+        "grpo", taken_up, steps=3, config=small(example, "grpo", taken_up, 3, trainer=resume)
+    )
     trainer.init_workers()
     try:
         assert trainer.fit()["steps"] == 3
@@ -539,14 +541,14 @@ def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path
     with pytest.raises(ConfigError, match=r"Unheard\._update_actor(.|\n)*derive from ActorRolloutRefWorker"):
         example.make_trainer("grpo", tmp_path, steps=1, kind=Unheard)
     trainer = example.make_trainer("grpo", tmp_path, steps=1)
-    for name, says in (
+    for name, message in (
         ("critic_wg", "the advantage estimator reads values"),
         ("kl_ctrl_in_reward", "use_kl_in_reward"),
         ("async_rollout_manager", "generate_sequences"),
         ("_dump_generations", "rollouts/"),
         ("reward_function", "has no attribute"),
     ):
-        with pytest.raises(AttributeError, match=says):
+        with pytest.raises(AttributeError, match=message):
             getattr(trainer, name)
     assert not hasattr(trainer, "ref_policy_wg")
     assert trainer.global_steps == 0
@@ -567,11 +569,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "beside", "says"), REFUSED)
+@pytest.mark.parametrize(("config", "beside", "message"), REFUSED)
 def test_what_is_not_built_is_refused_before_anything_starts(
-    example: Any, tmp_path: Path, config: dict[str, Any], beside: dict[str, Any], says: str
+    example: Any, tmp_path: Path, config: dict[str, Any], beside: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TriviumError, match=says):
+    with pytest.raises(TriviumError, match=message):
         example.make_trainer(
             "ppo", tmp_path, steps=1, config=merged(example.config("ppo", tmp_path, 1), config), **beside
         )
@@ -612,14 +614,14 @@ def test_rewards_come_from_the_config_where_none_are_passed(example: Any, tmp_pa
     (tmp_path / "mine.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 3\n"
     )
-    said = merged(
+    config = merged(
         example.config("grpo", tmp_path, 1),
         {
             "custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "score"},
             "reward_model": {"reward_manager": "naive", "reward_kwargs": {}},
         },
     )
-    trainer = example.make_trainer("grpo", tmp_path, steps=1, config=said, reward_fn=None)
+    trainer = example.make_trainer("grpo", tmp_path, steps=1, config=config, reward_fn=None)
     task = trainer.run_config.tasks["train"].data.visit(0, 0)
     turn = Turn(np.array([1, 2]), np.array([3]), np.zeros(1), np.zeros(1), StopReason.EOS, "3")  # pyright: ignore[reportArgumentType]
     assert trainer._setup.rewards is not None

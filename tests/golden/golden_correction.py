@@ -13,27 +13,27 @@ from trivium.algorithms.stats import masked_mean
 # --------------------------------------------------------------------------- verl's words
 
 
-def _bound(said: Any) -> Any:
+def _bound(threshold: Any) -> Any:
     """`0.5_2.0` is an interval, anything else one number."""
-    low, is_interval, high = str(said).partition("_")
+    low, is_interval, high = str(threshold).partition("_")
     return (float(low), float(high)) if is_interval else float(low)
 
 
 def _correction(kwargs: Arguments, **further: Any) -> Correction | None:
     """What a config would hold; None where the peer is told to do nothing."""
-    said: dict[str, Any] = dict(further)
+    keys: dict[str, Any] = dict(further)
     if kwargs.get("rollout_is"):
         bound = _bound(kwargs["rollout_is_threshold"])
-        said |= {"weights": kwargs["rollout_is"], "threshold": bound}
-        said |= {"outside": "mask" if isinstance(bound, tuple) else "truncate"}
-        said |= {"normalise": kwargs.get("rollout_is_batch_normalize", False)}
+        keys |= {"weights": kwargs["rollout_is"], "threshold": bound}
+        keys |= {"outside": "mask" if isinstance(bound, tuple) else "truncate"}
+        keys |= {"normalise": kwargs.get("rollout_is_batch_normalize", False)}
     if kwargs.get("rollout_rs"):
         options, bounds = kwargs["rollout_rs"].split(","), str(kwargs["rollout_rs_threshold"]).split(",")
         bounds = bounds * len(options) if len(bounds) == 1 else bounds
-        said["rejection"] = {option: _bound(bound) for option, bound in zip(options, bounds, strict=True)}
-    if said == further:
+        keys["rejection"] = {option: _bound(bound) for option, bound in zip(options, bounds, strict=True)}
+    if keys == further:
         return None
-    correction = section("corrections", "custom", **said)
+    correction = section("corrections", "custom", **keys)
     assert isinstance(correction, Correction)
     return correction
 
@@ -61,8 +61,8 @@ _OFF_POLICY = {
 
 
 def _off_policy_metrics(found: dict[str, float]) -> dict[str, float]:
-    said = {theirs: found[f"mismatch/{ours}"] for theirs, ours in _OFF_POLICY.items()}
-    return said | {"log_ppl_diff_min": -found["mismatch/log_perplexity_gap_below"]}
+    metrics = {theirs: found[f"mismatch/{ours}"] for theirs, ours in _OFF_POLICY.items()}
+    return metrics | {"log_ppl_diff_min": -found["mismatch/log_perplexity_gap_below"]}
 
 
 _SPREAD = {
@@ -89,27 +89,27 @@ _REJECTION = {
 
 
 def _weight_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
-    said = {f"rollout_is_{theirs}": found[f"mismatch/weight/{ours}"] for theirs, ours in _WEIGHTS.items()}
+    metrics = {f"rollout_is_{theirs}": found[f"mismatch/weight/{ours}"] for theirs, ours in _WEIGHTS.items()}
     if correction.weights == "sequence":  # the peer's extremes are then those of the ratios
-        said["rollout_is_max"] = found["mismatch/weight/ratio_max"]
-        said["rollout_is_min"] = found["mismatch/weight/ratio_min"]
+        metrics["rollout_is_max"] = found["mismatch/weight/ratio_max"]
+        metrics["rollout_is_min"] = found["mismatch/weight/ratio_min"]
     if correction.outside == "mask":
-        said["rollout_is_oob_ratio"] = found["mismatch/weight/outside"]
+        metrics["rollout_is_oob_ratio"] = found["mismatch/weight/outside"]
     if correction.normalise:
         mean = "mean" if correction.weights == "token" else "sequence_mean"
-        said["rollout_is_batch_norm_factor"] = found[f"mismatch/weight/{mean}"]
-    return said
+        metrics["rollout_is_batch_norm_factor"] = found[f"mismatch/weight/{mean}"]
+    return metrics
 
 
 def _rejection_metrics(found: dict[str, float], correction: Correction) -> dict[str, float]:
-    said: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for option in correction.rejection:
         ours_of = {t: o for t, o in _REJECTION.items() if option.endswith("k1") or t != "seq_fraction_low"}
-        said |= {
+        metrics |= {
             f"rollout_rs_{option}_{theirs}": found[f"mismatch/rejection/{option}/{ours}"]
             for theirs, ours in ours_of.items()
         }
-    return said | {
+    return metrics | {
         "rollout_rs_masked_fraction": found["mismatch/rejected_tokens"],
         "rollout_rs_seq_masked_fraction": found["mismatch/rejected_sequences"],
     }
@@ -117,12 +117,12 @@ def _rejection_metrics(found: dict[str, float], correction: Correction) -> dict[
 
 def _metrics(found: dict[str, float], correction: Correction | None) -> dict[str, float]:
     """Those of a correction under the peer's names."""
-    said: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if correction is not None and correction.weights != "none":
-        said |= _weight_metrics(found, correction)
+        metrics |= _weight_metrics(found, correction)
     if correction is not None and correction.rejection:
-        said |= _rejection_metrics(found, correction)
-    return said
+        metrics |= _rejection_metrics(found, correction)
+    return metrics
 
 
 # --------------------------------------------------------------------------- verl
@@ -148,8 +148,8 @@ def _full(inputs: Arguments, kwargs: Arguments) -> Arguments:
     found = mismatch(inputs["old_log_prob"], inputs["rollout_log_prob"], mask)
     weights, kept = None, mask
     if correction is not None:
-        weights, kept, said = _corrected(inputs, correction)
-        found |= said
+        weights, kept, statistics = _corrected(inputs, correction)
+        found |= statistics
     metrics = _off_policy_metrics(found) | _metrics(found, correction)
     return {
         "weights": weights,

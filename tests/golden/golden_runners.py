@@ -105,7 +105,7 @@ def minimised(
     mask = torch.stack([torch.from_numpy(e.response_mask.copy()) for e in batch.experiences])
     experts = mask & (version == EXPERT_VERSION)
     counted = mask & (shifted["counted"] != 0) if "counted" in shifted else mask
-    said = {
+    totals = {
         "tokens": int(mask.sum()),
         "sequences": int(mask.any(-1).sum()),
         "max_response_length": mask.shape[1] - 1,
@@ -116,8 +116,8 @@ def minimised(
         **counts,
     }
     if "counted" not in shifted:
-        said |= {"counted_tokens": None, "counted_sequences": None}
-    done = objective.loss(LossInputs(mask, version, shifted, log_prob, entropy, step=step), LossDenominators(**said))
+        totals |= {"counted_tokens": None, "counted_sequences": None}
+    done = objective.loss(LossInputs(mask, version, shifted, log_prob, entropy, step=step), LossDenominators(**totals))
     means = {key: float(value / max(int(mask.sum()), 1)) for key, value in done.sums.items()}
     maxima = {key: float(value) for key, value in done.maxima.items()}
     return done.loss, {**objective.derived(means), **maxima, **batch.metrics}

@@ -14,15 +14,15 @@ from trivium.types import Batch, Experience
 @answers("lightrft", "lightrft_compute_reward")
 def _compute_reward(inputs: Arguments, kwargs: Arguments) -> Arguments:
     """Clipped rewards on the last trained token, a KL penalty off every one: undiscounted to a single step's return."""
-    said = {
+    config = {
         "kind": "reinforce",
         "advantage": {"gamma": 0.0},
         "kl": {"coef": kwargs["kl_coef"], **({"place": "reward", "estimator": "k1"} if kwargs["kl_coef"] else {})},
     }
     if kwargs["reward_clip_range"] is not None:
         low, high = kwargs["reward_clip_range"]
-        said["shaping"] = [{"kind": "clip", "low": low, "high": high}]
-    algorithm = build_algorithm(plugin("algorithms", AlgorithmConfig)(said))
+        config["shaping"] = [{"kind": "clip", "low": low, "high": high}]
+    algorithm = build_algorithm(plugin("algorithms", AlgorithmConfig)(config))
     # A first column of context: a sequence's first token is never trained on.
     mask, kl = (np.pad(inputs[name].numpy(), ((0, 0), (1, 0))) for name in ("action_mask", "kl"))
     rows = [

@@ -41,11 +41,11 @@ def loss_of(inputs: Arguments, kwargs: Arguments, kind: str, **options: Any) -> 
         gates.append({"kind": "top_entropy", "fraction": kwargs["top_entropy_quantile"]})
     terms = {}
     if kwargs.get("beta"):
-        said = {"kind": "k3", "cap": None}
+        estimator = {"kind": "k3", "cap": None}
         if kwargs.get("use_bias_correction_kl"):
-            said = {"kind": "corrected_k3", "bound": None}
+            estimator = {"kind": "corrected_k3", "bound": None}
         terms["kl"] = Term(
-            kwargs["beta"], *resolve_function("kl_estimators", section("kl_estimators", **said), KlMetadata)
+            kwargs["beta"], *resolve_function("kl_estimators", section("kl_estimators", **estimator), KlMetadata)
         )
     objective = policy_objective(kind, MEAN[kwargs["loss_type"]], gates=gates, terms=terms, **options)
     names = {"max_completion_length": "max_response_length", "num_items_in_batch": "tokens"}

@@ -17,9 +17,9 @@ from trivium.types import Failure, Group, Message, StopReason, Task, Trajectory,
 PAD = 0
 
 
-def turn(prompt: list[int], tokens: list[int], text: str = "", **said: Any) -> Turn:
+def turn(prompt: list[int], tokens: list[int], text: str = "", **fields: Any) -> Turn:
     log_prob = -0.1 * np.arange(1, len(tokens) + 1)
-    return Turn(np.array(prompt), np.array(tokens), log_prob, np.zeros(len(tokens)), StopReason.EOS, text, **said)
+    return Turn(np.array(prompt), np.array(tokens), log_prob, np.zeros(len(tokens)), StopReason.EOS, text, **fields)
 
 
 def groups() -> list[Group]:
@@ -143,7 +143,7 @@ def test_rewards_become_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "said"),
+    ("rewards", "message"),
     [
         ({(0, 3): 1.0}, "sample 0 on its 3 response tokens"),
         ({(2, -1): 1.0}, "sample 2 on its 2 response tokens"),
@@ -151,11 +151,11 @@ def test_rewards_become_scores() -> None:
         ({(1, 1): np.inf}, "finite reward of sample 1"),
     ],
 )
-def test_rewards_that_cannot_be(rewards: dict[tuple[int, int], float], said: str) -> None:
+def test_rewards_that_cannot_be(rewards: dict[tuple[int, int], float], message: str) -> None:
     tensor = torch.zeros(3, 5)
     for place, reward in rewards.items():
         tensor[place] = reward
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         scored_rows(tensor, BatchView.of(groups(), PAD))
 
 

@@ -133,7 +133,7 @@ class Endless:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "says"),
+    ("sampler", "message"),
     [
         (Endless(), "without a length"),
         (BatchSampler(SequentialSampler(ROWS), 2, drop_last=True), "pass the sampler inside it"),
@@ -143,8 +143,8 @@ class Endless:
         ([0, 1, 2], "an epoch has 3"),
     ],
 )
-def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_sampler_that_cannot_be_followed_is_refused(sampler: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         data(sampler=sampler)  # not when the first batch is drawn
 
 
@@ -247,15 +247,15 @@ def test_collate_makes_the_rows_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("collate", "says"),
+    ("collate", "message"),
     [
         (lambda rows: {"prompt": [rows[0]["prompt"]]}, "another shape"),
         (lambda rows: {"text": [r["prompt"] for r in rows]}, "the columns are text"),
         (lambda rows: {"prompt": "all of them"}, "another shape"),
     ],
 )
-def test_a_collate_that_loses_rows_or_prompts_is_refused(collate: Any, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_collate_that_loses_rows_or_prompts_is_refused(collate: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         data(collate_fn=collate).visit(0, 0)
 
 

@@ -28,8 +28,8 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 1, 0],
 
 def objectives(mode: str, weighted: bool) -> tuple[PolicyObjective, PolicyObjective]:
     """(with the user's loss, with the same loss as it ships)"""
-    said = {"function": "tests.e2e.verl_user:my_loss", "loss_agg_mode": mode, "config": CONFIG}
-    mine = policy_objective("trivium.frontdoors.verl.registered:computed", mode, weighted=weighted, **said)
+    options = {"function": "tests.e2e.verl_user:my_loss", "loss_agg_mode": mode, "config": CONFIG}
+    mine = policy_objective("trivium.frontdoors.verl.registered:computed", mode, weighted=weighted, **options)
     ships = policy_objective("ppo", mode, weighted=weighted, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     return mine, ships
 
@@ -145,7 +145,7 @@ def test_functions_that_return_something_else_are_named() -> None:
 
 
 def config(**more: Any) -> dict[str, Any]:
-    said = {
+    base = {
         "data": {"train_files": "train.parquet", "train_batch_size": 4},
         "actor_rollout_ref": {
             "model": {"path": "model"},
@@ -154,7 +154,7 @@ def config(**more: Any) -> dict[str, Any]:
         },
         "algorithm": {"adv_estimator": "mine", "gamma": 0.9, "my_epsilon": 0.1},
     }
-    return merged(said, more)
+    return merged(base, more)
 
 
 def test_a_config_names_them_and_gives_them_keys_of_their_own() -> None:
@@ -166,10 +166,10 @@ def test_a_config_names_them_and_gives_them_keys_of_their_own() -> None:
     assert section["policy_loss"]["function"] == "tests.e2e.verl_user:my_loss"
     with pytest.raises(ConfigError, match="my_epsilon"):
         settings_of(config(algorithm={"adv_estimator": "grpo"}))
-    said = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": "yours", "my_clip_high": None}}})
-    del said["actor_rollout_ref"]["actor"]["policy_loss"]["my_clip_high"]
+    peer_config = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": "yours", "my_clip_high": None}}})
+    del peer_config["actor_rollout_ref"]["actor"]["policy_loss"]["my_clip_high"]
     with pytest.raises(ConfigError, match=r"loss_mode(.|\n)*@register_policy_loss\('yours'\)"):
-        translated(settings_of(said), rows=8, has_validation=False, device="cpu")
+        translated(settings_of(peer_config), rows=8, has_validation=False, device="cpu")
 
 
 def test_a_file_without_the_decorator_is_told_which_one(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_a_file_without_the_decorator_is_told_which_one(tmp_path: Path) -> None:
         settings_of(config(algorithm={"adv_estimator": f"{tmp_path}/plain.py:loss"}))
     text = "from trivium.frontdoors.verl import register_policy_loss\n"
     (tmp_path / "mine.py").write_text(text + "@register_policy_loss('in_a_file')\ndef loss(log_prob): ...\n")
-    said = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": f"{tmp_path}/mine.py:loss"}}})
-    section = translated(settings_of(said), rows=8, has_validation=False, device="cpu")["algorithm"]
+    peer_config = config(actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": f"{tmp_path}/mine.py:loss"}}})
+    section = translated(settings_of(peer_config), rows=8, has_validation=False, device="cpu")["algorithm"]
     assert section["policy_loss"]["function"] == f"{tmp_path}/mine.py:loss"

@@ -73,13 +73,13 @@ def view(tokenizer: Any, *texts: str, sources: list[str] | None = None, width: i
         attention[row, 6 : 6 + len(tokens)] = 1
     prompts = torch.full((len(rows), 6), tokenizer.pad_token_id)
     prompts[:, 6 - len(prompt) :] = torch.tensor(prompt)
-    said = {
+    standard = {
         "data_source": sources or ["openai/gsm8k"] * len(rows),
         "reward_model": [{"style": "rule", "ground_truth": "2"}] * len(rows),
         "uid": [f"train/{row}/0" for row in range(len(rows))],
     }
     return BatchView.from_dict(
-        {"prompts": prompts, "responses": responses, "attention_mask": attention}, {**said, **columns}
+        {"prompts": prompts, "responses": responses, "attention_mask": attention}, {**standard, **columns}
     )
 
 
@@ -106,7 +106,7 @@ def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
         raise SystemExit(0)
     if solution_str == "hang":
         HELD.wait(600)
-    said = {
+    scores = {
         "nan": math.nan,
         "inf": -math.inf,
         "none": None,
@@ -119,7 +119,7 @@ def moody(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
         "torch": torch.tensor(0.25),
         "bad": {"score": math.nan, "acc": 1},
     }
-    return said.get(solution_str, 1.0)
+    return scores.get(solution_str, 1.0)
 
 
 # --------------------------------------------------------------------------- naive
@@ -256,10 +256,10 @@ def test_failures_may_be_a_reward_and_are_counted(tokenizer: Any, caplog: pytest
     assert CALLS == ["fine", "raise", "nan", "hang", "fine"]
 
 
-@pytest.mark.parametrize("said", [{"on_error": "ignore"}, {"on_error": math.nan}, {"deadline_s": 0}])
-def test_policies_that_there_are_not(tokenizer: Any, said: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(said))):
-        NaiveRewardManager(tokenizer, 0, moody, **said)
+@pytest.mark.parametrize("policy", [{"on_error": "ignore"}, {"on_error": math.nan}, {"deadline_s": 0}])
+def test_policies_that_there_are_not(tokenizer: Any, policy: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(policy))):
+        NaiveRewardManager(tokenizer, 0, moody, **policy)
 
 
 # --------------------------------------------------------------------------- deadlines, threads and processes
@@ -434,15 +434,15 @@ def test_a_batch_is_one_call(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         (("ab", "raise"), "(?s)scores of 2 samples, the first being sample 0 .*OSError: no judge"),
         (("ab", "short"), "1 results for 2 samples"),
         (("ab", "a"), "inf, which is not a finite number"),
     ],
 )
-def test_a_batch_that_fails(tokenizer: Any, texts: tuple[str, ...], said: str) -> None:
-    with pytest.raises(RewardError, match=said):
+def test_a_batch_that_fails(tokenizer: Any, texts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
         BatchRewardManager(tokenizer, 0, batch)(view(tokenizer, *texts))
     assert CALLS == [2]
     rewards, extra = told(BatchRewardManager(tokenizer, 0, batch, on_error=-1.0), view(tokenizer, *texts))
@@ -469,7 +469,7 @@ def test_managers_of_other_kinds(tokenizer: Any) -> None:
     ones = torch.ones(2, 24)
     assert compute_reward(data, lambda data: ones) == (ones, {})
     assert compute_reward(data, lambda data, return_dict: {"reward_tensor": ones}) == (ones, {})
-    assert compute_reward(data, lambda data, **said: {"reward_tensor": ones, "reward_extra_info": said}) == (
+    assert compute_reward(data, lambda data, **extra: {"reward_tensor": ones, "reward_extra_info": extra}) == (
         ones,
         {"return_dict": True},
     )
@@ -491,7 +491,7 @@ def other(data_source, solution_str, ground_truth, extra_info=None):
 
 class Manager(AbstractRewardManager):
     def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source", **kwargs):
-        self.said = (num_examine, compute_score, reward_fn_key, kwargs)
+        self.arguments = (num_examine, compute_score, reward_fn_key, kwargs)
 
     def __call__(self, data, return_dict=False):
         return torch.zeros(len(data), 1)
@@ -536,18 +536,18 @@ def test_a_scorer_and_a_manager_of_the_users_own(tokenizer: Any, user_file: str)
     config["custom_reward_function"] = {"path": user_file, "name": "other"}
     elsewhere = load_reward_manager(config, tokenizer, 0, workers=1)
     assert told(elsewhere, view(tokenizer, "abc"))[0].sum() == 7.0
-    for said in (
+    for named in (
         {"reward_model": {"reward_manager": f"{user_file}:Manager"}},
         {"reward_manager": {"source": "importlib", "name": "Manager", "module": {"path": user_file}}},
     ):
-        manager = load_reward_manager({**config, **said}, tokenizer, 2, option=1)
-        assert manager.said[0] == 2
-        assert manager.said[1](None, "", "") == 7.0
-        assert manager.said[3] == {"option": 1}
+        manager = load_reward_manager({**config, **named}, tokenizer, 2, option=1)
+        assert manager.arguments[0] == 2
+        assert manager.arguments[1](None, "", "") == 7.0
+        assert manager.arguments[3] == {"option": 1}
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"reward_model": {"reward_manager": "niave"}}, "did you mean 'naive'"),
         ({"reward_model": {"reward_kwargs": {"max_len": 3}}}, "unexpected keyword argument 'max_len'"),
@@ -556,8 +556,8 @@ def test_a_scorer_and_a_manager_of_the_users_own(tokenizer: Any, user_file: str)
         ({"reward_manager": {"source": "importlib", "name": "M"}}, "module.path"),
     ],
 )
-def test_configs_that_cannot_be(tokenizer: Any, config: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_configs_that_cannot_be(tokenizer: Any, config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_reward_manager(config, tokenizer, 0)
 
 

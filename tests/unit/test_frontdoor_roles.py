@@ -45,7 +45,7 @@ def test_who_holds_which_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "needs", "says"),
+    ("roles", "needs", "message"),
     [
         ([Role.ActorRollout], Needs(critic=True), "a worker class for Critic"),
         ([Role.ActorRollout], Needs(reference=True), "a worker class for RefPolicy"),
@@ -55,8 +55,8 @@ def test_who_holds_which_model() -> None:
         ([Role.Rollout, Role.Actor], Needs(), "the role Actor"),
     ],
 )
-def test_roles_that_are_missing_or_not_built(roles: list[Role], needs: Needs, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_roles_that_are_missing_or_not_built(roles: list[Role], needs: Needs, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         chosen_roles(dict.fromkeys(roles, object), needs)
 
 

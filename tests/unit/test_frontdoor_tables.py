@@ -56,7 +56,7 @@ def test_what_would_change_something_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "where", "says"),
+    ("config", "where", "message"),
     [
         ({"train": {"bacth": 1}}, "train.bacth", "write 'train.batch'"),
         ({"model": {"lr": 1}}, "model.lr", "write 'model.optim.lr'"),
@@ -69,8 +69,8 @@ def test_what_would_change_something_is_refused() -> None:
         ({"train": {"name": ["a"]}}, "train.name", "text"),
     ],
 )
-def test_what_is_wrong_is_named(config: dict[str, Any], where: str, says: str) -> None:
-    assert says in problems_of(config)[where]
+def test_what_is_wrong_is_named(config: dict[str, Any], where: str, message: str) -> None:
+    assert message in problems_of(config)[where]
 
 
 def test_a_suggestion_never_misleads() -> None:

@@ -60,13 +60,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "says"), REFUSED)
-def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], says: str) -> None:
-    said = plain_config(model, tmp_path)
+@pytest.mark.parametrize(("more", "message"), REFUSED)
+def test_what_its_workers_cannot_do_is_refused(model: str, tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    plain = plain_config(model, tmp_path)
     roles = {Role.ActorRollout: ActorRolloutRefWorker}
-    assert RayPPOTrainer(config_from_mapping(said), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
-    with pytest.raises(ConfigError, match=says):
-        RayPPOTrainer(config_from_mapping(merged(said, more)), hf_tokenizer(model), roles, None)
+    assert RayPPOTrainer(config_from_mapping(plain), hf_tokenizer(model), roles, None).run_config.schedule.steps == 2
+    with pytest.raises(ConfigError, match=message):
+        RayPPOTrainer(config_from_mapping(merged(plain, more)), hf_tokenizer(model), roles, None)
     assert not (tmp_path / "run").exists()
 
 
@@ -191,14 +191,14 @@ SAMPLERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "says"), SAMPLERS)
+@pytest.mark.parametrize(("more", "message"), SAMPLERS)
 def test_a_sampler_of_the_config_that_cannot_work_is_refused(
-    model: str, tmp_path: Path, more: dict[str, Any], says: str
+    model: str, tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
     sampler = {"sampler": {"class_path": "pkg://tests.e2e.verl_user", "class_name": "Hardest"}}
     data = merged({**sampler, "dataloader_num_workers": 0, "filter_overlong_prompts": True}, more)
     config = verl_config(model, tmp_path, **data)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         RunSetup(config, hf_tokenizer(model), lambda prompt, completion: 1.0, sources=Sources(rows_of_pairs(1, 1)))
 
 

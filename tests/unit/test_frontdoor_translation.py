@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(TinyModel(config, seed=0).materialize(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def said(model: str, **more: Any) -> dict[str, Any]:
+def verl_config(model: str, **more: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 4},
         "actor_rollout_ref": {
@@ -56,7 +56,7 @@ def config_of(config: Any, rows: int = 20, *, has_validation: bool = False) -> R
 
 def test_vllm_on_a_gpu_takes_what_it_is_told_of_gpus(model: str) -> None:
     rollout = {"name": "vllm", "enforce_eager": True, "max_num_batched_tokens": 4096, "enable_chunked_prefill": True}
-    settings = settings_of(said(model, **GRPO, **{ROLLOUT + name: value for name, value in rollout.items()}))
+    settings = settings_of(verl_config(model, **GRPO, **{ROLLOUT + name: value for name, value in rollout.items()}))
     engine = translated(settings, rows=20, has_validation=False, device="cuda")["engine"]
     wanted = {"kind": "vllm", "gpu_memory_utilization": 0.5, "enforce_eager": True, "prefill_tokens": 4096}
     assert engine.items() >= {**wanted, "device": "cuda", "dtype": "bfloat16"}.items()
@@ -66,7 +66,7 @@ def test_vllm_on_a_gpu_takes_what_it_is_told_of_gpus(model: str) -> None:
 
 @pytest.mark.parametrize("key", ["free_cache_engine", "enable_sleep_mode"])
 def test_vllm_stays_awake_where_that_is_asked_for(model: str, key: str) -> None:
-    settings = settings_of(said(model, **GRPO, **{ROLLOUT + "name": "vllm", ROLLOUT + key: False}))
+    settings = settings_of(verl_config(model, **GRPO, **{ROLLOUT + "name": "vllm", ROLLOUT + key: False}))
     assert translated(settings, rows=20, has_validation=False, device="cuda")["engine"]["sleep_level"] == 0
     assert "sleep_level" not in translated(settings, rows=20, has_validation=False, device="cpu")["engine"]
 
@@ -192,7 +192,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("more", "key", "value"), BECOMES)
 def test_a_key_decides_what_the_table_says(model: str, more: dict[str, Any], key: str, value: Any) -> None:
-    found: Any = config_of(said(model, **more))
+    found: Any = config_of(verl_config(model, **more))
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
@@ -200,7 +200,7 @@ def test_a_key_decides_what_the_table_says(model: str, more: dict[str, Any], key
 
 def test_validation_is_evaluation(model: str) -> None:
     config = config_of(
-        said(
+        verl_config(
             model,
             actor_rollout_ref__rollout__val_kwargs={"n": 6, "temperature": 0.5, "do_sample": True},
             trainer__test_freq=3,
@@ -210,7 +210,7 @@ def test_validation_is_evaluation(model: str) -> None:
     )
     assert (config.evaluation.samples, config.evaluation.every, config.evaluation.k) == (6, 3, (1, 2, 4, 6))
     assert config.evaluation.sampling.temperature == 0.5
-    greedy = config_of(said(model), has_validation=True)
+    greedy = config_of(verl_config(model), has_validation=True)
     assert (greedy.evaluation.sampling.temperature, greedy.evaluation.samples) == (0.0, 1)
 
 
@@ -220,7 +220,7 @@ def test_whatever_holds_the_keys(model: str) -> None:
         adv_estimator: str = "grpo"
         gamma: float = 1.0
 
-    plain = said(model, **GRPO)
+    plain = verl_config(model, **GRPO)
     given = OrderedDict(plain, algorithm=Algorithm(), trainer=SimpleNamespace(logger=("console",)))
     assert config_of(given) == config_of(plain)
 
@@ -306,9 +306,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "where", "says"), REFUSED)
-def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str, Any], where: str, says: str) -> None:
-    assert says in problems_of(said(model, **more))[where]
+@pytest.mark.parametrize(("more", "where", "message"), REFUSED)
+def test_what_cannot_be_translated_is_refused_by_name(
+    model: str, more: dict[str, Any], where: str, message: str
+) -> None:
+    assert message in problems_of(verl_config(model, **more))[where]
 
 
 @pytest.mark.parametrize(
@@ -332,14 +334,14 @@ def test_what_cannot_be_translated_is_refused_by_name(model: str, more: dict[str
 )
 def test_no_section_takes_a_key_that_nobody_reads(model: str, section: str) -> None:
     key = f"{section}.nonsense"
-    assert "no key of that name" in problems_of(said(model, **{key.replace(".", "__"): 1}))[key]
+    assert "no key of that name" in problems_of(verl_config(model, **{key.replace(".", "__"): 1}))[key]
 
 
 def test_a_section_that_says_nothing_asks_for_nothing(model: str) -> None:
     empty = dict.fromkeys(["reward_model", "sandbox_fusion", "custom_reward_function"], None)
-    assert config_of(said(model, **empty)) == config_of(said(model))
-    idle = said(model, **GRPO, critic__optim__clip_grad=0.01, critic__ppo_epochs=3)
-    assert config_of(idle) == config_of(said(model, **GRPO)), "there is no critic to ask for anything"
+    assert config_of(verl_config(model, **empty)) == config_of(verl_config(model))
+    idle = verl_config(model, **GRPO, critic__optim__clip_grad=0.01, critic__ppo_epochs=3)
+    assert config_of(idle) == config_of(verl_config(model, **GRPO)), "there is no critic to ask for anything"
 
 
 def test_what_chooses_rewards_is_no_list_of_errors(model: str) -> None:
@@ -358,11 +360,13 @@ def test_what_chooses_rewards_is_no_list_of_errors(model: str) -> None:
         "custom_reward_function": {"path": "f.py", "name": "score", "reward_kwargs": {"a": 1}},
         "sandbox_fusion": {"url": None, "max_concurrent": 64, "memory_limit_mb": 1024},
     }
-    assert config_of(said(model, **more)) == config_of(said(model))
+    assert config_of(verl_config(model, **more)) == config_of(verl_config(model))
 
 
 def test_everything_is_reported_at_once(model: str) -> None:
-    problems = problems_of(said(model, trainer={"sav_freq": 1, "logger": "clearml"}, actor_rollout_ref__actor__lr=1))
+    problems = problems_of(
+        verl_config(model, trainer={"sav_freq": 1, "logger": "clearml"}, actor_rollout_ref__actor__lr=1)
+    )
     assert set(problems) == {"trainer.sav_freq", "trainer.logger", "actor_rollout_ref.actor.lr"}
     assert "trainer.save_freq" in problems["trainer.sav_freq"]
     assert "actor_rollout_ref.actor.optim.lr" in problems["actor_rollout_ref.actor.lr"]
@@ -370,12 +374,12 @@ def test_everything_is_reported_at_once(model: str) -> None:
 
 def test_less_than_a_batch_is_an_error(model: str) -> None:
     with pytest.raises(ConfigError, match="the training set has 7"):
-        config_of(said(model), rows=7)
+        config_of(verl_config(model), rows=7)
 
 
 def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
     """Every key at the value that the original has, as its launcher merges it."""
-    whole: dict[str, Any] = said(model)
+    whole: dict[str, Any] = verl_config(model)
     for key, entry in TABLE.entries.items():
         if f"{key}." in " ".join(TABLE.entries):
             continue
@@ -386,13 +390,13 @@ def test_a_whole_default_config_is_no_list_of_errors(model: str) -> None:
             value = {part: value}
         whole = merged(value, whole)
     whole["critic"] |= {"ppo_mini_batch_size": 4}  # the launcher copies the actor's
-    assert config_of(whole).schedule == config_of(said(model)).schedule
+    assert config_of(whole).schedule == config_of(verl_config(model)).schedule
 
 
 def test_a_default_beside_a_choice_is_no_contradiction(model: str) -> None:
     given = {"reward": {"reward_manager": {"name": "dapo"}}, "reward_manager": {"name": "naive"}}
-    assert settings_of(said(model, **given))["reward_manager.name"] == "dapo"
-    assert settings_of(said(model, critic__model__path="~/models/deepseek-llm-7b-chat"))
+    assert settings_of(verl_config(model, **given))["reward_manager.name"] == "dapo"
+    assert settings_of(verl_config(model, critic__model__path="~/models/deepseek-llm-7b-chat"))
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "data.val_files", "trainer.default_local_dir"])
@@ -405,22 +409,22 @@ def test_the_home_in_paths(key: str) -> None:
 
 def test_a_chat_template_with_variables(model: str) -> None:
     template = "{{ messages[0].content }}{% if thinking is defined and thinking is false %}!{% endif %}"
-    variables = said(model, data__apply_chat_template_kwargs={"thinking": False, "level": "a'b"})
+    variables = verl_config(model, data__apply_chat_template_kwargs={"thinking": False, "level": "a'b"})
     tokenizer = hf_tokenizer(model)
-    assert template_of(settings_of(said(model)), tokenizer) is None
+    assert template_of(settings_of(verl_config(model)), tokenizer) is None
     tokenizer.chat_template = template
     written = template_of(settings_of(variables), tokenizer)
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+1"}], chat_template=written, tokenize=False
     )
     assert rendered == "1+1!"
-    custom = said(model, actor_rollout_ref__model__custom_chat_template="{{ messages[0].content }}?")
+    custom = verl_config(model, actor_rollout_ref__model__custom_chat_template="{{ messages[0].content }}?")
     assert template_of(settings_of(custom), tokenizer) == "{{ messages[0].content }}?"
 
 
 def test_another_backend_is_one_problem(model: str) -> None:
     optim = {"lr_decay_style": "constant", "min_lr": 0.0}
-    problems = problems_of(said(model, actor_rollout_ref__actor={"strategy": "megatron", "optim": optim}))
+    problems = problems_of(verl_config(model, actor_rollout_ref__actor={"strategy": "megatron", "optim": optim}))
     assert set(problems) == {"actor_rollout_ref.actor.strategy"}
 
 
@@ -459,7 +463,7 @@ def test_the_command_prints_a_config_that_can_be_read(tmp_path: Path, model: str
 def test_rewards_of_a_whole_config(model: str, tmp_path: Path) -> None:
     def rewards(**more: Any) -> Any:
         files = {"train_files": [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]}
-        return translate(said(model, data=files, trainer__total_training_steps=2, **more)).config
+        return translate(verl_config(model, data=files, trainer__total_training_steps=2, **more)).config
 
     assert rewards()["rewards"] == ["by_source"]
     buffer = {"enable": True, "len": 1, "penalty_factor": 0.5}

@@ -159,7 +159,7 @@ def task(**columns) -> Task:
     return Task("t7", prompt, columns)
 
 
-def said(*texts: str) -> list[Trajectory]:
+def trajectories_of(*texts: str) -> list[Trajectory]:
     def turn(text: str) -> Turn:
         return Turn(np.ones(1), np.ones(1), np.zeros(1), np.zeros(1), StopReason.EOS, text)
 
@@ -170,13 +170,13 @@ def score(judge: Judge, on: Task, *texts: str):
     """What each text earns by itself, all of them judged at the same time."""
 
     async def all_of_them():
-        return await asyncio.gather(*(judge.score(on, trajectory) for trajectory in said(*texts)))
+        return await asyncio.gather(*(judge.score(on, trajectory) for trajectory in trajectories_of(*texts)))
 
     return asyncio.run(all_of_them())
 
 
 def compare(judge: Judge, on: Task, *texts: str):
-    return asyncio.run(judge.compare(on, said(*texts)))
+    return asyncio.run(judge.compare(on, trajectories_of(*texts)))
 
 
 def test_a_reward_gets_the_last_user_message_the_last_turn_and_the_columns_it_names(rewards, tmp_path):
@@ -283,7 +283,7 @@ def test_cancelling_stops_the_worker_after_the_reward_it_is_in(rewards):
     calls: list[str] = []
 
     async def main() -> None:
-        scoring = asyncio.ensure_future(rewards("slow", "next_one").score(task(calls=calls), *said("x")))
+        scoring = asyncio.ensure_future(rewards("slow", "next_one").score(task(calls=calls), *trajectories_of("x")))
         async with asyncio.timeout(60):
             while not calls:
                 await asyncio.sleep(0.005)
@@ -330,15 +330,15 @@ def test_a_reward_judges_one_or_all_not_both(rewards):
 
 async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(rewards):
     judge = rewards("blocks", workers=1)
-    (said_two,) = said("ab")
+    (two,) = trajectories_of("ab")
     before = concurrency.left_behind()  # by other tests of this process
-    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    assert await judge.score(task(seconds=0), two) == {"blocks": 2.0}
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await judge.score(task(seconds=120), said_two)
+            await judge.score(task(seconds=120), two)
     assert time.perf_counter() - began < 50
-    assert await judge.score(task(seconds=0), said_two) == {"blocks": 2.0}
+    assert await judge.score(task(seconds=0), two) == {"blocks": 2.0}
     async with asyncio.timeout(60):
         while concurrency.left_behind() > before:
             await asyncio.sleep(0.01)
@@ -346,40 +346,40 @@ async def test_a_reward_that_holds_the_interpreter_is_killed_with_its_process(re
 
 async def test_the_kernel_ends_what_nobody_is_left_to_kill(rewards, tmp_path):
     judge = make_judge([RewardConfig(kind=f"{tmp_path}/my_rewards.py:blocks", workers=1)], deadline_s=0.2)
-    error = await judge.score(task(seconds=60), *said("ab"))
+    error = await judge.score(task(seconds=60), *trajectories_of("ab"))
     assert isinstance(error, RewardError)
     assert "no answer within 0.2 s" in error.found
 
 
 async def test_workers_serve_calls_side_by_side_and_are_kept(rewards):
     judge = rewards("who", workers=2)
-    first = await asyncio.gather(*(judge.score(task(), each) for each in said("a", "b", "c", "d")))
+    first = await asyncio.gather(*(judge.score(task(), each) for each in trajectories_of("a", "b", "c", "d")))
     pids = {scores["who"] for scores in first}
     assert len(pids) <= 2
     assert os.getpid() not in pids
-    assert (await judge.score(task(), *said("e")))["who"] in pids
+    assert (await judge.score(task(), *trajectories_of("e")))["who"] in pids
 
 
 async def test_workers_build_classes_await_coroutines_and_say_what_went_wrong(rewards, tmp_path):
-    said_once = said("abc")
-    assert await rewards("slept", workers=1).score(task(), *said_once) == {"slept": 7.0}
+    once = trajectories_of("abc")
+    assert await rewards("slept", workers=1).score(task(), *once) == {"slept": 7.0}
     config = plugin("rewards", RewardConfig)(
         {"kind": f"{tmp_path}/my_rewards.py:Counts", "base": 5, "workers": 1, "weight": 2.0}
     )
     judge = make_judge([config])
     with pytest.raises(DataError, match="lacks parent"):
         judge.check_columns({})
-    assert await judge.score(task(parent=os.getpid()), *said_once) == {"Counts": 12.0}
-    error = await rewards("raises", workers=1).score(task(), *said_once)
+    assert await judge.score(task(parent=os.getpid()), *once) == {"Counts": 12.0}
+    error = await rewards("raises", workers=1).score(task(), *once)
     assert isinstance(error, RewardError)
     assert "KeyError: 'gone'" in error.found
-    error = await rewards("leaves", workers=1).score(task(), *said_once)
+    error = await rewards("leaves", workers=1).score(task(), *once)
     assert isinstance(error, RewardError)
     assert "code 3" in error.found
-    error = await rewards("everything", workers=1).score(task(what=object()), *said_once)
+    error = await rewards("everything", workers=1).score(task(what=object()), *once)
     assert isinstance(error, RewardError)
     assert "not JSON serializable" in error.found
-    assert isinstance(await rewards("place", workers=1).compare(task(seen=[]), said("b", "a")), list)
+    assert isinstance(await rewards("place", workers=1).compare(task(seen=[]), trajectories_of("b", "a")), list)
 
 
 @pytest.mark.parametrize("name", ["gives_up", "gives_up_too"])
@@ -395,7 +395,7 @@ async def test_a_coroutine_that_does_not_heed_its_cancellation_holds_up_nobody(r
     async with asyncio.timeout(60):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.02):
-                await rewards("stubborn").score(task(release=release), *said("x"))
+                await rewards("stubborn").score(task(release=release), *trajectories_of("x"))
     release.set()
     async with asyncio.timeout(60):
         while concurrency._abandoned:

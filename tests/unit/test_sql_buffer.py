@@ -557,7 +557,7 @@ def test_a_database_that_no_other_process_reaches_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "postgresql://me@host/db?password=secret"])
 def test_a_password_in_the_url_is_refused_without_being_repeated(tmp_path: Path, url: str) -> None:
-    said = {
+    mapping = {
         "model": {"kind": "tiny"},
         "tasks": {"train": {"kind": "arithmetic"}},
         "rewards": ["exact"],
@@ -566,7 +566,7 @@ def test_a_password_in_the_url_is_refused_without_being_repeated(tmp_path: Path,
         "sync": {"method": "checkpoint"},
     }
     with pytest.raises(ConfigError) as caught:
-        config_from_mapping(said, tmp_path)
+        config_from_mapping(mapping, tmp_path)
     (problem,) = caught.value.problems
     assert problem.where == "buffer.url"
     assert "PGPASSWORD or ~/.pgpass" in problem.do

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(folder: Path, changes: Overrides) -> dict[str, Any]:
+def original_of(folder: Path, changes: Overrides) -> dict[str, Any]:
     """A config with these keys changed."""
     base: dict[str, Any] = {
         "project": "p",
@@ -76,7 +76,7 @@ def said(folder: Path, changes: Overrides) -> dict[str, Any]:
 
 
 def mapping_of(folder: Path, changes: Overrides) -> dict[str, Any]:
-    return translate(said(folder, changes), device="cpu").config
+    return translate(original_of(folder, changes), device="cpu").config
 
 
 def config_of(folder: Path, changes: Overrides) -> RunConfig:
@@ -381,7 +381,7 @@ def test_enums_dataclasses_and_references_are_read(folder: Path) -> None:
     class Method(Enum):
         NCCL = "nccl"
 
-    config = said(
+    config = original_of(
         folder, {"synchronizer.sync_method": Method.NCCL, "synchronizer.sync_interval": "${algorithm.repeat_times}"}
     )
     assert translate(config, device="cpu").config["sync"]["interval"] == 4
@@ -390,7 +390,9 @@ def test_enums_dataclasses_and_references_are_read(folder: Path) -> None:
 def test_both_files_of_an_asynchronous_pair_mean_one_run(folder: Path) -> None:
     shared = {f"{EXPERIENCES}.path": "sqlite:///pair.db", "synchronizer.sync_interval": 2}
     explorer = config_of(folder, {**shared, "mode": "explore"})
-    trainer = said(folder, {**shared, "mode": "train", "algorithm.optimizer.lr": 1e-4, "algorithm.kl_loss_fn": "none"})
+    trainer = original_of(
+        folder, {**shared, "mode": "train", "algorithm.optimizer.lr": 1e-4, "algorithm.kl_loss_fn": "none"}
+    )
     trainer["buffer"] |= {"train_batch_size": 32}
     del trainer["buffer"]["batch_size"]
     other = config_from_mapping(translate(trainer, device="cpu").config)
@@ -425,7 +427,7 @@ def test_supervised_steps_before_the_others_are_a_stage(folder: Path) -> None:
 
 
 def test_several_tasksets_are_one(folder: Path) -> None:
-    one = said(folder, {})["buffer"]["explorer_input"]["taskset"]
+    one = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
     evaluated = [{**one, "name": name, "repeat_times": 4} for name in ("a", "b")]
     more = {
         "buffer.explorer_input.eval_tasksets": evaluated,
@@ -439,10 +441,10 @@ def test_several_tasksets_are_one(folder: Path) -> None:
 
 def test_the_penalty_of_training_is_not_one_of_evaluation(folder: Path) -> None:
     """As DAPO's users write it: only the taskset of training has the options."""
-    taskset = said(folder, {})["buffer"]["explorer_input"]["taskset"]
+    taskset = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
     penalty = {"enable_overlong_penalty": True, "max_response_length": 4, "cache_length": 2}
     both = {"mode": "explore", "buffer.explorer_input.eval_tasksets": [taskset]}
-    result = translate(said(folder, {**both, f"{WHERE}.reward_fn_args": penalty}), device="cpu")
+    result = translate(original_of(folder, {**both, f"{WHERE}.reward_fn_args": penalty}), device="cpu")
     assert [shaping["kind"] for shaping in result.config["algorithm"]["shaping"]] == ["overlong_penalty"]
     assert result.config["evaluation"]["taskset"] == "eval"
     assert any("eval_tasksets: evaluated when the trainer says so" in note for note in result.notes)
@@ -451,25 +453,27 @@ def test_the_penalty_of_training_is_not_one_of_evaluation(folder: Path) -> None:
 
 
 def test_rows_that_are_elsewhere_are_counted_by_the_user(folder: Path) -> None:
-    translation = translate(said(folder, {f"{WHERE}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu")
+    translation = translate(
+        original_of(folder, {f"{WHERE}.path": "owner/elsewhere", "buffer.total_epochs": 3}), device="cpu"
+    )
     assert translation.config["schedule"]["steps"] == 3
     assert any("3 x rows / 8" in note for note in translation.notes)
 
 
 def test_on_gpus_the_roles_are_placed_on_a_cluster(folder: Path) -> None:
     cluster = {"cluster.node_num": 1, "cluster.gpu_per_node": 8, "explorer.rollout_model.engine_num": 2}
-    config = translate(said(folder, cluster), device="cuda").config
+    config = translate(original_of(folder, cluster), device="cuda").config
     assert config["cluster"] == {"kind": "ray", "engines": 2, "ranks": 6}
     assert (config["sync"]["method"], config["engine"]["dtype"]) == ("nccl", "bfloat16")
-    alone = translate(said(folder, {"cluster.gpu_per_node": 1}), device="cuda").config
+    alone = translate(original_of(folder, {"cluster.gpu_per_node": 1}), device="cuda").config
     assert "cluster" not in alone
     assert alone["sync"]["method"] == "memory"
     with pytest.raises(ConfigError, match=r"cluster\.gpu_per_node"):
-        translate(said(folder, {**cluster, "explorer.rollout_model.engine_num": 8}), device="cuda")
+        translate(original_of(folder, {**cluster, "explorer.rollout_model.engine_num": 8}), device="cuda")
 
 
 def test_serving_and_benchmarks_need_no_taskset_of_training(folder: Path) -> None:
-    taskset = said(folder, {})["buffer"]["explorer_input"]["taskset"]
+    taskset = original_of(folder, {})["buffer"]["explorer_input"]["taskset"]
     bench = config_of(folder, {"mode": "bench", WHERE: None, "buffer.explorer_input.eval_tasksets": [taskset]})
     assert (bench.run.mode, bench.evaluation.taskset, len(bench.tasks)) == ("bench", "eval", 2)
     serve = config_of(folder, {"mode": "serve", WHERE: None, "explorer.proxy_port": 9000, "trainer.total_steps": 3})
@@ -479,7 +483,7 @@ def test_serving_and_benchmarks_need_no_taskset_of_training(folder: Path) -> Non
 
 
 def test_overrides_reach_into_the_file(folder: Path) -> None:
-    config = overridden(said(folder, {}), ["buffer.total_steps=2", "algorithm.optimizer.lr=1e-3"])
+    config = overridden(original_of(folder, {}), ["buffer.total_steps=2", "algorithm.optimizer.lr=1e-3"])
     translated = translate(config, device="cpu").config
     assert (translated["schedule"]["steps"], translated["train"]["optimizer"]["lr"]) == (2, 1e-3)
 

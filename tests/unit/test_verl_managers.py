@@ -237,7 +237,7 @@ def test_a_default_beside_a_choice_is_none(tokenizer: Any, named: Any, manager: 
 
 
 @pytest.mark.parametrize(
-    ("named", "says"),
+    ("named", "message"),
     [
         ({"reward_model": {"reward_manager": "dapo"}, "reward_manager": {"name": "prime"}}, "dapo"),
         ({"reward_manager": {"name": "dapo"}, "reward": {"reward_manager": {"name": "batch"}}}, "batch"),
@@ -248,8 +248,8 @@ def test_a_default_beside_a_choice_is_none(tokenizer: Any, named: Any, manager: 
         ({"reward": {"sandbox_fusion": {"url": "http://x"}}}, "programs run in a sandbox on this machine"),
     ],
 )
-def test_contradictions_are_refused(tokenizer: Any, named: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_contradictions_are_refused(tokenizer: Any, named: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_reward_manager(named, tokenizer, 0)
 
 

@@ -26,9 +26,9 @@ class RewardFilter:
     class Config(Plugin):
         kind: str = "reward_filter"
         threshold: float = 0.0
-        """What has a smaller reward is removed."""
+        """Members or groups with a smaller reward are removed."""
         of: Literal["members", "groups"] = "members"
-        """What is compared: each member, or the mean over a group."""
+        """Which reward is compared: of each member, or the mean over a group."""
         component: str = ""
         """The component of the reward that is compared; empty for the total."""
 
@@ -50,7 +50,7 @@ class RewardFilter:
 
 
 class RewardStdFilter:
-    """Drops groups whose members have equal rewards, or nearly: they give no advantage.
+    """Drops groups whose members have (nearly) equal rewards: their advantages are zero.
 
     A group with a single live member is kept.
     """
@@ -74,7 +74,7 @@ class RewardStdFilter:
 
 
 class RewardShaping:
-    """Makes a number that the workflow reported part of the reward.
+    """Changes the reward by a metric that the workflow reported.
 
     `add` and `sub` add a component to the reward, `mul` and `div` change every component. The greedy completion is
     treated like the members. One whose reward would not be finite, after a division by 0 for example, is recorded as
@@ -92,7 +92,7 @@ class RewardShaping:
         weight: float = 1.0
         """The factor of the number."""
         missing: Literal["error", "skip"] = "error"
-        """For a member without the number: end the run, or leave the member as it is."""
+        """What happens to a member without the metric: `error` ends the run, `skip` leaves it as it is."""
         name: str = ""
         """The name of the component that `add` and `sub` add; empty for the metric's."""
 

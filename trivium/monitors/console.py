@@ -1,4 +1,4 @@
-"""The run as a person watches it: a live table in a terminal, plain lines anywhere else."""
+"""The progress of a run on the console: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trivium.phases import Activity, watch
 Row = dict[str, float]
 
 _QUIET_S = 60.0
-"""Outside a terminal, what takes longer than this says how far it is, each time that this has passed."""
+"""Seconds between two progress lines of a long activity outside a terminal."""
 
 
 def _first(*prefixes: str) -> Callable[[Row], float | None]:
@@ -37,7 +37,7 @@ def _first(*prefixes: str) -> Callable[[Row], float | None]:
 
 
 def _evaluated(name: str) -> Callable[[Row], float | None]:
-    """A number of an evaluation; no accuracy where rewards are graded."""
+    """A metric of an evaluation; no accuracy if rewards are graded."""
 
     def find(row: Row) -> float | None:
         keys = (key for key in sorted(row) if key.startswith("eval/") and key.endswith(f"/{name}"))
@@ -48,7 +48,7 @@ def _evaluated(name: str) -> Callable[[Row], float | None]:
 
 
 def _failed(row: Row) -> str | None:
-    """Failed of all rollouts, where any did; of an evaluation their number."""
+    """The fraction of failed rollouts, if any failed; for an evaluation their number."""
     if row.get("rollout/failed"):
         return f"{row['rollout/failed']:.0f}/{row['rollout/total']:.0f}"
     number = sum(value for key, value in row.items() if key.startswith("eval/") and key.endswith("/failed"))
@@ -116,11 +116,11 @@ class ConsoleMonitor:
         self._show_live()
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Says that there is a table; its rows are too wide for a console and are in the run directory."""
+        """Prints the name and length of a table; its rows are too wide for a console and are in the run directory."""
         self._print(f"step {step}  {name}: {len(rows)} rows")
 
     def show(self, activities: Sequence[Activity]) -> None:
-        """Shows what goes on: bars in a terminal; elsewhere a line now and then about what takes long."""
+        """Shows activities: progress bars in a terminal, elsewhere a line now and then for long ones."""
         with self._lock:
             if self._console.is_terminal:
                 self._bars.show(activities)
@@ -132,7 +132,7 @@ class ConsoleMonitor:
         self._print(text)
 
     def state(self) -> dict[str, Any]:
-        """Nothing: what was on the screen stays there."""
+        """Empty: output on the screen is not taken back."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class ConsoleMonitor:
 
 @contextmanager
 def shown(run_dir: Path) -> Generator[None]:
-    """Shows on stderr what goes on inside this block, which logs no steps."""
+    """Shows the activities inside this block, which logs no steps, on stderr."""
     monitor = ConsoleMonitor(ConsoleMonitor.Config(), run_dir=run_dir, resume_step=0, console=Console(stderr=True))
     try:
         yield
@@ -179,7 +179,7 @@ def shown(run_dir: Path) -> Generator[None]:
 
 
 class _Remaining:
-    """How much of a run is left, by the pace of this session's newest steps."""
+    """Estimates the remaining time of a run from the newest steps of this session."""
 
     def __init__(self, total: int | None) -> None:
         self.total = total
@@ -187,7 +187,7 @@ class _Remaining:
         """(step, when it was logged)"""
 
     def observe(self, step: int, seconds: float) -> None:
-        """A step that took so long was logged."""
+        """A step was logged that took `seconds`."""
         now = time.monotonic()
         if self._times and step > self._times[-1][0] + 1:  # a stage ended early, and the next has another pace
             self._times.clear()
@@ -199,7 +199,7 @@ class _Remaining:
         return str(step) if self.total is None else f"{step}/{self.total}"
 
     def left(self) -> str:
-        """The time that is left as `m:ss` or `h:mm:ss`; empty where it is unknown, or nothing is left."""
+        """The remaining time as `m:ss` or `h:mm:ss`; empty if it is unknown or zero."""
         if self.total is None or not self._times or self._times[-1][0] >= self.total:
             return ""
         (first, began), (last, now) = self._times[0], self._times[-1]
@@ -207,7 +207,7 @@ class _Remaining:
 
 
 class _Bars:
-    """A bar for each activity."""
+    """A progress bar for each activity."""
 
     def __init__(self) -> None:
         count = TextColumn("{task.fields[count]}", justify="right")
@@ -227,12 +227,12 @@ class _Bars:
 
 
 class _Lines:
-    """A line about each activity that takes long, now and then."""
+    """A line now and then for each activity that takes long."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._since: dict[Activity, tuple[float, float]] = {}
-        """When it began, and when it was spoken of."""
+        """Activity -> (when it began, when it was last printed)."""
 
     def show(self, activities: Sequence[Activity]) -> None:
         now = time.monotonic()
@@ -260,6 +260,6 @@ def _clock(seconds: float) -> str:
 
 
 def _total_steps(run_dir: Path) -> int | None:
-    """The steps that the run is planned for; None where nothing planned it."""
+    """The planned number of steps of the run; None without a plan."""
     plan = run_dir / "plan.yaml"
     return yaml.safe_load(plan.read_text(encoding="utf-8"))["total_steps"] if plan.is_file() else None

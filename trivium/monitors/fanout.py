@@ -11,13 +11,13 @@ from trivium.protocols import FileMonitor, Monitor
 
 
 def file_monitors(monitor: Monitor) -> list[FileMonitor]:
-    """Those behind a monitor that keep files."""
+    """The monitors behind a monitor that keep files."""
     behind = monitor.monitors if isinstance(monitor, FanOut) else (monitor,)
     return [each for each in behind if isinstance(each, FileMonitor)]
 
 
 class FanOut:
-    """Forwards to every monitor, in order. The first that fails is raised: a log with holes is not a log."""
+    """Forwards to every monitor, in order. The first error is raised, so that no log misses rows silently."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self.monitors = tuple(monitors)

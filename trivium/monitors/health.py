@@ -1,6 +1,7 @@
-"""What is wrong with a run, by what it logged and recorded. Each rule is a function: evidence in, a finding or nothing
-out; its docstring is its entry in docs/doctor.md. `trivium doctor` applies them to a run directory, and `LiveWarnings`
-those that need metrics alone to a run in progress.
+"""Rules that detect problems of a run from its metrics and rollouts.
+
+Each rule is a function from evidence to a finding or None; its docstring is its entry in docs/doctor.md. `trivium
+doctor` applies them to a run directory, and `LiveWarnings` those that need metrics alone to a run in progress.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _log = logging.getLogger("trivium")
 
 Row = Mapping[str, float]
 WINDOW = 5
-"""Train steps that a rule takes the mean of: a single one is noise."""
+"""Number of train steps that a rule averages over."""
 _NEWEST = 100
-"""Rows that live warnings look back on, beside the first ones."""
+"""Number of newest rows that live warnings keep, beside the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What rules look at."""
+    """The input of the rules."""
 
     rows: Sequence[Row]
     """The metrics of the train steps that learned from rollouts, in order, each with `step`."""
@@ -37,22 +38,22 @@ class Evidence:
     everything: Sequence[Row] = ()
     """All rows, in order."""
     mismatched: Sequence[str] = ()
-    """The tokens where engine and trainer differ most, in words."""
+    """Descriptions of the tokens where engine and trainer differ most."""
     error: str = ""
     """What ended the newest session, in one line, and after `do:` what to do about it; empty where no error did."""
 
     def recent(self, key: str) -> float | None:
-        """The mean of a metric over the newest steps; None where there are not enough."""
+        """The mean of a metric over the newest steps; None if there are not enough."""
         values = self.values(key)
         return fmean(values[-WINDOW:]) if len(values) >= WINDOW else None
 
     def early(self, key: str) -> float | None:
-        """The same over the first steps; None where the run has fewer than two windows."""
+        """The mean of a metric over the first steps; None if the run has fewer than two windows."""
         values = self.values(key)
         return fmean(values[:WINDOW]) if len(values) >= 2 * WINDOW else None
 
     def share(self, part: str, whole: str) -> float:
-        """What part of one metric another one is, over the newest steps; 0 where there are not enough."""
+        """The ratio of two metrics over the newest steps; 0 if there are not enough."""
         number, total = self.recent(part), self.recent(whole)
         return number / total if number and total else 0.0
 
@@ -62,7 +63,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong."""
+    """A detected problem."""
 
     rule: str
     figures: str
@@ -93,7 +94,7 @@ def rule(function: Callable[[Evidence], tuple[str, str] | None]) -> Rule:
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """What the rules find."""
+    """The findings of the rules."""
     return [finding for each in RULES.values() if (finding := each(evidence)) is not None]
 
 
@@ -123,7 +124,7 @@ def _overflowed(evidence: Evidence) -> bool:
 
 
 def _cause_of(error: str) -> str:
-    """What an error found, and of what."""
+    """The second and first part of an error: what was found, and what was asked."""
     of, _, cause = error.partition(" do: ")[0].partition(" found: ")
     return f"{cause} ({of.removeprefix('asked: ')})" if cause else of
 
@@ -342,7 +343,7 @@ def waiting(evidence: Evidence) -> tuple[str, str] | None:
 
 
 class LiveWarnings:
-    """A monitor that says what the rules find while the run goes on: each finding once, in the log."""
+    """A monitor that applies the rules during the run and logs each finding once."""
 
     def __init__(self) -> None:
         self._first: list[Row] = []

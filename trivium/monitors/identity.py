@@ -1,4 +1,4 @@
-"""What monitors that keep runs on a server have in common: which run is ours, and what it was configured with."""
+"""Shared by monitors with a tracking server: the id of the run, and its config as settings."""
 
 from __future__ import annotations
 

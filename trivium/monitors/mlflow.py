@@ -28,8 +28,8 @@ def mlflow_name(key: str) -> str:
 class MlflowMonitor:
     """One MLflow run per run directory; a resumed run goes on with the same one.
 
-    MLflow keeps every value it was ever given: what a killed session logged after its last checkpoint stays, and a step
-    that is repeated has both values, the later one last. Tables are artifacts, one file per step.
+    MLflow cannot remove values: those that a killed session logged after its last checkpoint stay, and a repeated step
+    has both values, the later one last. Tables are artifacts, one file per step.
     """
 
     class Config(Plugin):
@@ -90,7 +90,7 @@ class MlflowMonitor:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
+        """Nothing: MLflow cannot remove values."""
 
     def close(self) -> None:
         """Ends the session; marked as failed where an error ends the run."""

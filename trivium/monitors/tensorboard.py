@@ -12,7 +12,7 @@ from trivium.errors import MissingPackage
 
 
 class TensorBoardMonitor:
-    """One scalar per metric. Event files cannot be cut, so a resumed run tells readers which steps to forget."""
+    """One scalar per metric. Event files cannot be truncated, so a resumed run marks the steps to discard."""
 
     class Config(Plugin):
         kind: str = "tensorboard"

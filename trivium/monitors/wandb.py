@@ -20,8 +20,8 @@ _log = logging.getLogger("trivium")
 class WandbMonitor:
     """One W&B run per run directory; a resumed run goes on with the same one.
 
-    W&B keeps every row it was ever given: what a killed session logged after its last checkpoint stays, beside the
-    rows of the session that repeats those steps. Rows carry our step as `step`, which charts use as their axis, because
+    W&B cannot remove rows: those that a killed session logged after its last checkpoint stay, beside the rows of the
+    session that repeats those steps. Rows carry our step as `step`, which charts use as their axis, because
     W&B's own counter cannot go back.
     """
 
@@ -59,7 +59,7 @@ class WandbMonitor:
         except ImportError as error:
             raise MissingPackage("wandb", "wandb", "log to Weights & Biases") from error
         self._wandb = wandb
-        # The console belongs to Trivium, and log.txt holds the log.
+        # Trivium writes the console output and log.txt itself.
         settings = wandb.Settings(console="off", silent=True)
         if config.base_url is not None:
             settings.base_url = config.base_url
@@ -104,7 +104,7 @@ class WandbMonitor:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take back."""
+        """Nothing: W&B cannot remove rows."""
 
     def close(self) -> None:
         """Ends the session; marked as failed where an error ends the run."""

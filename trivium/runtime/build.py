@@ -90,8 +90,8 @@ def claim_name(config: RunConfig, run_dir: Path) -> None:
 def build_synchronizer(config: RunConfig, board: Board, settings: Mapping[str, str] | None = None) -> Synchronizer:
     """The Synchronizer of one role; `settings` are digests of the sections that separate commands must agree on.
 
-    On a shared board roles may be processes without a handle: heartbeats show that they live. On
-    Ray the board is always shared, and handles tell.
+    Roles that share a board may be processes without a handle: heartbeats detect their death. On Ray the board is
+    always shared, and actor handles detect it.
     """
     sync = config.sync
     apart = shares_buffer(config) if config.cluster.kind == "ray" else not isinstance(board, MemoryBoard)
@@ -171,8 +171,8 @@ def build_trainer(
     make_engine: BuildTrainEngine | None = None,
     make: Callable[..., Trainer] = Trainer,
 ) -> Trainer:
-    """The trainer of a stage, nothing loaded yet. `make_engine` makes its engine where that is not of this process
-    alone; `make` is the Trainer, or a user's kind of one."""
+    """The trainer of a stage, nothing loaded yet. `make_engine` builds a train engine of several processes; `make` is
+    the Trainer, or a user's subclass of it."""
     config, buffer = stage.config, endpoints.buffer
     algorithm = replace(algorithm_of(config), first_version=stage.first_version)
     schedule = build_schedule(stage)

@@ -48,7 +48,7 @@ _WHOLE = ("plan.yaml", "summary.json", "changes.jsonl", "metrics.jsonl", STEPS)
 
 @dataclass(frozen=True)
 class Opened:
-    """A run directory to be replayed, and what a bundle says of it."""
+    """A run directory to be replayed, and the description in its bundle."""
 
     path: Path
     step: int | None = None
@@ -76,7 +76,7 @@ def opened(source: Path) -> Generator[Opened]:
 
 
 def write_bundle(run_dir: Path, step: int, task: str | None, report: str, out: Path) -> None:
-    """Writes what a replay of the step needs. Raises RunDirError where the run no longer has it."""
+    """Writes what a replay of the step needs. Raises RunDirError if the run no longer has it."""
     run = RecordedRun.open(run_dir)
     with TemporaryDirectory() as scratch, writing(out), zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         writer = _Writer(archive)
@@ -136,7 +136,7 @@ def _groups(run: RecordedRun, step: int, schedule: Schedule, writer: _Writer) ->
 class _Writer:
     archive: zipfile.ZipFile
     absent: list[str] = field(default_factory=list[str])
-    """What the bundle refers to and does not hold, in words."""
+    """Descriptions of what the bundle refers to and does not hold."""
 
     def text(self, name: str, text: str) -> None:
         self.archive.writestr(name, text)
@@ -152,7 +152,7 @@ class _Writer:
             self.file(path, f"{name}/{path.relative_to(directory)}")
 
     def with_code(self, values: Any) -> Any:
-        """The values with each `/path/file.py:Name` in them as one of the bundle's own."""
+        """The values with each `/path/file.py:Name` replaced by the copy in the bundle."""
         if is_mapping(values):
             return {key: self.with_code(value) for key, value in values.items()}
         if isinstance(values, list | tuple):

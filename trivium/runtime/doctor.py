@@ -27,23 +27,23 @@ from trivium.training.device import processor_name
 
 _GIB = 2**30
 _STEPS = 3
-"""Newest train steps whose rollouts are read."""
+"""Number of newest train steps whose rollouts are read."""
 _PORTS = ((8010, "serve.port"), (5000, "trivium serve-reward --port"))
-"""What servers listen on unless told otherwise."""
+"""Default ports of the servers."""
 _LOG_BYTES = 65536
-"""Of the end of log.txt."""
+"""Bytes read from the end of log.txt."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was looked at, in words, and what is wrong."""
+    """What was examined, and the findings."""
 
     facts: list[str]
     findings: list[Finding]
 
 
 def diagnose(run_dir: Path) -> Report:
-    """What the rules find in a run directory, finished or in progress. Raises RunDirError where it holds no run."""
+    """Applies the rules to a run directory, of a run finished or in progress. Raises RunDirError if it holds no run."""
     rows, error = rows_of(run_dir), _error(run_dir / "log.txt")
     if not rows and not error:
         found = "no rows in metrics.jsonl" if (run_dir / "config.yaml").is_file() else "no run there"
@@ -60,7 +60,7 @@ def diagnose(run_dir: Path) -> Report:
 
 
 def _error(log: Path) -> str:
-    """What ended the newest session, in one line; empty where no error did."""
+    """The error that ended the newest session, in one line; empty if none did."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -71,14 +71,14 @@ def _error(log: Path) -> str:
 
 
 def _newest_rollouts(run_dir: Path) -> Iterator[Rollout]:
-    """Those of the newest steps; nothing where none are recorded."""
+    """The rollouts of the newest steps; empty if none are recorded."""
     if any((run_dir / "rollouts").glob("stage-*/*.msgpack")):
         for step in planned_steps(run_dir)[-_STEPS:]:
             yield from read_rollouts(run_dir, step=step)
 
 
 def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list[str]:
-    """The tokens whose log-probabilities by engine and trainer are furthest apart, where they were kept."""
+    """The tokens whose log-probabilities by engine and trainer differ most; empty if the run kept none."""
     places: list[tuple[float, int, str, str]] = []
     for rollout in rollouts:
         for sequence in rollout.sequences:
@@ -98,7 +98,7 @@ def _mismatched(run_dir: Path, rollouts: list[Rollout], number: int = 3) -> list
 
 
 def _decoder(run_dir: Path) -> Callable[[int], str]:
-    """A token as text; its number where the tokenizer is gone."""
+    """A function from token to text; to its id if there is no tokenizer."""
     try:
         decode = decoder(run_dir)
     except RunDirError:
@@ -110,7 +110,7 @@ def _decoder(run_dir: Path) -> Callable[[int], str]:
 
 
 def examine_machine(directory: Path) -> Report:
-    """What this machine has, and what of it will be in the way of a run in `directory`."""
+    """The resources of this machine, and problems for a run in `directory`."""
     cores, memory, disk = usable_cores(), host_memory(), shutil.disk_usage(directory)
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -151,14 +151,14 @@ def _gpus() -> str:
 
 
 def _driver_version() -> str:
-    """Of NVIDIA's kernel module; empty where there is none."""
+    """The version of NVIDIA's kernel module; empty if there is none."""
     about = Path("/proc/driver/nvidia/version")
     number = re.search(r"\d+\.\d+(\.\d+)?", about.read_text()) if about.is_file() else None
     return number[0] if number else ""
 
 
 def _driver() -> Iterator[Finding]:
-    """A GPU that is there and cannot be used."""
+    """Reports a GPU that torch cannot use."""
     if (number := _driver_version()) and not torch.cuda.is_available():
         built = torch.version.cuda or "no CUDA"
         found = f"the NVIDIA driver {number} is loaded, and torch {torch.__version__} (built for {built}) sees no GPU"
@@ -179,7 +179,7 @@ def _ports(refused: Mapping[int, str]) -> Iterator[Finding]:
 
 
 def _refused(port: int) -> str:
-    """Why a server cannot listen there; empty where it can."""
+    """Why a server cannot listen on the port; empty if it can."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -196,7 +196,7 @@ def _files() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[str]:
-    """What is installed of the packages that are needed, and of each extra."""
+    """The installed versions of the required packages and of each extra."""
     wanted: dict[str, list[str]] = {}
     for line in requires("trivium") or ():
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)

@@ -62,12 +62,12 @@ _CARRIED = (
     "seconds",
     "time",
 )
-"""What belongs to the run as a whole: carried from stage to stage, and shown in the summary."""
+"""Keys of the record that are carried from stage to stage and shown in the summary."""
 
 
 def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str, Any]:
-    """Does what `run.mode` says and returns a summary; of a training, that written to `summary.json`. `open_session`
-    trains stages elsewhere than the config says.
+    """Runs the mode `run.mode` and returns a summary; for training, the one written to `summary.json`. `open_session`
+    replaces the session that the config asks for.
 
     Raises ConfigError for a config that cannot run, RunDirError for a run directory of another config, and the first
     cause of whatever stopped the run.
@@ -121,8 +121,8 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
 
 
 def ready(config: RunConfig, here: Machine | None = None) -> list[Problem]:
-    """What a user should know before the run begins. Raises ConfigError with everything that keeps it from running
-    here, or on the machine given, and what `run` raises for a run directory that belongs to another run."""
+    """Warnings before a run starts. Raises ConfigError with everything that prevents the run here, or on the machine
+    given, and what `run` raises for a run directory that belongs to another run."""
     ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
     findings = preflight(config, here or machine(), ranks)
     findings.refuse()
@@ -131,7 +131,7 @@ def ready(config: RunConfig, here: Machine | None = None) -> list[Problem]:
 
 
 def _connect_ranks(config: RunConfig) -> None:
-    """Raises ConfigError, on every rank, for what several processes of one command cannot do."""
+    """Raises ConfigError, on every rank, for a mode that several ranks of one command cannot run."""
     from trivium.training.torchrun import connect_ranks
 
     mode = config.run.mode
@@ -145,7 +145,7 @@ def _connect_ranks(config: RunConfig) -> None:
 
 
 def train_as_rank(config: RunConfig) -> dict[str, Any]:
-    """Trains as one of the ranks that torchrun started, driven by the first."""
+    """Trains as one of the ranks that torchrun started; rank 0 drives."""
     run_dir, rank = Path(config.run.dir), this_rank()
     with logging_to(run_dir, f"log-rank-{rank}.txt"):
         serve_train_rank(config)
@@ -200,7 +200,7 @@ def _ray_session(
 
 
 def carried(resume: Checkpoint | None) -> dict[str, Any]:
-    """What a run that continues from a checkpoint knows of its past."""
+    """The record of a run at a checkpoint, for the run that continues from it."""
     return {} if resume is None else {name: resume.state[name] for name in _CARRIED if name in resume.state}
 
 
@@ -223,7 +223,7 @@ def _remaining_stages(
             if resume is None or resume.step < last_version:
                 record |= {"stage": number, "pinned": list(ends)}
                 _log.info("stage %d %s %d", number, BEGINS, resume.step if resume else first_version)
-                (run_dir / "summary.json").unlink(missing_ok=True)  # it says that the run is finished
+                (run_dir / "summary.json").unlink(missing_ok=True)  # the summary marks the run as finished
                 stage_config = with_reward_models(stage_config, config.stage_names, ends, store)
                 yield Stage(stage_config, number, first_version, number == len(stages) - 1, run_dir, model_dir), resume
                 latest = None
@@ -263,7 +263,7 @@ def explore(config: RunConfig) -> dict[str, Any]:
 
 
 async def _wait_for_stage_end(synchronizer: Synchronizer, name: str) -> None:
-    """Waits until a stage that has no use for explorers is over, for as long as its trainer lives."""
+    """Waits until a stage without explorers is over, for as long as its trainer lives."""
     async with asyncio.TaskGroup() as tasks:
         monitoring = tasks.create_task(synchronizer.monitor(name))
         await synchronizer.wait_finished(name)

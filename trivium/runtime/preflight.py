@@ -1,4 +1,4 @@
-"""What a run would find out before its first step, found without starting it: files, rows, rewards, devices, packages.
+"""Checks before a run, without starting it: files, rows, rewards, devices, packages.
 
 `trivium check` prints it; a run refuses and warns by it, so the two cannot disagree.
 """
@@ -43,13 +43,15 @@ from trivium.workflows.single_turn import SingleTurn
 T = TypeVar("T")
 
 _MESSAGE_TOKENS = 64
-"""What a chat template adds to a message at most: a prompt that fits with as much is not rendered to be counted."""
+"""Upper bound on what a chat template adds to a message: a prompt that fits with this much added is not rendered to be
+counted."""
 _MADE_TASKS = 1000
-"""Tasks that are looked at of a source that makes them when asked: of one that has read its rows, all are."""
+"""Number of tasks checked of a source that generates them on access; a source that holds its rows is checked in
+full."""
 _FIRST_ROWS = 64
-"""Expert completions that are looked at in full; of further rows, only those that may be too long."""
+"""Number of expert completions checked in full; of further rows, only those that may be too long."""
 _FIRST_IMAGES = 256
-"""Prompts with images that are rendered; of further ones, only the images' files are looked at."""
+"""Number of prompts with images that are rendered; of further ones, only the image files are checked."""
 _MONITORS = {
     "tensorboard": ("tensorboard", "tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb", "wandb"),
@@ -60,19 +62,19 @@ _MONITORS = {
 
 @dataclass
 class Findings:
-    """What keeps a config from running here, and what its user should know before it does."""
+    """Problems that prevent a run of the config here, and warnings."""
 
     problems: list[Problem] = field(default_factory=list[Problem])
     warnings: list[Problem] = field(default_factory=list[Problem])
 
     def refuse(self) -> None:
-        """Raises ConfigError with all problems, where there are any."""
+        """Raises ConfigError with all problems, if there are any."""
         if self.problems:
             found = f"{len(self.problems)} problem(s)"
             raise ConfigError("a config that can run here", found, "fix them all at once:", self.problems)
 
     def attempt(self, where: str, make: Callable[[], T]) -> T | None:
-        """What `make` gives; None where it fails, which is reported."""
+        """The result of `make`; None if it fails, which is reported as a problem."""
         try:
             return make()
         except TriviumError as error:
@@ -83,7 +85,7 @@ class Findings:
 
 
 def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
-    """Looks at everything that the stages of a config read or use on this machine, on which that many ranks train."""
+    """Checks everything that the stages of a config read or use on this machine, on which `ranks` ranks train."""
     findings = Findings()
     findings.problems += [*_directory_problems(Path(config.run.dir)), *stage_problems(config)]
     sources: dict[str, TaskSource | None] = {}
@@ -102,7 +104,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
 
 
 def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[str, TaskSource | None]) -> None:
-    """One stage. What depends on something that is broken is left out. `sources` are those that were read already."""
+    """Checks one stage; what depends on a broken part is skipped. `sources` are the task sources read so far."""
     for where, section in sections_of(config):
         findings.problems += section.machine_problems(config, where)
         findings.warnings += section.warnings(config, where)
@@ -153,14 +155,14 @@ def _trains_here(config: RunConfig) -> bool:
 
 
 def _seen(tasks: TaskSource) -> range:
-    """The places of the tasks that are looked at."""
+    """The indices of the tasks to check."""
     return range(len(tasks) if holds_tasks(tasks) else min(len(tasks), _MADE_TASKS))
 
 
 def _count(
     config: RunConfig, findings: Findings, taskset: str, asked: str, failing: Sequence[str], total: int, remedy: str
 ) -> None:
-    """Reports the tasks that cannot succeed: a warning, or a problem where they are more than may fail."""
+    """Reports the tasks that cannot succeed: as a warning, or as a problem if there are more than may fail."""
     if failing:
         fatal = len(failing) == total or len(failing) > config.workflow.max_failed_fraction * total
         problem = Problem(f"tasks.{taskset}", asked, f"{len(failing)} of {total} do not: {failing[0]}", remedy)
@@ -171,7 +173,7 @@ def _count(
 
 
 def _renderer(config: RunConfig) -> ChatRenderer | None:
-    """The renderer of the model, which is not built or loaded for it; None for a kind of model of the user's own."""
+    """The renderer of the model, without loading the model; None for a user's own kind of model."""
     model, max_pixels = config.model, config.workflow.max_image_pixels
     if isinstance(model, TinyModel.Config):
         images = TinyVisionModel.images(model, max_pixels) if isinstance(model, TinyVisionModel.Config) else None
@@ -247,13 +249,12 @@ def _look_at_images(config: RunConfig, findings: Findings, taskset: str, tasks: 
 
 
 def _surely_below(limit: int, messages: Iterable[Message]) -> bool:
-    """Whether a prompt is shorter than this for certain: no token stands for less than a byte."""
+    """Whether a prompt is certainly shorter than this: a token stands for at least one byte."""
     return sum(len(message.content.encode(errors="replace")) + _MESSAGE_TOKENS for message in messages) < limit
 
 
 def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer: ChatRenderer) -> None:
-    """The order of tasks by difficulty, and the completions of an expert: every row that a step may take or that the
-    held-out loss is measured over."""
+    """Checks the curriculum, and the expert completions in every row that a step or the held-out loss may use."""
     learns_from_rows = isinstance(config.buffer, FileBuffer.Config)
     if config.schedule.curriculum is None and not learns_from_rows:
         return
@@ -272,7 +273,7 @@ def _look_at_order(config: RunConfig, number: int, findings: Findings, renderer:
 def _look_at_rows(
     config: RunConfig, findings: Findings, taskset: str, schedule: Schedule, taken: int, renderer: ChatRenderer
 ) -> None:
-    """The completions in the first `taken` rows of a taskset, in the order of `schedule`."""
+    """Checks the completions in the first `taken` rows of a taskset, in the order of `schedule`."""
     section, folder, shape = config.buffer, Path(config.run.dir), shape_in(config)
     assert isinstance(section, FileBuffer.Config)
     limit, total = None if shape is None else shape.max_positions, min(len(_seen(schedule.tasks)), taken)
@@ -311,7 +312,7 @@ def _length(trajectory: Trajectory) -> int:
 
 
 def _directory_problems(run_dir: Path) -> Iterator[Problem]:
-    """A run directory that cannot be made or written to; nothing of the attempt is left."""
+    """Reports a run directory that cannot be created or written to; leaves no files behind."""
     try:
         above = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
         tempfile.TemporaryDirectory(dir=above).cleanup()
@@ -321,8 +322,8 @@ def _directory_problems(run_dir: Path) -> Iterator[Problem]:
 
 
 def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[Problem]:
-    """GPUs that this machine does not have. A cluster that runs already is elsewhere, and so may be the trainer of an
-    explorer and the explorers of a trainer. `ranks` are those that train on this machine."""
+    """Reports GPUs that this machine lacks. A running Ray cluster, the trainer of a separate explorer and the explorers
+    of a separate trainer may be on other machines. `ranks`: training ranks on this machine."""
     if config.cluster.address is not None:
         return
     gpus, cluster = len(here.gpus), config.cluster
@@ -343,7 +344,7 @@ def _device_problems(config: RunConfig, here: Machine, ranks: int) -> Iterator[P
 
 
 def _device_warnings(config: RunConfig, here: Machine) -> Iterator[Problem]:
-    """Engines that sample on the CPU though training has GPUs."""
+    """Warns of engines that sample on the CPU while training uses GPUs."""
     engine, train = getattr(config.engine, "device", None), str(getattr(config.train, "device", "cpu"))
     trains_on_gpu = planned(train, "auto", here)[0] == "cuda"
     if engine == "cpu" and trains_on_gpu:
@@ -358,7 +359,7 @@ def _device_warnings(config: RunConfig, here: Machine) -> Iterator[Problem]:
 
 
 def _package_problems(config: RunConfig) -> Iterator[Problem]:
-    """Optional packages that the config needs and that are not installed; nothing is imported for it."""
+    """Reports optional packages that the config needs and that are not installed, without importing them."""
     needed = [(f"monitors[{n}]", *_MONITORS[m.kind]) for n, m in enumerate(config.monitors) if m.kind in _MONITORS]
     if config.cluster.kind == "ray":
         needed.append(("cluster.kind", "ray", "ray", "ray"))

@@ -1,7 +1,7 @@
-"""A run directory, read: its config at any step, its stages, checkpoints and metrics. Values alone: no file changes.
+"""Reads a run directory: its config at any step, its stages, checkpoints and metrics. No file is changed.
 
-Rollouts and what train steps computed for their tokens are read by `trivium.buffers.rollouts`, what was noted of each
-step by `trivium.buffers.step_log`.
+Rollouts and what train steps computed for their tokens are read by `trivium.buffers.rollouts`, the log of each step by
+`trivium.buffers.step_log`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trivium.runtime.stage_models import stage_ends, with_reward_models
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory holds."""
+    """The contents of a run directory."""
 
     path: Path
     config: RunConfig
@@ -34,7 +34,7 @@ class RecordedRun:
     steps: Mapping[int, StepRecord]
     """The log of each step (`steps.jsonl`)."""
     changes: Sequence[Mapping[str, Any]]
-    """What `--change` changed, in order (see `run_dir.recorded_changes`)."""
+    """The changes made with `--change`, in order (see `run_dir.recorded_changes`)."""
     store: CheckpointStore
 
     @classmethod
@@ -87,8 +87,8 @@ class RecordedRun:
         return build("models", self.config.model, seed=self.config.run.seed).materialize(self.path / "model")
 
     def checkpoint_before(self, version: int, first_version: int) -> Checkpoint | None:
-        """The newest checkpoint of at most this version in the stage that began with `first_version`; None: there is
-        none, and the stage's beginning is the nearest."""
+        """The newest checkpoint of at most this version in the stage that began with `first_version`; None if there is
+        none."""
         steps = [step for step in self.store.steps() if first_version < step <= version]
         return self.store.open(steps[-1]) if steps else None
 
@@ -97,7 +97,7 @@ class RecordedRun:
         return rows_of(self.path)
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """What the train step logged, clock and machine left out; empty where it logged nothing."""
+        """The metrics of the train step, without those that depend on clock or machine; empty if it logged none."""
         row = next((row for row in self.rows() if row["step"] == step and "train/version" in row), {})
         return {key: value for key, value in row.items() if key != "step" and not depends_on_machine(key)}
 
@@ -114,7 +114,7 @@ def bound(rows: Iterable[Mapping[str, float]]) -> str:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The same of a directory whose config need not be readable here."""
+    """The rows of metrics.jsonl in a run directory whose config need not be readable here."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [row for line in lines if (row := _row(line)) is not None]

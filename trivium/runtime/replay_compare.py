@@ -1,4 +1,4 @@
-"""What a replay found: recorded against computed again, stage by stage, exactly or within a tolerance."""
+"""Comparison of recorded with recomputed values, stage by stage, exactly or within a tolerance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trivium.types import AnyArray, Group, Trajectory, Turn
 
 StageName = Literal["weights", "tokens", "log-probs", "reward", "advantage", "loss", "update"]
 STAGES: tuple[StageName, ...] = ("weights", "tokens", "log-probs", "reward", "advantage", "loss", "update")
-"""In the order in which one follows from the other."""
+"""Each stage depends on those before it."""
 LOG_PROB_TOLERANCE = 2e-3
-"""How far a log-probability may be from the recorded one where bits may differ, in nats."""
+"""Largest allowed distance of a log-probability from the recorded one if bits may differ, in nats."""
 TOLERANCE = 1e-2
-"""How far any other number may be, relative to the larger one of both, or to 1 below it."""
+"""The same for any other number, relative to the larger of the two, or to 1 if both are below 1."""
 
 
 @dataclass
@@ -26,15 +26,15 @@ class Compared:
 
     name: StageName
     number: int = 0
-    """How many values were compared."""
+    """Number of values compared."""
     equal: int = 0
-    """How many of them are equal, bit for bit."""
+    """Number of values that are equal bit for bit."""
     worst: float = 0.0
-    """The largest distance of those that are not, in units of the tolerance."""
+    """The largest distance of the others, in units of the tolerance."""
     differences: list[str] = field(default_factory=list[str])
-    """Those that are differences, in words."""
+    """Descriptions of the differences."""
     notes: list[str] = field(default_factory=list[str])
-    """What was not compared, and why."""
+    """Descriptions of what was not compared, with the reason."""
 
     @property
     def status(self) -> str:
@@ -47,7 +47,8 @@ class Compared:
 
 @dataclass
 class Comparison:
-    """The stages of a replay. Where it need not be exact (`inexact` says why), what is within a tolerance is equal."""
+    """The stages of a replay. If the replay need not be exact (`inexact` is the reason), values within the tolerance
+    count as equal."""
 
     inexact: Sequence[str] = ()
     stages: dict[StageName, Compared] = field(default_factory=lambda: {name: Compared(name) for name in STAGES})
@@ -57,7 +58,7 @@ class Comparison:
             self.stages[stage].notes.append(text)
 
     def values(self, stage: StageName, what: str, recorded: object, replayed: object) -> bool:
-        """Compares what has no tolerance. Whether it is equal."""
+        """Compares values without a tolerance; returns whether they are equal."""
         compared = self.stages[stage]
         compared.number += 1
         if recorded == replayed:
@@ -70,7 +71,7 @@ class Comparison:
         self.arrays(stage, what, np.float64(recorded).reshape(1), np.float64(replayed).reshape(1))
 
     def arrays(self, stage: StageName, what: str, recorded: AnyArray, replayed: AnyArray) -> None:
-        """Compares numbers one by one; of an array that differs, the first place is named."""
+        """Compares arrays element by element; reports the index of the first difference."""
         compared = self.stages[stage]
         compared.number += 1
         if recorded.shape != replayed.shape:
@@ -100,7 +101,7 @@ class Comparison:
 
 
 def _distances(stage: StageName, a: AnyArray, b: AnyArray) -> AnyArray:
-    """In units of the tolerance."""
+    """Elementwise distances in units of the tolerance."""
     if stage == "log-probs":
         return np.abs(a - b) / LOG_PROB_TOLERANCE
     return np.abs(a - b) / (TOLERANCE * np.maximum(1.0, np.maximum(np.abs(a), np.abs(b))))
@@ -114,7 +115,7 @@ def _shown(value: object) -> str:
 
 
 def title_of(group: Group, rollout: Trajectory) -> str:
-    """Which rollout, for people."""
+    """The rollout as named in messages."""
     member = "the greedy rollout" if rollout is group.greedy else f"rollout {rollout.index + 1}"
     return f"{member} of task {group.task.task_id}"
 
@@ -122,8 +123,8 @@ def title_of(group: Group, rollout: Trajectory) -> str:
 def compare_rollout(
     comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> bool:
-    """A rollout with the same one sampled again: tokens, log-probabilities, rewards. Rewards that are left out were not
-    computed. Whether it wrote the same tokens."""
+    """Compares a recorded rollout with the one sampled again: tokens, log-probabilities, rewards (except those left
+    out, which were not computed). Returns whether the tokens are equal."""
     if any("DeadlineExceeded" in str(each.failure) for each in (recorded, replayed)):
         comparison.note("tokens", f"{who} met its deadline: time is not replayed")
         return False
@@ -138,7 +139,7 @@ def compare_rollout(
 def compare_rewards(
     comparison: Comparison, who: str, recorded: Trajectory, replayed: Trajectory, left_out: Sequence[str]
 ) -> None:
-    """The rewards of a rollout with those computed again."""
+    """Compares the rewards of a rollout with the recomputed ones."""
     old, new = (_failed(each) for each in (recorded, replayed))
     if not comparison.values("reward", f"{who}, its failure", old, new) or recorded.failure is not None:
         return
@@ -186,7 +187,8 @@ def _differing_tokens(recorded: Sequence[Turn], replayed: Sequence[Turn]) -> Ite
 
 
 def compare_metrics(comparison: Comparison, recorded: Mapping[str, float], replayed: Mapping[str, float]) -> None:
-    """What the update logged with what it logs now; the advantages' statistics are their stage's."""
+    """Compares the logged metrics of the update with the recomputed ones; statistics of advantages belong to the stage
+    of the advantages."""
     for key in sorted(recorded.keys() & replayed.keys()):
         if key.startswith(("train/", "mismatch/")) and not key.startswith("train/changed"):
             stage: StageName = "advantage" if key.startswith(("train/advantage_", "train/return_")) else "loss"
@@ -198,7 +200,7 @@ def compare_metrics(comparison: Comparison, recorded: Mapping[str, float], repla
 
 
 def lines_of(comparison: Comparison) -> Iterable[str]:
-    """A line for each stage, and those of its notes."""
+    """One line per stage, followed by its differences and notes."""
     for stage in comparison.stages.values():
         counts = f"{stage.equal} of {stage.number} values are equal bit for bit" if stage.number else ""
         if stage.worst and not stage.differences and stage.name != "tokens":

@@ -1,5 +1,5 @@
-"""A recorded stage as it can be run again in this process: its config, its trainer on the groups that its steps took,
-and engines that hold the versions that rollouts were sampled with. Nothing is written into the run directory.
+"""A recorded stage, run again in this process: its config, its trainer on the recorded groups of each step, and engines
+with the policy versions that sampled the rollouts. Nothing is written into the run directory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trivium.types import SERVED, Batch, Completion, Group, Metrics, Request, Sy
 
 
 def remote_rewards(config: RunConfig) -> list[str]:
-    """The rewards that ask a server, whose answers may have changed since the run."""
+    """The rewards computed by a server, whose results may have changed since the run."""
     rewards = (part.reward for part in parts_of(config.rewards))
     return [each.label for each in rewards if capabilities_of(resolve("rewards", each.kind)).remote]
 
@@ -62,13 +62,13 @@ def without_rewards(config: RunConfig, labels: Collection[str]) -> RunConfig:
 
 
 def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collection[str]) -> Stage:
-    """The stage of a train step, to be run again in this process alone, without the rewards that are left out."""
+    """The stage of a train step, configured to run in this process alone and without the `left_out` rewards."""
     number, first = run.stage_at(step)
     config = without_rewards(run.stage_config(step), left_out)
     threads = int(machine_of(run, step).get("threads", 0)) or config.cluster.threads
     tasks = dict(config.tasks)
     if capabilities_of(resolve("buffers", config.buffer.kind)).explored:
-        # Recorded groups hold their tasks; a taskset that an expert's rows come from is still read.
+        # Recorded groups hold their tasks; tasksets with expert data are still read.
         experts = getattr(config.buffer.strategy, "taskset", None)
         tasks |= {"train": ServedTasks.Config(kind=SERVED)} if experts != "train" else {}
     update: dict[str, Any] = {
@@ -88,12 +88,12 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
 
 
 def machine_of(run: RecordedRun, step: int) -> Mapping[str, str]:
-    """The machine that made a train step; empty where it was not noted."""
+    """The machine that computed a train step; empty if it was not recorded."""
     return run.steps[step].machine if step in run.steps else {}
 
 
 def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
-    """Why bits may differ from those of the run though nothing is wrong; empty where they may not."""
+    """The reason why bits may legitimately differ from those of the run; empty if they may not."""
     there, here = machine_of(run, step), described_machine(stage.config, stage.threads)
     if not there:
         return ["the run did not note the machine that it trained on"]
@@ -109,10 +109,10 @@ def inexact_because(run: RecordedRun, step: int, stage: Stage) -> list[str]:
 
 
 def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """The groups that a train step took, those that it trained on again and experts' among them.
+    """The groups that a train step took, replayed groups and expert data included.
 
-    They are noted in `steps.jsonl` or, with `run.keep: tokens`, beside what was computed for them; a run of slot order
-    needs neither. Raises RunDirError where none of this tells.
+    They are recorded in `steps.jsonl` or, with `run.keep: tokens`, beside what was computed for them; a run in slot
+    order needs neither. Raises RunDirError if they cannot be determined.
     """
     record = run.steps.get(step)
     if record is not None and record.taken is not None:
@@ -131,7 +131,7 @@ def taken_by(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ..
 
 
 def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Taken, ...]:
-    """What a step of a run in slot order took: dropped groups moved what came after them."""
+    """The groups of a step of a run in slot order; a dropped group shifts those after it."""
     recorded = {
         each.group.slot: (Taken(each.group.slot, each.group.attempt, each.planned_step), bool(each.group.dropped))
         for each in read_rollouts(run.path)
@@ -154,7 +154,7 @@ def _in_slot_order(run: RecordedRun, step: int, schedule: Schedule) -> tuple[Tak
 
 
 class _Recorded(MemoryBuffer):
-    """Gives a trainer the groups that it took before."""
+    """A buffer that returns the groups that a trainer took in the recorded run."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Recorded(MemoryBuffer):
 
 
 class _Rows:
-    """The metrics of the newest step."""
+    """A monitor that keeps the metrics of the newest step."""
 
     def __init__(self) -> None:
         self.row: Metrics = {}
@@ -198,7 +198,7 @@ class _Rows:
 
 
 class ReplayedTrainer:
-    """The trainer of a recorded stage, taking the same steps again in memory."""
+    """The trainer of a recorded stage, which repeats its train steps in memory."""
 
     def __init__(self, run: RecordedRun, stage: Stage) -> None:
         self.run, self.stage = run, stage
@@ -206,7 +206,7 @@ class ReplayedTrainer:
         self.explored = capabilities_of(resolve("buffers", stage.config.buffer.kind)).explored
         self.channel = MemoryChannel(keep=1)
         self.hashes: dict[int, str] = {}
-        """Of the weights of each version that it came to."""
+        """Version -> hash of its weights, for the versions reached."""
         self._rows = _Rows()
         self._batch = Batch(())
         synchronizer = build_synchronizer(stage.config, MemoryBoard())
@@ -245,7 +245,7 @@ class ReplayedTrainer:
         return read_groups(self.run.path, self.stage.number, fresh)
 
     def _groups_in(self, slots: Sequence[int]) -> list[Group]:
-        """Groups that steps up to the checkpoint took, by slot."""
+        """The groups at these slots, which steps up to the checkpoint took."""
         steps = range(self.stage.first_version + 1, self.trainer.train_step_num + 1)
         taken = {each.slot: each for step in steps for each in self._taken(step)}
         return read_groups(self.run.path, self.stage.number, [taken[slot] for slot in slots])
@@ -254,7 +254,7 @@ class ReplayedTrainer:
         return taken_by(self.run, step, self.schedule)
 
     async def begin(self, checkpoint: Checkpoint | None) -> None:
-        """Loads a checkpoint of the stage, or what the stage began with."""
+        """Loads a checkpoint of the stage, or the model that the stage starts from."""
         self.trainer.resume = checkpoint
         trainer, state = self.trainer, checkpoint.state if checkpoint is not None else {}
         trainer.prepare()
@@ -263,7 +263,7 @@ class ReplayedTrainer:
         self._note_hash()
 
     async def go_to(self, version: int, wanted: Collection[int] = ()) -> dict[int, list[tuple[str, torch.Tensor]]]:
-        """Takes the steps up to a version; returns the weights of those wanted that it passes."""
+        """Takes the train steps up to a version; returns the weights of the `wanted` versions on the way."""
         weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
         while True:
             if self.version in wanted:
@@ -273,8 +273,8 @@ class ReplayedTrainer:
             await self.step()
 
     async def step(self, before_update: Callable[[Batch], None] | None = None) -> tuple[Metrics, Batch]:
-        """Takes the next step; returns its metrics and what it computed for its experiences before the update, which
-        `before_update` gets as well, while the weights are those before it."""
+        """Takes the next train step; returns its metrics and the batch with its computed columns, which `before_update`
+        also gets before the weights change."""
 
         def keep(step: int, groups: Sequence[Group], batch: Batch) -> None:
             del step, groups
@@ -292,7 +292,7 @@ class ReplayedTrainer:
         return self._rows.row, self._batch
 
     def _note_hash(self) -> None:
-        """Offers the weights to the channel, whose hash of them is the one that runs note."""
+        """Offers the weights to the channel, whose hash is the one that runs record."""
         if self.trainer.engine.sync_weight():
             self.hashes[self.version] = self.trainer.engine.offered_hash()
 
@@ -303,11 +303,11 @@ class ReplayedTrainer:
 # --------------------------------------------------------------------------- the engines
 
 Place = tuple[str, str, int, int, bytes]
-"""(taskset, task id, epoch, index in the group, prompt): what tells a recorded completion."""
+"""(taskset, task id, epoch, index in the group, prompt): identifies a recorded completion."""
 
 
 class EngineOfVersions:
-    """Samples each recorded completion with the version that sampled it then."""
+    """Samples each recorded completion with the policy version that sampled it in the run."""
 
     def __init__(self, engines: Mapping[int, RolloutEngine], groups: Sequence[Group]) -> None:
         self._engines = engines

@@ -1,7 +1,7 @@
-"""`trivium replay`: a recorded rollout, or a whole train step, computed again from weights and random keys. What
-differs is named by the first of these stages at which it does:
+"""`trivium replay`: recomputes a recorded rollout, or a whole train step, from weights and random keys. A difference is
+reported with the first of these stages that has one:
 
-    weights    those that the rollouts were sampled with, against the hash that the run noted of them
+    weights    of the versions that sampled the rollouts, compared with the hash that the run recorded
     tokens     the rollouts, sampled again
     log-probs  of their tokens, by the engine
     reward     each component
@@ -60,15 +60,15 @@ _OWN = ("train/loss/", "train/grad_norm/")
 
 @dataclass
 class Replay:
-    """What a replay of a train step, or of one of its tasks, found."""
+    """The result of a replay of a train step, or of one of its tasks."""
 
     step: int
     about: str
     comparison: Comparison
     rollouts: int = 0
-    """How many were sampled again."""
+    """Number of rollouts sampled again."""
     own: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
-    """Objective -> the metrics of the replayed rollouts alone: their loss and the norm of its gradient."""
+    """Objective -> loss and gradient norm over the replayed rollouts alone."""
 
     @property
     def ok(self) -> bool:
@@ -77,7 +77,7 @@ class Replay:
 
     @property
     def text(self) -> str:
-        """What it found, for people."""
+        """The result as text."""
         lines = [f"replay of {self.about}"]
         inexact = self.comparison.inexact
         lines += [f"  need not be equal bit for bit: {reason}" for reason in inexact]
@@ -97,9 +97,9 @@ def replay(
     run_dir: Path, step: int, *, task: str | None = None, update: bool = False, ask_servers: bool = False
 ) -> Replay:
     """Replays the rollouts of a train step (with `task`, those of this task) and the step itself. With `update` also
-    compares the weights after it. Rewards that ask a server are computed only if `ask_servers`.
+    compares the weights after it. Rewards computed by a server are included only with `ask_servers`.
 
-    Raises RunDirError for a step whose record is incomplete, and says what is missing.
+    Raises RunDirError, with what is missing, for a step whose record is incomplete.
     """
     run = RecordedRun.open(run_dir)
     with tempfile.TemporaryDirectory(prefix="trivium-replay-") as scratch:
@@ -146,7 +146,7 @@ async def _replay(
 
 
 def _versions(group: Group) -> set[int]:
-    """The versions that sampled the tokens of a group; the one it was leased with where there are none."""
+    """The versions that sampled the tokens of a group; for a group without tokens, the one it was leased with."""
     return {int(v) for turn in group.turns() for v in np.unique(turn.policy_version)} or {group.version}
 
 
@@ -171,7 +171,7 @@ async def _replay_rollouts(
     groups: Sequence[Group],
     left_out: Sequence[str],
 ) -> None:
-    """Samples the groups again, and compares."""
+    """Samples the groups again and compares the rollouts."""
     comparison = result.comparison
     engine = await engines_of(stage, weights, groups)
     explorer = build_explorer(stage, "replay", cast(RolloutEngine, engine))
@@ -202,7 +202,7 @@ def _inexact_engine(stage: Stage, engine: EngineOfVersions) -> list[str]:
 
 
 async def _rolled_out(explorer: Explorer, schedule: Schedule, group: Group) -> Group:
-    """The group sampled again: with the keys of its slot, after the experience pipeline."""
+    """Samples the group again with the keys of its slot and applies the experience pipeline."""
     at = Assignment(group.slot, group.task, group.epoch)
     keys = [schedule.key(at, rollout.index) for rollout in group.trajectories]
     greedy = None if group.greedy is None else schedule.key(at, group.greedy.index)
@@ -215,7 +215,7 @@ async def _rolled_out(explorer: Explorer, schedule: Schedule, group: Group) -> G
 async def _judge_recorded(
     comparison: Comparison, explorer: Explorer, group: Group, rollout: Trajectory, left_out: Sequence[str]
 ) -> None:
-    """Compares the rewards of a rollout that was not sampled again as it was, where they can be computed from its text
+    """Compares the rewards of a rollout whose tokens differ when sampled again, if they can be computed from its text
     alone."""
     who = title_of(group, rollout)
     if capabilities_of(explorer.workflow).gives_rewards or explorer.operators or rollout.failure is not None:
@@ -234,8 +234,8 @@ async def _judge_recorded(
 async def _replay_step(
     result: Replay, run: RecordedRun, trainer: ReplayedTrainer, chosen: Sequence[Group], *, whole: bool
 ) -> None:
-    """Takes the step on the recorded rollouts, and compares what it computes. `chosen` are the groups whose own loss is
-    wanted, `whole`: of all that the step takes."""
+    """Takes the step on the recorded rollouts and compares its results. `chosen`: the groups whose loss is reported;
+    with `whole`, the loss of the whole batch is."""
     comparison, step, ids = result.comparison, result.step, {group.group_id for group in chosen}
 
     def measure(batch: Batch) -> None:
@@ -265,7 +265,7 @@ def _own_metrics(trainer: ReplayedTrainer, batch: Batch) -> dict[str, Metrics]:
 
 
 def _score_recorded(comparison: Comparison, trainer: ReplayedTrainer, batch: Batch, rows: Sequence[int]) -> None:
-    """Where sampling again need not give the same tokens: the trainer's log-probabilities of the recorded ones."""
+    """If sampling again may give other tokens: compares the trainer's log-probabilities of the recorded ones."""
     fresh = [row for row in rows if (batch.experiences[row].policy_version.max(initial=-1)) == trainer.version]
     part = batch.select(fresh)
     for experience, scores in zip(part.experiences, trainer.trainer.engine.score(part, "old"), strict=True):
@@ -277,7 +277,7 @@ def _score_recorded(comparison: Comparison, trainer: ReplayedTrainer, batch: Bat
 def _compare_columns(
     comparison: Comparison, run: RecordedRun, step: int, batch: Batch, chosen: Sequence[Group]
 ) -> None:
-    """The numbers for each token that the run kept."""
+    """Compares the per-token values that the run kept."""
     rows: dict[tuple[str, int], list[int]] = {}
     for row, experience in enumerate(batch.experiences):
         rows.setdefault((experience.group_id, experience.index), []).append(row)
@@ -301,7 +301,7 @@ def _compare_columns(
 def _compare_hash(
     comparison: Comparison, stage: StageName, run: RecordedRun, trainer: ReplayedTrainer, version: int
 ) -> bool:
-    """Compares the hash of a version with what the run noted. Whether it noted one."""
+    """Compares the hash of a version with the recorded one; returns whether one was recorded."""
     noted = run.steps[version].weights if version in run.steps else ""
     if noted and comparison.inexact and noted != trainer.hashes[version]:
         comparison.note(stage, f"the weights of version {version} are not the run's bit for bit")
@@ -311,7 +311,7 @@ def _compare_hash(
 
 
 def _compare_update(comparison: Comparison, run: RecordedRun, trainer: ReplayedTrainer) -> None:
-    """The weights after the step with their hash, and with the checkpoint where there is one."""
+    """Compares the weights after the step with their recorded hash, and with a checkpoint if there is one."""
     version = trainer.version
     noted = _compare_hash(comparison, "update", run, trainer, version)
     if version not in run.store.steps():

@@ -18,8 +18,8 @@ Decode = Callable[[Sequence[int] | IntArray], str]
 
 
 def rollouts_of(run_dir: Path, step: int | None, task: str | None, failed: bool) -> Iterator[Rollout]:
-    """What `trivium rollouts` shows: of the latest step, where none of these is given. Raises RunDirError where a step
-    or a task has no rollouts."""
+    """The rollouts that `trivium rollouts` shows; those of the latest step if none of these is given. Raises
+    RunDirError if a step or a task has no rollouts."""
     if step is None and task is None and not failed:
         step = planned_steps(run_dir)[-1]
     number = 0

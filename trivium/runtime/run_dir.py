@@ -1,4 +1,4 @@
-"""The run directory: which process holds it, which config may continue what it holds, and what was changed since."""
+"""The run directory: which process holds it, which config may continue its run, and which changes were made since."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trivium.training.device import machine, training_ranks
 
 _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
-"""Names the checkpoint of another run that this directory began with: its config says nothing about this one."""
+"""Names the checkpoint of another run that this directory started from, whose config does not apply to this run."""
 _CHANGES = "changes.jsonl"
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """Files that exist before the first step."""
@@ -65,7 +65,8 @@ def as_saved(config: RunConfig) -> RunConfig:
 
 
 def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """What `--change` changed, in order: the last `step` before, and `changes`, by field: [value before, after]."""
+    """The changes made with `--change`, in order: the last `step` before, and `changes`, by field: [value before,
+    after]."""
     path = run_dir / _CHANGES
     try:
         return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
@@ -103,7 +104,7 @@ def _claim(config: RunConfig, run_dir: Path) -> None:
 
 
 def _continue(config: RunConfig, run_dir: Path, saved: dict[str, Any]) -> None:
-    """Records what `config` changes of the run that began with `saved`; clears what an aborted start left."""
+    """Records the differences of `config` from `saved`; removes the files of an aborted start."""
     if not resume_differences(saved, config):
         _record(run_dir, resume_changes(saved, config))
         return
@@ -135,7 +136,7 @@ def _holds_a_run(run_dir: Path) -> bool:
 
 
 def _has_steps(run_dir: Path) -> bool:
-    """Whether a train step was made, as far as files tell: checkpoints, rows of metrics or, without those, rollouts for
+    """Whether a train step was taken, judged by the files: checkpoints, rows of metrics or, without those, rollouts for
     a second step."""
     if CheckpointStore(run_dir / "checkpoints").steps():
         return True

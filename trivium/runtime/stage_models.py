@@ -1,4 +1,4 @@
-"""Reward models that a stage trains and a later one is rewarded by: `rewards: [{kind: model, stage: NAME}]`."""
+"""Reward models trained in one stage and used in a later one: `rewards: [{kind: model, stage: NAME}]`."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def shares_prefixes(config: RunConfig) -> bool:
 def build_rank_engine(
     stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel | None, **further: object
 ) -> TrainEngine:
-    """The train engine of one process, which meets the other ranks where there are any. Only the first rank needs a
-    channel. `further`: see `TorchTrainEngine`."""
+    """The train engine of one process, which joins the other ranks if there are any. Only rank 0 needs a channel.
+    `further`: see `TorchTrainEngine`."""
     config = stage.config
     if algorithm.teacher is not None:
         check_vocabulary(algorithm.teacher.path, stage.model_dir)
@@ -106,8 +106,8 @@ def build_rank_engine(
 
 
 def attached(engine: TrainEngine, stage: Stage, channel: WeightChannel | None) -> TrainEngine:
-    """The engine with its channel, in which type it offers weights there, who may write its checkpoints at the same
-    time, and whether it keeps what updates see."""
+    """Sets the attributes of the engine that follow from the stage: its channel, the dtype of the weights it offers,
+    its save strategy, and whether it keeps the columns of updates."""
     if channel is not None:
         engine.channel = channel
     engine.save_strategy = stage.config.checkpoint.save_strategy
