@@ -11,9 +11,11 @@ from typing import Any
 from trivium.buffers.memory import MemoryBuffer
 from trivium.engines.scripted import ScriptedEngine
 from trivium.errors import SyncError
+from trivium.policy import EngineFailure
 from trivium.schedule import Schedule
 from trivium.text.renderer import ChatRenderer
 from trivium.text.tiny import tiny_tokenizer
+from trivium.types import Completion, Request
 
 EOS = frozenset({1, 2})
 
@@ -104,3 +106,14 @@ class NeverLoads(ScriptedEngine):
 
 def scripted_that_never_loads(delay_s: float) -> NeverLoads:
     return NeverLoads(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)
+
+
+class Fails(ScriptedEngine):
+    """What it needs for completions has died."""
+
+    async def generate(self, request: Request) -> Completion:
+        raise EngineFailure("completions from vLLM", "its process died", "fix the cause")
+
+
+def scripted_that_fails(delay_s: float) -> Fails:
+    return Fails(scripted(delay_s).config, eos_token_ids=EOS, decode=decode)

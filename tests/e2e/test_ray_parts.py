@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.ray_hosted import EOS, Anything, Buffers, raise_in_a_group, scripted, scripted_that_never_loads
+from tests.e2e.ray_hosted import (
+    EOS,
+    Anything,
+    Buffers,
+    raise_in_a_group,
+    scripted,
+    scripted_that_fails,
+    scripted_that_never_loads,
+)
 from tests.processes import survivors
 from trivium import errors
 from trivium.board import SharedBoard
@@ -280,6 +288,14 @@ async def test_a_replica_that_hangs_while_weights_are_loaded_is_named_and_ended(
     other._spec = replace(other._spec, deadline_s=0.5)
     with pytest.raises(EngineFailure, match=r"version 8 in the engine of engine-0-1"):
         await waiting
+    await engine.close()
+
+
+async def test_an_error_of_one_of_several_engines_names_it(tmp_path: Path, namespace: str) -> None:
+    spec = EngineSpec(scripted_that_fails, (0.0,), tmp_path, 1, namespace, max_restarts=0, deadline_s=60)
+    engine = await ReplicatedEngine.start(spec, ["engine-0-3"])
+    with pytest.raises(EngineFailure, match=r"completions from vLLM \(engine-0-3\)\nfound: its process died"):
+        await engine.generate(requests(1)[0])
     await engine.close()
 
 

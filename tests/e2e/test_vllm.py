@@ -87,13 +87,14 @@ class Ran(NamedTuple):
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     folder = tmp_path_factory.mktemp("vllm")
     models = [sharp_model(folder / f"model-{seed}", seed) for seed in range(2)]
+    sampling = {"max_new_tokens": 6, "top_k": 20, "top_p": 0.9}
     config = {
         "run": {"dir": str(folder / "run")},
         "cluster": {"threads": 1},
         "model": {"kind": "hf", "path": str(models[0])},
         "tasks": {"train": {"kind": "arithmetic", "max_operand": 9}},
         "rewards": [{"kind": "tests.e2e.test_vllm:parity"}],
-        "engine": {"kind": "tests.e2e.test_vllm:Kept", "max_rows": 64, "sampling": {"max_new_tokens": 6}},
+        "engine": {"kind": "tests.e2e.test_vllm:Kept", "max_rows": 64, "sampling": sampling},
         "algorithm": "grpo",
         "train": {"optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 8, "push": "adapter"}},
         "schedule": {"steps": STEPS, "groups_per_step": 4, "group_size": 4},
@@ -172,6 +173,43 @@ async def test_the_same_key_repeats_and_another_differs(ran: Ran) -> None:
     first, again, other = [await ran.engine.generate(asked([5], i, min_new_tokens=20)) for i in (1, 1, 2)]
     assert first.tokens.tolist() == again.tokens.tolist()
     assert first.tokens.tolist() != other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"top_k": 3}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01, "min_new_tokens": 8, "temperature": 0.7}, {"top_k": 999}],
+    ids=str,
+)
+async def test_log_probs_are_over_the_tokens_that_it_says_it_kept(ran: Ran, cut: dict[str, Any]) -> None:
+    await ran.engine.load(STEPS, weights_of(ran.models[0]).items())
+    model: Any = load_lm(ran.models[0], dtype=torch.float32)
+    requests = [asked([5, 6, 7], index, extra=("kept",), **cut) for index in range(6)]
+    sizes = set[int]()
+    for request, done in zip(requests, await asyncio.gather(*map(ran.engine.generate, requests)), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[5, 6, 7, *done.tokens.tolist()]])).logits[0, 2:-1]
+        logits /= request.sampling.temperature
+        counts = done.extra["kept_count"]
+        assert (counts > 0).all()
+        kept = np.split(done.extra["kept"].astype(np.int64), counts.cumsum()[:-1])
+        for at, (row, token, ids) in enumerate(zip(logits, done.tokens.tolist(), kept, strict=True)):
+            assert token in ids
+            assert at >= cut.get("min_new_tokens", 0) or not ran.engine._eos & {*ids.tolist()}
+            expected = row[token] - row[torch.from_numpy(ids)].logsumexp(0)
+            assert abs(float(expected) - float(done.log_prob[at])) < 1e-4
+        sizes |= {*counts.tolist()}
+    assert sizes == {3} if cut["top_k"] == 3 else min(sizes) >= 1
+    assert "top_p" not in cut or len(sizes) > 1
+
+
+async def test_kept_tokens_that_it_does_not_list_are_refused(ran: Ran) -> None:
+    weights = weights_of(ran.models[0])
+    with pytest.raises(RolloutError, match="set top_k, too"):
+        await ran.engine.generate(asked([5], top_p=0.9, extra=("kept",)))
+    await ran.engine.load(STEPS, uniform(weights).items())
+    with pytest.raises(RolloutError, match="many are as likely"):
+        await ran.engine.generate(asked([5], top_k=3, extra=("kept",)))
+    await ran.engine.load(STEPS, weights.items())
 
 
 def uniform(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

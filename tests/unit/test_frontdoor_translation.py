@@ -149,6 +149,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({ROLLOUT + "temperature": 0.7}, "engine.sampling.temperature", 0.7),
     ({ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
     ({ROLLOUT + "name": "vllm"}, "engine.kind", "vllm"),
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9, ROLLOUT + "top_k": 20}, "engine.sampling.top_p", 0.9),
     ({ROLLOUT + "name": "vllm", ROLLOUT + "max_num_seqs": 64}, "engine.max_rows", 64),
     (
         {
@@ -229,8 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not built here"),
     ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not built here"),
     ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not built here"),
-    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "rollout.name: torch"),
-    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_k": 20}, "actor_rollout_ref.rollout.top_k", "does not say which tokens"),
+    ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
     ({ROLLOUT + "multi_turn__enable": True}, "actor_rollout_ref.rollout.multi_turn.enable", "multi_turn"),

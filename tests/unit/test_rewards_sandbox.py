@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from trivium.errors import ConfigError
+from trivium.rewards import sandbox as sandbox_module
 from trivium.rewards.programs import program_score
 from trivium.rewards.sandbox import Check, Limits, Ran, Sandbox
 from trivium.rewards.seccomp import confinement, known, program
@@ -251,6 +252,17 @@ def test_a_loop_that_sleeps(sandbox: Sandbox) -> None:
     assert patient.run("import time\nwhile True:\n    time.sleep(1)").end == "wall"
 
 
+def test_the_start_of_the_interpreter_is_no_time_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = Sandbox(Limits(wall_s=1.0))
+    (*options, main), late = sandbox_module._PROGRAM, tmp_path / "late.py"
+    late.write_text(f"import time\ntime.sleep(1.2)\nexec(open({main!r}).read())")
+    monkeypatch.setattr(sandbox_module, "_PROGRAM", (*options, str(late)))
+    ran = patient.run("print(2)")
+    assert (ran.end, ran.stdout) == ("done", "2\n")
+    assert ran.wall_s < 1.2
+    assert patient.judge("def f():\n    return 2", "assert f() == 2").given == "True"
+
+
 def test_a_write_outside(sandbox: Sandbox, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o777)
@@ -399,9 +411,9 @@ def test_a_signal_from_a_descriptor(sandbox: Sandbox) -> None:
 
 
 def test_a_program_has_its_time_for_all_tests_together(tmp_path: Path) -> None:
-    sleeper, tests = "import time\ntime.sleep(1.4)\nprint(2)", {"inputs": [""] * 10, "outputs": ["2"] * 10}
-    patient = Sandbox(Limits(wall_s=2.0))
-    assert program_score(sleeper, tests, patient) <= 0.6  # 4 x 2 s are enough for six tests at the most
+    sleeper, tests = "import time\ntime.sleep(0.7)\nprint(2)", {"inputs": [""] * 10, "outputs": ["2"] * 10}
+    patient = Sandbox(Limits(wall_s=1.0))
+    assert program_score(sleeper, tests, patient) <= 0.6  # 4 x 1 s are enough for six tests at the most
     assert program_score("print(2)", tests, Sandbox()) == 1.0
 
 

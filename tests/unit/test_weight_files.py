@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from training_parts import write_model
 from vision_parts import tiny
 
-from trivium.engines.weight_files import WeightFiles
+from tests.processes import Forked, eventually
+from trivium.engines.weight_files import WeightFiles, own_directory
 from trivium.errors import SyncError
 from trivium.models.load import load_lm
 from trivium.models.lora import LoraConfig, adapter_state, attach, pushed_adapter
@@ -30,6 +33,26 @@ def adapted(directory: Path, seed: int = 0, **section: Any) -> Any:
         for tensor in dict(adapter_state(module)).values():
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
     return module
+
+
+def test_directories_of_processes_that_were_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    killed = Forked("killed", tmp_path / "killed.txt", waiting_in, tmp_path)
+    eventually(lambda: len([*tmp_path.glob("trivium-vllm-*/version")]) == 1, 60, lambda: killed.text, killed)
+    [theirs] = tmp_path.glob("trivium-vllm-*")
+    mine = own_directory(tmp_path)
+    assert theirs.is_dir(), "its process lives"
+    killed.kill()
+    elsewhere = theirs.with_name(theirs.name.replace(socket.gethostname(), "another-host"))
+    elsewhere.mkdir()
+    unknown = tmp_path / "trivium-vllm-of_another"
+    unknown.mkdir()
+    also_mine = own_directory(tmp_path)
+    assert {*tmp_path.glob("trivium-vllm-*")} == {mine, also_mine, elsewhere, unknown}
+
+
+def waiting_in(parent: Path) -> None:
+    (own_directory(parent) / "version").touch()
+    threading.Event().wait()
 
 
 @torch.no_grad()

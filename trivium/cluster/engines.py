@@ -107,6 +107,8 @@ class ActorReplica(Replica):
                 return await engine.generate(request)
             except ActorDied as died:
                 await self.start(engine, died)
+            except EngineFailure as failed:
+                raise self._named(failed) from failed
             except RoleFailed as failed:
                 raise EngineFailure(
                     f"a completion from {self.name}", failed.cause, "look at the engine's own error in the log"
@@ -126,11 +128,16 @@ class ActorReplica(Replica):
         try:
             loading, deadline_s = engine.load(weights, in_flight), self._spec.deadline_s
             await load_in_time(loading, lambda: self.name, weights.version, deadline_s)
-        except EngineFailure:
+        except EngineFailure as failed:
             self._is_closed = True
             ray.kill(self._actor)
-            raise
+            raise self._named(failed) from failed
         self._version = weights.version
+
+    def _named(self, failed: EngineFailure) -> EngineFailure:
+        """The error of its engine, which does not know which of several it is."""
+        asked = failed.asked if self.name in failed.asked else f"{failed.asked} ({self.name})"
+        return EngineFailure(asked, failed.found, failed.do)
 
     async def close(self) -> None:
         """Ends the process, and the completions in progress. A second call does nothing."""

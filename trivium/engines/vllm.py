@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
@@ -30,7 +29,14 @@ from trivium.engines.load_gate import LoadGate
 from trivium.engines.section import LocalEngineConfig
 from trivium.engines.servable import check_request
 from trivium.engines.stopping import StopScan
-from trivium.engines.vllm_forms import empty_completion, prompt_reader, read_output, sampling_params
+from trivium.engines.vllm_forms import (
+    empty_completion,
+    kept_tokens,
+    listed_tokens,
+    prompt_reader,
+    read_output,
+    sampling_params,
+)
 from trivium.engines.vllm_process import (
     dead_error,
     no_vllm,
@@ -39,14 +45,14 @@ from trivium.engines.vllm_process import (
     started,
     unless_dead,
 )
-from trivium.engines.weight_files import WeightFiles, fast_directory
+from trivium.engines.weight_files import WeightFiles, fast_directory, own_directory
 from trivium.errors import Problem
 from trivium.models.lora import LoraConfig, is_adapter, largest_rank
 from trivium.models.routing import routed
 from trivium.models.vision import family_in
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, Weights
-from trivium.types import Capabilities, Completion, Request
+from trivium.types import AnyArray, Capabilities, Completion, Request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -133,6 +139,7 @@ class VllmEngine:
                 "max_num_seqs": self.max_rows,
                 "max_num_batched_tokens": self.prefill_tokens,
                 "logprobs_mode": "processed_logprobs",
+                "max_logprobs": -1,
                 "generation_config": "vllm",
                 "worker_extension_cls": "trivium.engines.vllm_worker.TriviumWorker",
                 "weight_transfer_config": {"backend": "trivium"},
@@ -165,6 +172,11 @@ class VllmEngine:
                 found = f"a context of {context}, and seeded prompts are read whole on the CPU"
                 do = f"set at least {context}, or seeds: false"
                 yield Problem(f"{where}.prefill_tokens", f"{tokens} tokens of a forward pass", found, do)
+            cut = self.sampling.changes_distribution()
+            if "kept" in recorded(run) and not self.sampling.top_k:
+                found = "vLLM lists which tokens it kept up to a number of them, and top_k is 0"
+                do = "set sampling.top_k, too, leave it out, or use engine.kind torch"
+                yield Problem(f"{where}.sampling.{cut[0]}", f"{' and '.join(cut)} in training", found, do)
             if "routing" in recorded(run) and not self.options.get("enable_return_routed_experts"):
                 found, do = "vLLM returns them where it is told to", "set enable_return_routed_experts: true there"
                 yield Problem(f"{where}.options", "the experts that rollouts were sampled with", found, do)
@@ -197,7 +209,7 @@ class VllmEngine:
                 yield from self.on_this_machine().problems(run, where)
 
     capabilities = Capabilities(
-        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing"})
+        exact_log_prob=False, updates_in_flight=True, adopts_adapters=True, extra=frozenset({"routing", "kept"})
     )
 
     def __init__(
@@ -217,7 +229,7 @@ class VllmEngine:
         self.config, self._model_dir = config.on_this_machine(), model_dir
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._files = WeightFiles(model_dir, config.adapter_rank)
-        self._directory = Path(tempfile.mkdtemp(prefix="trivium-vllm-", dir=fast_directory(model_dir)))
+        self._directory = own_directory(fast_directory(model_dir))
         self._deaths, self._closing = 0, False
         self._counted: AsyncLLM | None = None
         """The vLLM whose death was counted last."""
@@ -326,7 +338,8 @@ class VllmEngine:
         scan = StopScan(sampling.stop, self._decode) if sampling.stop else None
         reads = (self._prompt, request, self.version)
         prompt = await asyncio.to_thread(*reads) if request.media else self._prompt(request, self.version)
-        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds)
+        listed = listed_tokens(sampling, self._vocab_size)
+        params = sampling_params(request, limit, self._eos, seeded=self.config.seeds, listed=listed)
         directory = self._loaded.adapter
         adapter = None if directory is None else LoRARequest("policy", 1, str(directory))
         output, scanned, stopped = None, 0, False
@@ -341,8 +354,13 @@ class VllmEngine:
         if output is None:
             return empty_completion()
         ended = scanned if stopped else None
-        done = read_output(output, self.version, ended, self._eos, greedy=sampling.temperature == 0)
-        extra = {name: routed(output.routed_experts, request, len(done.tokens)) for name in sampling.extra}
+        greedy = sampling.temperature == 0
+        done = read_output(output, self.version, ended, self._eos, greedy=greedy, listed=listed)
+        extra, length = dict[str, AnyArray](), len(done.tokens)
+        if "routing" in sampling.extra:
+            extra["routing"] = routed(output.routed_experts, request, length)
+        if "kept" in sampling.extra:
+            extra |= kept_tokens(output, length, listed, sampling, self._vocab_size)
         return replace(done, extra=extra)
 
     # ------------------------------------------------------------------ weights

@@ -13,16 +13,37 @@ from trivium.errors import DataError, RolloutError
 from trivium.models.load import load_lm
 from trivium.models.vision import Pixels, Vision, family_in, pixel_reader, vision_of
 from trivium.policy import EngineFailure
-from trivium.types import Completion, IntArray, Media, Request, StopReason
+from trivium.types import AnyArray, Completion, IntArray, Media, Request, Sampling, StopReason
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
 
 PromptOf = Callable[[Request, int], Any]
 
+_TIES = 16
+"""Tokens as likely as the `top_k`-th that may be kept beside it."""
 
-def sampling_params(request: Request, limit: int, eos: frozenset[int], *, seeded: bool) -> SamplingParams:
-    """Every parameter that changes a distribution or an end, none of it left to the model's own defaults."""
+
+def listed_tokens(sampling: Sampling, vocab_size: int) -> int:
+    """How many of the most probable tokens vLLM lists at each position. With `kept` to record those are all that
+    `top_k` keeps, and more: one that is listed with probability 0 shows that none is missing.
+
+    Raises RolloutError for sampling that leaves out tokens without `top_k`: vLLM lists a number of tokens, not a mass.
+    """
+    if "kept" not in sampling.extra or sampling.temperature == 0:
+        return 0
+    if sampling.top_k:
+        return min(sampling.top_k + _TIES, vocab_size)
+    if sampling.top_p < 1 or sampling.min_p or sampling.min_new_tokens:
+        raise RolloutError("the tokens that sampling keeps", f"{sampling}, of which vLLM lists top_k", "set top_k, too")
+    return 0
+
+
+def sampling_params(
+    request: Request, limit: int, eos: frozenset[int], *, seeded: bool, listed: int = 0
+) -> SamplingParams:
+    """Every parameter that changes a distribution or an end, none of it left to the model's own defaults; `listed` is
+    that of `listed_tokens`."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     sampling = request.sampling
@@ -41,7 +62,7 @@ def sampling_params(request: Request, limit: int, eos: frozenset[int], *, seeded
         ignore_eos=True,  # what the model's files call the end; `stop_token_ids` are the renderer's
         max_tokens=limit,
         min_tokens=min(sampling.min_new_tokens, limit),
-        logprobs=0,
+        logprobs=listed,
         flat_logprobs=True,
         detokenize=False,
         logit_bias=None,
@@ -51,10 +72,13 @@ def sampling_params(request: Request, limit: int, eos: frozenset[int], *, seeded
     )
 
 
-def read_output(output: Any, version: int, stopped_at: int | None, eos: frozenset[int], *, greedy: bool) -> Completion:
+def read_output(
+    output: Any, version: int, stopped_at: int | None, eos: frozenset[int], *, greedy: bool, listed: int = 0
+) -> Completion:
     """vLLM's output, up to the token that completed a stop string; tokens of no version are of `version`."""
     tokens = np.array(output.token_ids, np.int32)[:stopped_at]
-    log_prob = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)[:stopped_at]
+    # At each position the sampled token comes first.
+    log_prob = np.array(output.logprobs.logprobs[:: 1 + listed] if len(tokens) else [], np.float32)[:stopped_at]
     if len(log_prob) != len(tokens) or not np.isfinite(log_prob).all():
         raise EngineFailure(
             f"log-probabilities of policy version {version}",
@@ -71,6 +95,26 @@ def read_output(output: Any, version: int, stopped_at: int | None, eos: frozense
     if output.finish_reason not in ("stop", "length") and stopped_at is None:
         reason = StopReason.ABORT
     return Completion(tokens, log_prob, versions, reason)
+
+
+def kept_tokens(output: Any, length: int, listed: int, sampling: Sampling, vocab_size: int) -> dict[str, AnyArray]:
+    """What `kept` records (`EXTRAS`) of the first `length` tokens: of those listed, the ones with a probability.
+
+    Raises RolloutError where more may have one than are listed.
+    """
+    id_type = np.uint16 if vocab_size <= 2**16 else np.int32
+    if not listed or not length:
+        return {"kept": np.empty(0, id_type), "kept_count": np.zeros(length, np.int32)}
+    shape = (-1, 1 + listed)
+    ids = np.array(output.logprobs.token_ids, np.int64).reshape(shape)[:length, 1:]
+    kept = np.array(output.logprobs.logprobs, np.float32).reshape(shape)[:length, 1:] > -np.inf
+    if listed < vocab_size and kept[:, -1].any():
+        raise RolloutError(
+            f"the tokens that top_k = {sampling.top_k} keeps",
+            f"more than {listed - 1} at position {int(kept[:, -1].argmax())}: many are as likely as the last of them",
+            "set another top_k, or engine.dtype: float32",
+        )
+    return {"kept": ids[kept].astype(id_type), "kept_count": kept.sum(1, dtype=np.int32)}
 
 
 def empty_completion() -> Completion:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, SyncError
 from trivium.models.load import load_lm
 from trivium.models.lora import ADAPTER_STEM, check_base, fingerprint, is_adapter, received_adapter
@@ -20,14 +24,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Named = Sequence[tuple[str, Any]]
+_PREFIX = "trivium-vllm-"
+"""Of the directories of weights; their process is a part of their name."""
 _TIED = {"lm_head.weight"}
 """What may be the same tensor as the table of tokens."""
 
 
-def fast_directory(model_dir: Path) -> Path | None:
-    """Where weights lie on their way: in memory where two versions fit; None: the system's own choice."""
+def fast_directory(model_dir: Path) -> Path:
+    """Where weights lie on their way: in memory where two versions fit, else where temporary files do."""
     memory, size = Path("/dev/shm"), sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return memory if memory.is_dir() and shutil.disk_usage(memory).free > 3 * size else None
+    fits = memory.is_dir() and shutil.disk_usage(memory).free > 3 * size
+    return memory if fits else Path(tempfile.gettempdir())
+
+
+def own_directory(parent: Path) -> Path:
+    """A new directory of this process. Those of processes that were killed are removed."""
+    for left in parent.glob(f"{_PREFIX}*"):
+        named = re.fullmatch(r"(\d+)-(\d*)-(.+)-\w+", left.name.removeprefix(_PREFIX))
+        if named is not None and not ProcessLife(named[3], int(named[1]), named[2])():
+            shutil.rmtree(left, ignore_errors=True)  # another engine may remove it, too
+    life = ProcessLife.of(os.getpid())
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{life.pid}-{life.started}-{life.host}-", dir=parent))
 
 
 class WeightFiles:

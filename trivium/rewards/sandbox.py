@@ -28,6 +28,8 @@ from trivium.errors import ConfigError, RewardError
 from trivium.rewards.child import Child
 from trivium.rewards.seccomp import confinement, known
 
+_START_S = 60.0
+"""Longest wait for a process to start and to confine itself, which does not count as time of a run."""
 _LOOK_S = 0.02
 """How often the deadline and the disk are checked."""
 _SHOWN = 1 << 20
@@ -52,6 +54,7 @@ class Limits:
 
     cpu_s: int = 10
     wall_s: float = 30.0
+    """From the moment when the process has confined itself and its code begins."""
     memory: int = 1 << 30
     """Bytes of address space, the interpreter's own included."""
     file_size: int = 16 << 20
@@ -73,18 +76,29 @@ class Ran:
     given: str | None
     """Its answer to the check: the value's `repr`, if the program is honest; None where it did not get that far."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds that it took, without those that it waited for other runs."""
+    """Seconds that it took, without those that it waited for other runs and for its process to start."""
 
 
 class _Process(NamedTuple):
     """A process of the sandbox."""
 
     child: Child
+    order: bytes
+    """What it is sent to begin."""
     folder: str
-    began: float
     given: IO[bytes]
     out: IO[bytes]
     err: IO[bytes]
+
+
+class _Begun(NamedTuple):
+    """A process whose code runs, or that ended before."""
+
+    process: _Process
+    report: Mapping[str, Any] | None
+    """What it reported of its limits; None: it ended before."""
+    at: float
+    """When its code began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +133,8 @@ class Sandbox:
         Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
         """
         with _RUNNING, self._started(code, check, stdin) as process:
-            return self._outcome(process, self._watched(process))
+            begun = _begun(process)
+            return self._outcome(begun, self._watched(begun))
 
     def judge(self, code: str, statement: str) -> Ran:
         """Whether an `assert` about the code holds: `given` is "True". It is evaluated in a process of its own, which
@@ -132,20 +147,22 @@ class Sandbox:
             judging = processes.enter_context(self._started(_JUDGE, judges, descriptor=ours.fileno()))
             ours.close()
             theirs.close()  # each has its own end: it sees when the other one is gone
-            ran = self._outcome(judging, self._watched(judging, program))
-            self._outcome(program, "done")
+            waits = _begun(judging)
+            serving = _begun(program)  # last: from here on it is watched
+            begun = waits._replace(at=serving.at)
+            ran = self._outcome(begun, self._watched(begun, program))
+            self._outcome(serving, "done")
             return ran
 
     @contextmanager
     def _started(
         self, code: str, check: Check | None, stdin: str = "", descriptor: int | None = None
     ) -> Iterator[_Process]:
-        """A process that runs the code and then the check; gone after the block. It inherits `descriptor` too."""
+        """A process that is to run the code and then the check, gone after the block. It inherits `descriptor` too."""
         with _folder() as folder, ExitStack() as files:
             given, source, out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             source.write(stdin.encode("utf-8", "surrogatepass"))
             source.seek(0)
-            began = time.monotonic()
             child = Child(
                 _PROGRAM,
                 str(given.fileno()),
@@ -155,22 +172,20 @@ class Sandbox:
                 stdout=out,
                 stderr=err,
                 pass_fds=(given.fileno(), *(() if descriptor is None else (descriptor,))),
-                timeout_s=self.limits.wall_s,
+                timeout_s=_START_S,
             )
             try:
-                child.send(child.encode(self._order(code, check, folder)))
-                yield _Process(child, folder, began, given, out, err)
+                yield _Process(child, child.encode(self._order(code, check, folder)), folder, given, out, err)
             finally:
                 child.end()
 
-    def _outcome(self, process: _Process, end: str) -> Ran:
+    def _outcome(self, begun: _Begun, end: str) -> Ran:
         """What came of a process that ended so, or is ended now. Raises unless it had confined itself."""
-        took = time.monotonic() - process.began
-        report = process.child.receive()
+        took, process = time.monotonic() - begun.at, begun.process
         process.child.end()
         out, err = _text(process.out, self.limits.file_size), _text(process.err, _SHOWN)
         ran = Ran(end, out, err, _text(process.given, _SHOWN) or None, took)
-        self._confined(report, ran)
+        self._confined(begun.report, ran)
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
@@ -200,10 +215,10 @@ class Sandbox:
             },
         }
 
-    def _watched(self, process: _Process, *others: _Process) -> str:
+    def _watched(self, begun: _Begun, *others: _Process) -> str:
         """Waits for the end of a process, or kills it when it, or one of the others, is at a limit that this side
         enforces; returns how it ended (`Ran.end`)."""
-        deadline = process.began + self.limits.wall_s
+        process, deadline = begun.process, begun.at + self.limits.wall_s
         while (code := process.child.wait(_LOOK_S)) is None:
             full = any(self._full(each.folder) for each in (process, *others))
             stopped = "wall" if time.monotonic() > deadline else "disk" if full else ""
@@ -240,6 +255,12 @@ class Sandbox:
                 "run on Linux 5.13 or later, where Landlock and seccomp work; or, at your own risk, name what to do "
                 f"without: {sorted(missing)}",
             )
+
+
+def _begun(process: _Process) -> _Begun:
+    """Has a process begin, and returns when its code does: it reports just before."""
+    process.child.send(process.order)
+    return _Begun(process, process.child.receive(), time.monotonic())
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -30,11 +30,11 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
         )
     if "megatron" in str(verl.values.get("defaults")):
         yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not built here", "use the FSDP configs")
-    for key, off in {"top_p": (1,), "top_k": (-1, 0)}.items():
-        if verl[f"{ROLLOUT}.name"] == "vllm" and verl[f"{ROLLOUT}.{key}"] not in off:
-            found = "vLLM does not say which tokens it kept, over which the trainer would have to compute probabilities"
-            do = "leave it out (val_kwargs may set it), or set rollout.name: torch, which records them"
-            yield Problem(f"{ROLLOUT}.{key}", f"{key} = {verl[f'{ROLLOUT}.{key}']} in training", found, do)
+    top_p = verl[f"{ROLLOUT}.top_p"]
+    if verl[f"{ROLLOUT}.name"] == "vllm" and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
+        found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"
+        do = "set rollout.top_k, too, leave it out (val_kwargs may set it), or set rollout.name: torch"
+        yield Problem(f"{ROLLOUT}.top_p", f"top_p = {top_p} in training", found, do)
     yield from _critic_follows(verl)
     yield from _model_conflicts(verl)
     yield from _trainer_conflicts(verl, has_validation)
