@@ -136,8 +136,8 @@ class ActorReplica(Replica):
 
     def _named(self, failed: EngineFailure) -> EngineFailure:
         """The error of its engine, which does not know which of several it is."""
-        asked = failed.asked if self.name in failed.asked else f"{failed.asked} ({self.name})"
-        return EngineFailure(asked, failed.found, failed.do)
+        name = "" if self.name in failed.asked else f" ({self.name})"
+        return EngineFailure(f"{failed.asked}{name}", failed.found, failed.do)
 
     async def close(self) -> None:
         """Ends the process, and the completions in progress. A second call does nothing."""

@@ -91,7 +91,7 @@ class _Process(NamedTuple):
     err: IO[bytes]
 
 
-class _Begun(NamedTuple):
+class _Running(NamedTuple):
     """A process whose code runs, or that ended before."""
 
     process: _Process
@@ -133,8 +133,8 @@ class Sandbox:
         Raises ConfigError where a limit is not enforced, RewardError where the sandbox itself failed.
         """
         with _RUNNING, self._started(code, check, stdin) as process:
-            begun = _begun(process)
-            return self._outcome(begun, self._watched(begun))
+            running = _begin(process)
+            return self._outcome(running, self._watched(running))
 
     def judge(self, code: str, statement: str) -> Ran:
         """Whether an `assert` about the code holds: `given` is "True". It is evaluated in a process of its own, which
@@ -147,10 +147,10 @@ class Sandbox:
             judging = processes.enter_context(self._started(_JUDGE, judges, descriptor=ours.fileno()))
             ours.close()
             theirs.close()  # each has its own end: it sees when the other one is gone
-            waits = _begun(judging)
-            serving = _begun(program)  # last: from here on it is watched
-            begun = waits._replace(at=serving.at)
-            ran = self._outcome(begun, self._watched(begun, program))
+            waits = _begin(judging)
+            serving = _begin(program)  # last: from here on it is watched
+            running = waits._replace(at=serving.at)
+            ran = self._outcome(running, self._watched(running, program))
             self._outcome(serving, "done")
             return ran
 
@@ -179,13 +179,13 @@ class Sandbox:
             finally:
                 child.end()
 
-    def _outcome(self, begun: _Begun, end: str) -> Ran:
+    def _outcome(self, running: _Running, end: str) -> Ran:
         """What came of a process that ended so, or is ended now. Raises unless it had confined itself."""
-        took, process = time.monotonic() - begun.at, begun.process
+        took, process = time.monotonic() - running.at, running.process
         process.child.end()
         out, err = _text(process.out, self.limits.file_size), _text(process.err, _SHOWN)
         ran = Ran(end, out, err, _text(process.given, _SHOWN) or None, took)
-        self._confined(begun.report, ran)
+        self._confined(running.report, ran)
         return ran
 
     def _order(self, code: str, check: Check | None, folder: str) -> dict[str, Any]:
@@ -215,10 +215,10 @@ class Sandbox:
             },
         }
 
-    def _watched(self, begun: _Begun, *others: _Process) -> str:
+    def _watched(self, running: _Running, *others: _Process) -> str:
         """Waits for the end of a process, or kills it when it, or one of the others, is at a limit that this side
         enforces; returns how it ended (`Ran.end`)."""
-        process, deadline = begun.process, begun.at + self.limits.wall_s
+        process, deadline = running.process, running.at + self.limits.wall_s
         while (code := process.child.wait(_LOOK_S)) is None:
             full = any(self._full(each.folder) for each in (process, *others))
             stopped = "wall" if time.monotonic() > deadline else "disk" if full else ""
@@ -257,10 +257,10 @@ class Sandbox:
             )
 
 
-def _begun(process: _Process) -> _Begun:
+def _begin(process: _Process) -> _Running:
     """Has a process begin, and returns when its code does: it reports just before."""
     process.child.send(process.order)
-    return _Begun(process, process.child.receive(), time.monotonic())
+    return _Running(process, process.child.receive(), time.monotonic())
 
 
 def _environment(folder: str) -> dict[str, str]:
