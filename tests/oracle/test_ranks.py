@@ -16,7 +16,8 @@ import pytest
 import torch
 from algebra import column_names, number, objectives, policy_objective
 from rank_processes import run_ranks
-from unit.training_parts import VOCABULARY, Parts, write_model
+from transformers import Qwen3MoeConfig
+from unit.training_parts import SIZE, VOCABULARY, Parts, random_model, write_model
 
 from trivium.algorithms import ValueObjective, catalogue
 from trivium.loops import prepare_mini_batch
@@ -62,6 +63,21 @@ def with_prompts(batch: Batch, length: int, size: int) -> Batch:
     return replace(batch, experiences=tuple(rows))
 
 
+def with_routing(batch: Batch, length: int, size: int) -> Batch:
+    """The batch through experts at random (in two layers, 2 of 8). In every other group of so many rows, all begin with
+    the same ones: its prompt was read once, and in the others once for each row."""
+    rng, rows = np.random.default_rng(0), list[Experience]()
+    for row, own in enumerate(batch.experiences):
+        first = rng.integers(1, 8, (len(own), 2, 1))
+        if row // size % 2 == 0:
+            begin = np.random.default_rng(row // size).integers(1, 8, (length, 2, 1))
+            first[:length] = begin[: len(own)]
+        routing = np.concatenate([first, first + 1], -1).astype(np.uint8)
+        routing[-1] = 0  # the last token went through no layer
+        rows.append(replace(own, extra={"routing": routing}))
+    return replace(batch, experiences=tuple(rows))
+
+
 BATCHES = {
     "uneven": make_batch((9, 6, 40, 5, 8, 3, 14, 10, 7, 7), trained=(0, 1, 3, 4, 5, 6, 7, 8, 9)),
     "experts": make_batch((9, 6, 12, 5, 8, 3), experts=(1, 4)),
@@ -72,6 +88,7 @@ BATCHES = {
     "prompts": with_prompts(
         make_batch((47, 49, 48, 47, 28, 27, 27, 30, 6, 7)), 24, 4
     ),  # 119 and 40 tokens: see pack_layout
+    "routed": with_routing(with_prompts(make_batch((47, 49, 48, 47, 28, 27, 27, 30, 17, 19, 18, 17)), 14, 4), 14, 4),
 }
 """On four ranks, `two` and `one` leave some without a sequence, `masked` two or three without a trained token."""
 
@@ -146,19 +163,30 @@ def full() -> Iterator[tuple[str, Any]]:
                 yield "uneven", made
 
 
+def routed() -> Iterator[tuple[str, Any]]:
+    """Of a mixture of experts, through those that the tokens were sampled with."""
+    yield "routed", policy("token-mean")
+    yield "routed", policy("seq-mean-token-mean")
+
+
 @dataclass(frozen=True)
 class Way:
     """How a program is trained."""
 
     program: Callable[[], Iterator[tuple[str, Any]]] = short
+    model: str = "policy"
     dtype: str = "float64"
     packed: bool = True
     config: tuple[tuple[str, Any], ...] = ()
 
 
 def way(**config: Any) -> Way:
-    own = {name: config.pop(name) for name in ("program", "dtype", "packed") if name in config}
+    own = {name: config.pop(name) for name in ("program", "model", "dtype", "packed") if name in config}
     return Way(**own, config=tuple(config.items()))
+
+
+def replayed(**config: Any) -> Way:
+    return way(program=routed, model="mixture", **config)
 
 
 WAYS: Mapping[int, Mapping[str, Way]] = {
@@ -168,6 +196,8 @@ WAYS: Mapping[int, Mapping[str, Way]] = {
         "shared prompts": way(program=prompts, share_prefix=True),
         "float32": way(dtype="float32"),
         "sequence, float32": way(dtype="float32", sequence_parallel=2),
+        "routing, shared prompts": replayed(share_prefix=True),
+        "routing, sequence, checkpointing": replayed(sequence_parallel=2, gradient_checkpointing=True),
     },
     4: {
         "full": way(program=full),
@@ -194,11 +224,12 @@ def make_engine(directory: Path, how: Way, ranks: Ranks, max_tokens: int) -> Tor
         max_grad_norm=1.0,
         max_tokens_per_micro_batch=max_tokens,
         optimizer={"lr": 0.1, "eps": 1.0},  # with an epsilon this large AdamW follows the gradient, not its sign
+        router_replay="rollout" if how.model == "mixture" else "off",
         **dict(how.config),
     )
     engine = TorchTrainEngine(
         config,
-        model_dir=directory / "policy",
+        model_dir=directory / how.model,
         algorithm=algorithm(directory, how),
         temperature=0.8,
         max_response_length=MAX_RESPONSE_LENGTH,
@@ -244,7 +275,9 @@ def train(engine: TrainEngine, how: Way, batches: Mapping[str, Batch]) -> Traine
     further = (
         ("entropy", "sum_pi_squared", "mean_discriminant", "ref", "teacher_top") if how.program in (more, full) else ()
     )
-    asked = [("values", "one"), *((what, "uneven") for what in ("log_prob", *further))]
+    asked = [("log_prob", program[0][0]), *((what, "uneven") for what in further)]
+    if "critic" in {objective.role for _, objective in program}:
+        asked.append(("values", "one"))
     scores = {what: engine.score(batches[name], what) for what, name in asked}
     return Trained(metrics, weights, scores)
 
@@ -282,13 +315,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     write_model(directory / "policy")
     write_model(directory / "teacher", seed=5)
+    mixture = Qwen3MoeConfig(**SIZE, head_dim=4, moe_intermediate_size=12, num_experts=8, num_experts_per_tok=2)
+    random_model(mixture, seed=0, scale=8.0).save_pretrained(directory / "mixture")
     return directory
 
 
 @pytest.fixture(scope="module")
 def batches(directory: Path) -> dict[str, Batch]:
-    engine = make_engine(directory, way(), ALONE, max_tokens=1000)
-    return {name: near(batch, engine.score(batch, "log_prob")) for name, batch in BATCHES.items()}
+    engine, mixture = (make_engine(directory, how, ALONE, max_tokens=1000) for how in (way(), replayed()))
+    engines = {name: mixture if name == "routed" else engine for name in BATCHES}
+    return {name: near(batch, engines[name].score(batch, "log_prob")) for name, batch in BATCHES.items()}
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from trivium.types import Batch, Experience, Teacher
 torch.set_num_threads(1)  # models this small are slower on more
 
 VOCABULARY = 31
-_SIZE = {
+SIZE = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -37,10 +37,10 @@ _SIZE = {
     "max_position_embeddings": 64,
 }
 MODELS = {
-    "qwen3": Qwen3Config(**_SIZE, head_dim=4, tie_word_embeddings=True),
-    "llama": LlamaConfig(**_SIZE),
+    "qwen3": Qwen3Config(**SIZE, head_dim=4, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZE),
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64),
-    "mistral": MistralConfig(**_SIZE, sliding_window=5),
+    "mistral": MistralConfig(**SIZE, sliding_window=5),
     "bloom": BloomConfig(hidden_size=16, n_layer=2, n_head=4, vocab_size=VOCABULARY),
 }
 
