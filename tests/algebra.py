@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, get_args, get_origin
 
 import numpy as np
@@ -207,11 +207,11 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What was measured over the whole step."""
 
-    @property
+    @cached_property
     def version(self) -> Tensor:
         return torch.where(self.expert.unsqueeze(-1), EXPERT_VERSION, 0).expand(self.mask.shape).int()
 
-    @property
+    @cached_property
     def totals(self) -> LossDenominators:
         return count(self.batch({"counted"} & self.columns.keys()), self.mask.shape[1])
 
@@ -227,9 +227,10 @@ class Step:
         groups, who = (tuple(names[row] for row in order) for names in (self.groups, self.who))
         return Step(self.mask[index], columns, answers, self.expert[index], groups, who)
 
-    def batch(self, wanted: Collection[str] = ()) -> Batch:
-        """The mini-batch as the driver holds it, with these columns or scores."""
-        experiences = [
+    @cached_property
+    def experiences(self) -> tuple[Experience, ...]:
+        """The rows as the driver holds them."""
+        return tuple(
             Experience(
                 np.zeros(self.mask.shape[1]),
                 self.mask[row].numpy(),
@@ -239,10 +240,13 @@ class Step:
                 self.who[row],
             )
             for row in range(len(self.mask))
-        ]
+        )
+
+    def batch(self, wanted: Collection[str] = ()) -> Batch:
+        """The mini-batch as the driver holds it, with these columns or scores."""
         known = {**self.columns, **{name: self.answers[name].detach() for name in ("log_prob", "entropy")}}
         columns = {name: list(known[name].numpy()) for name in wanted if name in known}
-        return Batch(tuple(experiences)).with_columns(**columns)
+        return Batch(self.experiences).with_columns(**columns)
 
 
 SPECIAL: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {}

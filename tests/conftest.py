@@ -1,6 +1,7 @@
 """What the tests of all folders share: one thread for each test process, and their order."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -45,8 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No collection looks at all modules and tests again."""
+    """No collection looks at all modules and tests again; torch's 50 loggers pass on what they are given, where pytest
+    would give each of them its handlers and take them back six times a test."""
     gc.freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
