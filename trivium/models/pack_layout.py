@@ -157,7 +157,7 @@ def grids_of(paths: Sequence[npt.NDArray[np.int64]], clumps: Sequence[bool], num
     """The grids of the paths, of which some end with a clump."""
     lengths = np.array([len(rows) for rows in paths])
     members: list[list[int]] = []
-    for i in np.lexsort((-lengths, clumps)):
+    for i in np.lexsort((-lengths, np.array(clumps))):
         last = members[-1][0] if members else -1
         if not members or clumps[i] != clumps[last] or lengths[i] < _FILL * lengths[last]:
             members.append([])
