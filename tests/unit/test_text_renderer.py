@@ -169,6 +169,24 @@ def test_expert_text_ends_with_the_end_of_turn():
     assert written(renderer(PLAIN).expert([user("1+1=")], "2")[1]) == "2<|end|>"
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"truncation": True, "max_length": 4},
+        {"padding": "max_length", "max_length": 40},
+        {"split_special_tokens": True},
+    ],
+)
+def test_a_call_of_another_that_cuts_pads_or_splits_changes_no_prompt(setting):
+    tokenizer = tiny_tokenizer("bytes")
+    chat, text = ChatRenderer(tokenizer), "é 1+1="
+    expected = ids(f"<|user|>{text}<|end|><|assistant|>")
+    tokenizer("another text", **setting)
+    assert chat.render([user(text)]).tokens.tolist() == expected
+    tokenizer("another text", **setting)
+    assert chat.expert([user(text)], text)[1].tolist() == ids(f"{text}<|end|>")
+
+
 def test_decoding_drops_special_tokens_and_survives_any_token():
     chat = renderer()
     assert chat.decode(np.asarray(ids("é\n<|end|>"), np.int32)) == "é\n"

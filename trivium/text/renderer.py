@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -70,7 +70,7 @@ class ChatRenderer:
                 "(for texts without roles: plain)",
             )
         self._tokenizer, self._template, self._images = tokenizer, chat_template, images
-        self._decode = _decode_of(tokenizer)
+        self._decode, self._ids_of = _decode_of(tokenizer), _encode_of(tokenizer)
         self._by_parts = images is not None and self._takes_parts()
         self._knows_tools = "tools" in str(chat_template or tokenizer.chat_template)
         self._end_of_turn = self._find_end_of_turn()
@@ -263,8 +263,7 @@ class ChatRenderer:
         return Prompt(np.concatenate([*pieces, tokens[done:]]), tuple(spans), tokens)
 
     def _encode(self, text: str) -> IntArray:
-        ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        tokens = np.asarray(ids, np.int32)
+        tokens = np.asarray(self._ids_of(text), np.int32)
         unknown = self._tokenizer.unk_token_id
         if unknown is not None and (count := int((tokens == unknown).sum())):
             warnings.warn(
@@ -355,6 +354,28 @@ def _decode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[..., object]:
 
     plain = type(tokenizer).decode is PreTrainedTokenizerBase.decode
     return getattr(tokenizer, "_decode", tokenizer.decode) if plain else tokenizer.decode
+
+
+def _encode_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
+    """What encodes one text, without adding special tokens: `__call__` of the base class prepares batches, which takes
+    five times as long as to encode a short prompt."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    def called(text: str) -> Sequence[int]:
+        ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return cast(list[int], ids)
+
+    def encoded(text: str) -> Sequence[int]:
+        backend = fast.backend_tokenizer  # it keeps what another's call set
+        if backend.truncation or backend.padding or backend.encode_special_tokens:
+            return called(text)
+        return backend.encode(text, add_special_tokens=False).ids
+
+    fast: Any = tokenizer
+    own_call = type(tokenizer).__call__ is not PreTrainedTokenizerBase.__call__
+    if own_call or getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+        return called
+    return called if fast.split_special_tokens else encoded
 
 
 def _generation_eos(name_or_path: str) -> set[int]:
