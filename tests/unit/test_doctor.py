@@ -4,6 +4,7 @@ them are in test_doctor_runs.py."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_a_run_that_learns_nothing_is_told_so_once_while_it_runs_and_afterwards(
     assert log.count("equal rewards: ") == log.count("truncation: ") == 1
     report = diagnose(stuck)
     assert report.facts[1].startswith("bound by ")
+    steps = len((stuck / "metrics.jsonl").read_text().splitlines())
+    assert f": {steps} steps, " in report.facts[0]
+    evaluated = stuck.parent / "evaluated"
+    shutil.copytree(stuck, evaluated)
+    with (evaluated / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 0, "eval/train/reward": 0.5}\n')
+    assert f": {steps} steps, " in diagnose(evaluated).facts[0], "step 0 is the evaluation before training"
     assert "engine.sampling.max_new_tokens" in str(report.findings[1])
 
 

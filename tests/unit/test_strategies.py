@@ -515,7 +515,7 @@ def test_replayed_groups_are_corrected_like_stale_ones_and_the_plan_says_what_is
     assert "up to" not in plan.algorithm["correction"]
     assert "groups may be 4 version(s) old" in plan.algorithm["correction"]
     assert config.algorithm.for_run(config).correction.kind == "decoupled_token_is"  # pyright: ignore[reportAttributeAccessIssue]
-    assert (plan.groups_per_step, plan.played_groups_per_step, plan.trajectories_per_step) == (4, 2, 4)
+    assert (plan.groups_per_step, plan.rolled_out_groups_per_step, plan.trajectories_per_step) == (4, 2, 4)
     assert plan.slots == 200
 
 

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from trivium.errors import DataError
-from trivium.models.images import Images, images_of, join_pixels, pixel_hash
+from trivium.models.images import Images, images_of, join_pixels
 from trivium.models.processor import hf_processor
+from trivium.text import hf_tokenizer
 from trivium.text.renderer import ChatRenderer, renderer_of
 from trivium.text.tiny_vision import TinyVisionModel
 from trivium.types import Media, Message, Prompt, StopReason
@@ -84,7 +85,6 @@ def test_tokens_and_pixels_are_those_of_the_models_own_processor(family: str, mo
     for name, tensor in pixels.items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name]), name
-    assert pixel_hash(pixels) == pixel_hash({name: expected[name] for name in pixels})
     in_spans = np.zeros(len(prompt), bool)
     for item in prompt.media:
         assert item.span is not None
@@ -253,7 +253,8 @@ def test_a_text_model_has_no_images_and_a_processor_without_an_image_token_is_re
 
 
 def test_a_template_for_text_alone_refuses_images(model_dir) -> None:
-    plain = renderer_of(model_dir("qwen2_vl"), chat_template="{% for m in messages %}{{ m.content + '' }}{% endfor %}")
+    directory, template = model_dir("qwen2_vl"), "{% for m in messages %}{{ m.content + '' }}{% endfor %}"
+    plain = ChatRenderer(hf_tokenizer(directory), chat_template=template, images=images_of(directory))
     assert plain.decode(plain.render([Message("user", "text")]).tokens) == "text"
     with pytest.raises(DataError, match="writes text only"):
         plain.render([Message("user", "?", (png(14, 14),))])

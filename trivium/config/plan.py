@@ -19,7 +19,7 @@ class StagePlan(Config):
     first_step: int
     last_step: int
     groups_per_step: int
-    played_groups_per_step: int
+    rolled_out_groups_per_step: int
     trajectories_per_step: int
     max_response_tokens_per_step: int
     max_staleness: int
@@ -64,7 +64,7 @@ def plan_run(config: RunConfig, cores: int, machine: Machine | None = None, rank
                 first_step=step + 1,
                 last_step=step + schedule.steps,
                 groups_per_step=schedule.groups_per_step,
-                played_groups_per_step=rolled_out,
+                rolled_out_groups_per_step=rolled_out,
                 trajectories_per_step=rolled_out * schedule.group_size,
                 max_response_tokens_per_step=rolled_out * schedule.group_size * stage.engine.sampling.max_new_tokens,
                 max_staleness=stage.max_staleness,

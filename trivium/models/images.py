@@ -6,7 +6,6 @@ computed once for each hash. The processor is transformers' own, in its PIL form
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
@@ -69,12 +68,6 @@ class Images:
         """Texts that stand for media wherever they are written, so no message may contain one."""
         self._cache: OrderedDict[str, ImageInput] = OrderedDict()
         self._cached_bytes, self._lock = 0, Lock()
-
-    @property
-    def placeholder_ids(self) -> frozenset[int]:
-        """The tokens of `placeholders`, which mean something only where media is."""
-        vocabulary = self._processor.tokenizer.get_vocab()
-        return frozenset(int(vocabulary[text]) for text in self.placeholders if text in vocabulary)
 
     @property
     def chat_template(self) -> str | None:
@@ -206,16 +199,6 @@ def join_pixels(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             tensors = [torch.cat([t, t.new_zeros(len(t), tiles - t.shape[1], *t.shape[2:])], dim=1) for t in tensors]
         joined[name] = torch.cat(tensors, dim=1 if by_tile else 0)
     return joined
-
-
-def pixel_hash(pixels: Mapping[str, Tensor]) -> str:
-    """A hash of tensors by name: equal on both sides where both read the same pixels."""
-    digest = hashlib.sha256()
-    for name in sorted(pixels):
-        array = pixels[name].detach().cpu().contiguous()
-        digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
-        digest.update(array.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _size(entry: ImageInput) -> int:

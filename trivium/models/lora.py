@@ -106,23 +106,26 @@ def largest_rank(section: LoraConfig) -> int:
 # --------------------------------------------------------------------------- in a model
 
 
-def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: Path | None = None) -> PreTrainedModel:
-    """Puts an adapter into a model, in place, and lets it be all that is trained.
+def attach(module: PreTrainedModel, section: LoraConfig, *, seed: int) -> PreTrainedModel:
+    """Adds an adapter to a model, in place, and freezes all other parameters.
 
-    `adapter` is a directory that `save_adapter` wrote; else `section.path`; else A is drawn from `seed` and B is zero,
-    so that the model is still what it was. To be called before parameters are sharded.
+    The adapter is that of the directory `section.path`; unset, A is drawn from `seed` and B is zero, which leaves the
+    outputs of the model unchanged. To be called before parameters are sharded.
 
     Raises MissingPackage without peft, TriviumError for layers or adapters that are more than this module knows.
     """
-    inject(module, section, seed=seed, adapter=adapter)(module.device)
+    inject(module, section, seed=seed)(module.device)
     return module
 
 
 def inject(
     module: PreTrainedModel, section: LoraConfig, *, seed: int, adapter: Path | None = None
 ) -> Callable[[torch.device], None]:
-    """The same, but for the values of A and B: what is returned sets them, once the model that was empty is not, and
-    allocates them on a device where they have no memory. A and B are float32 at least, whatever the base is."""
+    """As `attach`, without the values of A and B: the function returned sets them once the model has its weights, and
+    allocates them on the given device if they are on `meta`. A and B are float32 or wider.
+
+    `adapter` is a directory that `save_adapter` wrote, used in place of `section.path`.
+    """
     try:
         import peft
     except ImportError as error:

@@ -64,11 +64,6 @@ def hf_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     return None  # AutoProcessor falls back to the tokenizer of a text model
 
 
-def is_multimodal(directory: str | Path) -> bool:
-    """Whether a model directory holds a model that reads more than text, by its config.json."""
-    return _multimodal_kind(str(directory), {"local_files_only": True}) is not None
-
-
 def _load(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoProcessor
 

@@ -54,7 +54,7 @@ def diagnose(run_dir: Path) -> Report:
     groups = list({(each.stage, each.group.slot, each.group.attempt): each.group for each in rollouts}.values())
     mismatched = _mismatched(run_dir, rollouts)
     evidence = evidence_of(rows, groups=groups, mismatched=mismatched, error=error)
-    steps = len({row["step"] for row in rows})
+    steps = len({row["step"] for row in rows} - {0})  # step 0 is the evaluation before training
     facts = [f"{run_dir}: {steps} steps, {len(rollouts)} rollouts of the newest {_STEPS} steps", bound(rows)]
     return Report(facts, findings(evidence))
 

@@ -289,12 +289,9 @@ class ChatRenderer:
         return token
 
 
-def renderer_of(
-    model_dir: str | Path, *, chat_template: str | None = None, max_image_pixels: int = MAX_PIXELS
-) -> ChatRenderer:
-    """The renderer of the model in a directory: with images, where the model reads them."""
-    images = images_of(model_dir, max_pixels=max_image_pixels)
-    return ChatRenderer(hf_tokenizer(model_dir), chat_template=chat_template, images=images)
+def renderer_of(model_dir: str | Path, *, max_image_pixels: int = MAX_PIXELS) -> ChatRenderer:
+    """The renderer of the model in a directory: with images, if the model reads them."""
+    return ChatRenderer(hf_tokenizer(model_dir), images=images_of(model_dir, max_pixels=max_image_pixels))
 
 
 def parts_of(message: Message) -> list[str]:
