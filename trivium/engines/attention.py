@@ -16,9 +16,9 @@ from trivium.models.gpu_attention import KERNELS, backend_for, causal_attention
 EXACT = "trivium_exact"
 """Batched matrix products and softmax: bits do not depend on B, nor on padding S by further pages."""
 FAST = "trivium_fast"
-"""scaled_dot_product_attention where the model allows it: its bits depend on the other rows of the batch."""
+"""scaled_dot_product_attention if the model allows it: its bits depend on the other rows of the batch."""
 _PIECE = 512
-"""Queries whose scores are in memory at once."""
+"""Number of queries whose scores are in memory at once."""
 
 
 def attend(
@@ -60,7 +60,7 @@ def attend(
         return out.transpose(1, 2).contiguous(), None
     scale = float(size**-0.5 if scaling is None else scaling)
     if size % 16:
-        # Rows that start off a vector's boundary take another path through the matrix product.
+        # Rows that are not aligned to a vector take another code path in the matrix product.
         query, key = (F.pad(x, (0, -size % 16)) for x in (query, key))
     groups = batch * key.shape[1]
     scores = _products(query.reshape(groups, -1, query.shape[-1]), key.flatten(0, 1).transpose(1, 2))

@@ -1,6 +1,6 @@
 """The rows that decode together: the request of each, its tokens so far, and how it is sampled.
 
-Per-row state lives in numpy arrays, so a step costs the same Python for one row and for a thousand.
+Per-row state is in numpy arrays, so the Python overhead of a step does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ class Ticket:
 
     request: Request
     limit: int
-    """Tokens it may have: `max_new_tokens`, or what the context leaves."""
+    """Maximum number of tokens: `max_new_tokens`, or what the context leaves."""
     future: Any
     """The caller's asyncio future."""
     digest: int = 0
     cancelled: bool = False
     scan: StopScan | None = None
     prompt: bytes = field(default=b"", repr=False)
-    """What its prompt is known by: tokens, and the hashes of its images."""
+    """Key of the prompt: its tokens and the hashes of its images."""
     images: Future[PromptImages | None] | None = None
-    """What is being read of them; None where it has none."""
+    """Future of the images; None without images."""
     routing: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
-    """(tokens, layers, K) parts of its `routing`, where that is asked for."""
+    """(tokens, layers, K) parts of its `routing`, if requested."""
     kept: list[AnyArray] = field(default_factory=list[AnyArray], repr=False)
-    """What each of its tokens was sampled among, where that is asked for."""
+    """The tokens that each token was sampled among, if requested."""
     kept_count: list[int] = field(default_factory=list[int], repr=False)
 
     def asks(self, what: str) -> bool:
-        """Whether this is to be recorded of it."""
+        """Whether the request wants this recorded."""
         return what in self.request.sampling.extra
 
 
 def bucket(rows: int) -> int:
-    """How many rows a step really computes: few distinct shapes, since a new shape costs a compiled kernel."""
+    """The padded number of rows of a step: few distinct shapes, since each new shape compiles a kernel."""
     step = 2 if rows <= 4 else 4 if rows <= 16 else 8 if rows <= 64 else 32 if rows <= 256 else 64
     return -(-rows // step) * step
 
@@ -120,7 +120,7 @@ class Batch:
         self._compact()
         size = bucket(self._span)
         ahead = self._ahead[:size] if self._ahead[:size].any() else None
-        how = self._sampling(slice(0, size))  # free rows too: they cost less than to pick the others
+        how = self._sampling(slice(0, size))  # includes free rows: cheaper than selecting the others
         parts = self._decoder.step_parts(
             self._next[:size],
             self._position[:size],
@@ -143,7 +143,7 @@ class Batch:
                 self._free(row)
 
     def abort(self) -> list[tuple[Ticket, Any]]:
-        """Ends every completion where it stands, with `abort`."""
+        """Ends every completion now, with `abort`."""
         return [self._finish(int(row), StopReason.ABORT) for row in np.flatnonzero(self._occupied)]
 
     def _assign(self, row: int, ticket: Ticket) -> None:
@@ -168,7 +168,7 @@ class Batch:
     def _drawn(
         self, logits: Tensor, how: tuple[npt.NDArray[np.float64], RowSampling]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], list[Kept]]:
-        """Tokens and log-probabilities of some rows, and what they were sampled among, where any row asks for it."""
+        """Tokens and log-probabilities of some rows, and the tokens they were sampled among if any row requests it."""
         kept: list[Kept] | None = [] if self._keeps.any() else None
         sampled, log_prob = on_host(*sample(logits, *how, kept))
         return sampled, log_prob, kept or []
@@ -202,7 +202,7 @@ class Batch:
                 ticket.routing.append(routing[row])
 
     def _keep(self, rows: npt.NDArray[np.int64], kept: Sequence[Kept]) -> None:
-        """Notes what each row has just been sampled among; nothing where none asks."""
+        """Records the tokens that each row was just sampled among, if requested."""
         drawn = [pair for part in kept for pair in zip(part.counts.tolist(), part.rows(), strict=True)]
         for row, (count, ids) in zip(rows.tolist(), drawn, strict=False):
             ticket = self.tickets[row] if self._keeps[row] else None
@@ -247,7 +247,7 @@ class Batch:
         self._live -= 1
 
     def _reset(self, rows: int | slice) -> None:
-        """Free rows are computed with the others: as cheaply as can be."""
+        """Resets a free row, which is still computed, to the cheapest state."""
         self._next[rows] = self._position[rows] = self._ahead[rows] = self._count[rows] = self._min_new[rows] = 0
         self._temperature[rows], self._top_p[rows], self._top_k[rows], self._min_p[rows] = 1, 1, 0, 0
 

@@ -1,4 +1,5 @@
-"""A causal language model as two verbs: read prompts, take one step of many rows. No scheduling, no sampling.
+"""Prefill and decode of a causal language model: `read` prompts, `step` many rows by one token. No scheduling, no
+sampling.
 
 Legend: B prompts, R rows, V vocabulary.
 """
@@ -37,43 +38,44 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CHUNK = 512
-"""On a CPU prompts are read in pieces that start at multiples of this, so that a piece's shape depends on its prompt
-alone."""
+"""On the CPU, prompts are computed in chunks that start at multiples of this, so that the shape of a chunk depends on
+its prompt alone."""
 _WORKER_ROWS = 16
-"""Fewer rows are not worth a thread of their own."""
+"""Smallest number of rows per thread."""
 _PARALLEL_BYTES = 64 * 2**20
-"""Most bytes of weights that each thread reads for its rows: they lie in the cache."""
+"""Largest model, in bytes, whose rows are split over threads: every thread reads all weights, which must fit the
+cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prompt that has been read: row `index` of a batch of equally padded prompts."""
+    """The keys and values of a prompt: row `index` of a batch of equally padded prompts."""
 
     cache: PromptCache
     index: int
     logits: Tensor
-    """[V], float32: what follows the prompt."""
+    """[V], float32: the logits of the next token."""
     ahead: int = 0
-    """How far the position that its next token is embedded at lies beyond the number of its tokens (M-RoPE)."""
+    """Rotary position of the next token minus the number of prompt tokens (M-RoPE)."""
     routing: AnyArray | None = None
-    """Of each token the experts that it went through, where the decoder records them."""
+    """The experts of each token, if the decoder records them."""
 
     def alone(self) -> Prefix:
-        """The same without the rest of its batch, whose keys and values it would keep in memory."""
+        """A copy without the rest of the batch, whose keys and values would stay in memory."""
         if len(self.cache.layers[0][0]) == 1:
             return self
         return replace(self, cache=self.cache.row(self.index), index=0, logits=self.logits.clone())
 
 
 def padded_length(length: int) -> int:
-    """The shape a prompt is read in: a function of its own length, coarse enough that prompts share batches."""
+    """The padded length of a prompt: a function of its own length, coarse enough that prompts share batches."""
     step = max(16, 1 << max(0, length.bit_length() - 4))
     return -(-length // min(step, _CHUNK)) * min(step, _CHUNK)
 
 
 def padded_count(prompts: int) -> int:
-    """How many prompts a CPU really reads for so many, at most an eighth more: it keeps the code that it compiled for a
-    number of tokens, so few distinct ones keep its memory small."""
+    """The padded number of prompts on a CPU, at most an eighth more than `prompts`. oneDNN caches compiled code for
+    each number of tokens, so few distinct numbers keep its memory small."""
     step = 1 << max(0, prompts.bit_length() - 4)
     return -(-prompts // step) * step
 
@@ -89,18 +91,18 @@ class Decoder:
         self.model, self.device, self.dtype, self.exact = model, torch.device(device), dtype, exact
         self.vision = vision_of(model)
         self.text = model if self.vision is None else self.vision.decoder
-        """The part whose attention is ours: a vision tower keeps its own, and reads each image alone."""
+        """The part with our attention; a vision tower keeps its own and processes each image alone."""
         self._model_dir, self._pixels = model_dir, pixel_reader(model_dir)
         self.is_whole = True
         """Whether all weights are of one version: a load that failed half-way leaves those of two."""
         self._is_base = True
-        """Whether what an adapter does not change is what lies in `model_dir`."""
+        """Whether the weights without an adapter are those in `model_dir`."""
         self._base: dict[str, Tensor] = {}
-        """Of every weight that an adapter has changed, what it was before, on the CPU."""
+        """Base values of the weights changed by an adapter, by name, on the CPU."""
         self.rows = RowCache()
         self._last: Tensor | None = None
         self.reads_whole = self.device.type == "cuda"
-        """Prompts in one piece, each token of which sees those before it: kernels of GPUs need no mask for that."""
+        """Whether prompts are computed in one chunk without a mask: GPU kernels have causal attention built in."""
         self._head = cast(nn.Linear, model.get_output_embeddings())
         use_in(self._head, head_precision)
         self._embedding = cast(nn.Module, model.get_input_embeddings())
@@ -109,13 +111,13 @@ class Decoder:
             make_invariant(self._head)
         self._head.register_forward_pre_hook(self._only_last)
         self.layers = Layers(model, fast=not exact) if supports(model) else None
-        """What computes the model's layers; None: the model itself."""
+        """The optimized layers; None: the model's own forward pass."""
         threads = torch.get_num_threads()
         side_by_side = self.layers is not None and size_of(model) <= _PARALLEL_BYTES and not changing_rotation(model)
         self.workers = WorkerThreads(threads, threads) if side_by_side and threads > 1 else None
-        """What computes rows of a step side by side; None: nothing."""
+        """Threads that compute the rows of a step in parallel; None: one thread."""
         self.recorder: Recorder | None = None
-        """What records the experts that tokens go through; None: nothing."""
+        """Records the experts of each token; None: not recorded."""
 
     @property
     def vocab_size(self) -> int:
@@ -123,18 +125,18 @@ class Decoder:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model was built for."""
+        """The longest sequence that the model supports."""
         return max_positions(self.model)
 
     def record_routing(self) -> None:
-        """Keeps the experts of each token from now on. Raises ConfigError for a model whose routers cannot be read."""
+        """Records experts of tokens from now on. Raises ConfigError for a model whose routers cannot be read."""
         if self.recorder is None:
             self.recorder = Recorder(routers_of(self.text))
             self.layers = self.workers = None
 
     def read(self, prompts: Sequence[IntArray], images: Sequence[PromptImages | None] = ()) -> list[Prefix]:
-        """The prompts' keys and values and the logits after each; all of one `padded_length`. `images` are each
-        prompt's; nothing means that none has any."""
+        """Computes the keys and values of prompts and the logits after each; all have the same `padded_length`.
+        `images` holds those of each prompt; empty if no prompt has any."""
         length = padded_length(max(map(len, prompts)))
         number = padded_count(len(prompts)) if self.device.type == "cpu" else len(prompts)
         ids = np.zeros((number, length), np.int64)
@@ -152,7 +154,7 @@ class Decoder:
             end = min(start + chunk, length)
             cache.start = start
             positions = torch.arange(start, end, device=self.device)
-            # Padding comes after the prompt: the causal mask alone keeps it out of sight.
+            # Padding comes after the prompt, so the causal mask hides it.
             mask = None if self.reads_whole else self._mask(positions[:, None], pages(end))[None, None]
             self._last = (ends - start).clamp_(0, end - start - 1)
             inputs = {"input_ids": tokens[:, start:end], "position_ids": positions[None]}
@@ -169,7 +171,7 @@ class Decoder:
         ]
 
     def look(self, prompt: IntArray, media: Sequence[Media]) -> PromptImages | None:
-        """The images of a prompt; to be called from any thread. None where it has none.
+        """The images of a prompt; None if it has none. Thread-safe.
 
         Raises DataError for media that the model cannot read, or that are not whole in the prompt.
         """
@@ -185,8 +187,8 @@ class Decoder:
         return SeenPrompts.of(self.vision, tokens, images)
 
     def place(self, prefixes: Sequence[Prefix], rows: Sequence[int], longest: int = 0) -> None:
-        """Gives each row the keys and values of its prompt. No row comes to more than `longest` positions; 0: that is
-        not known."""
+        """Copies the keys and values of the prompts into the rows. `longest`: the most positions that any row may
+        reach; 0 if unknown."""
         self.rows.longest = longest
         batches: dict[int, list[int]] = {}
         for i, prefix in enumerate(prefixes):
@@ -201,8 +203,8 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         ahead: npt.NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is how far
-        beyond it the token is embedded (`Prefix.ahead`); None: nowhere."""
+        """Logits [R, V] in float32 after each row's token, which is written at the row's position. `ahead` is added to
+        the rotary position (`Prefix.ahead`); None adds nothing."""
         return torch.cat(self.step_parts(tokens, positions, ahead, lambda logits, _: logits))
 
     def step_parts(
@@ -212,8 +214,8 @@ class Decoder:
         ahead: npt.NDArray[np.int64] | None,
         use: Callable[[Tensor, slice], Result],
     ) -> list[Result]:
-        """The same as `step`, as parts: what `use` makes of the logits of some rows, in their order. It may be called
-        from several threads at once."""
+        """As `step`, in parts: the results of `use(logits, rows)` for consecutive slices of the rows. `use` may be
+        called from several threads at once."""
         width = pages(int(positions.max()) + 1)
         where = torch.from_numpy(positions).to(self.device)
         rows = self.rows.begin(where, width)
@@ -240,8 +242,8 @@ class Decoder:
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Copies new weights over the old ones, by Hugging Face name; nothing is copied unless everything fits.
 
-        `DescribedWeights` are read one after the other, and not kept. Of tensors that are tied, one name is enough.
-        Every tensor is compared with what was given for it. A LoRA adapter (`trivium.models.lora.pushed_adapter`) is
+        `DescribedWeights` are read one tensor at a time and not kept. One name is enough for tied tensors. Every tensor
+        is compared with the given one after the copy. A LoRA adapter (`trivium.models.lora.pushed_adapter`) is
         added to the weights that the model was loaded with.
 
         Raises SyncError for weights that do not fit, Unread where they could not be read (to their end: `is_whole` is
@@ -258,10 +260,10 @@ class Decoder:
         self.is_whole = True
 
     def _add(self, adapter: Mapping[str, LowRank]) -> None:
-        """The base model with this adapter, whatever was loaded before."""
+        """Sets the weights to the base model plus this adapter, independent of earlier loads."""
         own = self.model.state_dict(keep_vars=True)
         if not (self._is_base and adapter.keys() <= self._base.keys()):
-            # As it lies on disk, which may be more precise than what this engine computes with.
+            # From disk: its dtype may be more precise than the engine's.
             base = load_lm(self._model_dir, dtype="auto", attention=None).state_dict()
             check_base(adapter, lambda name: fingerprint(base[name]))
             if not self._is_base:
@@ -270,7 +272,7 @@ class Decoder:
             self._base |= {name: base[name] for name in adapter}
         check_base(adapter, lambda name: fingerprint(self._base[name]))
         self.is_whole = False
-        for name, weight in self._base.items():  # one after the other: a layer's sum at a time is in memory
+        for name, weight in self._base.items():  # one at a time, so that only one merged layer is in memory
             value = merged(weight.to(self.device), adapter[name]) if name in adapter else weight
             own[name].data.copy_(value)
             _compare(name, value, own[name].data, name)
@@ -289,13 +291,13 @@ class Decoder:
                 _compare(name, value, target, earlier)
             target.copy_(value)
             _compare(name, value, target, name)
-            del value  # before the next is read
+            del value  # free it before the next one is read
         if left:
             raise Unread(f"{len(left)} tensors never came, first {min(left)}")
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """Copies of every parameter and persistent buffer, as the model holds them, by Hugging Face name."""
-        with torch.inference_mode(False):  # ordinary tensors, for any use
+        with torch.inference_mode(False):  # ordinary tensors, not inference tensors
             return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.model.state_dict().items()]
 
     def _forward(self, inputs: Mapping[str, Any], mask: Tensor | None, cache: PromptCache | StepRows) -> Tensor:
@@ -313,7 +315,7 @@ class Decoder:
         return torch.where(hidden, -torch.inf, 0.0).to(self.dtype)
 
     def _only_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Lets one position per prompt through to the output layer: [B, L, hidden] to [B, 1, hidden]."""
+        """Selects one position per prompt before the output layer: [B, L, hidden] to [B, 1, hidden]."""
         if self._last is None:
             return None
         hidden = inputs[0]
@@ -321,11 +323,11 @@ class Decoder:
 
 
 class Unread(Exception):
-    """Weights that could not be read; the cause is the error of what they are read from, if it raised one."""
+    """The weights could not be read; `__cause__` is the error of their source, if it raised one."""
 
 
 def _read(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights; what goes wrong while they are read is Unread."""
+    """Iterates over the weights; errors of their source are raised as Unread."""
     try:
         yield from weights
     except Exception as error:
@@ -333,7 +335,7 @@ def _read(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_fit(given: Sequence[TensorSpec], own: Mapping[str, Tensor], model: str) -> None:
-    """Raises SyncError unless these are all tensors of a model, and no others."""
+    """Raises SyncError unless the names and shapes are exactly those of the model."""
     names = {each.name for each in given}
     covered = {_place(own[name]) for name in names if name in own}
     problems = {
@@ -355,7 +357,7 @@ def _check_fit(given: Sequence[TensorSpec], own: Mapping[str, Tensor], model: st
 
 
 def _overwritten(name: str, tensor: Tensor, written: dict[int, list[tuple[int, int, str]]]) -> str:
-    """The name of a tensor that was written into some of the memory of this one; empty where there is none.
+    """The name of an earlier tensor that shares memory with this one; empty if there is none.
     `written`: (first byte, end, name) of each, by storage."""
     storage = written.setdefault(tensor.untyped_storage().data_ptr(), [])
     first = tensor.data_ptr()
@@ -370,12 +372,12 @@ def _overwritten(name: str, tensor: Tensor, written: dict[int, list[tuple[int, i
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are tied: the same memory, read in the same way. Empty ones have no memory."""
+    """A key that is equal for tied tensors: the same memory with the same layout. Empty tensors have no memory."""
     return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _compare(name: str, given: Tensor, held: Tensor, loaded: str) -> None:
-    """Raises RuntimeError unless the model holds, to the bit, what it was given, brought to its type and device."""
+    """Raises RuntimeError unless the tensor equals the given one, converted to its dtype and device, bit for bit."""
     pair = [each.contiguous().reshape(-1) for each in (held, given.to(held.device, held.dtype))]
     if held.numel() and not torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8)):
         raise RuntimeError(f"the model holds another {loaded} than was loaded (is {name} tied to a different one?)")

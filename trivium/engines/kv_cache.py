@@ -1,4 +1,4 @@
-"""Keys and values of prompts and of decoding rows, as transformers wants to see them: `update` and nothing else.
+"""Key-value caches of prompts and of decoding rows, with the `update` method that transformers calls.
 
 Legend: B prompts of one padded length, R rows, K key-value heads, S positions, D head size.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PAGE = 32
-"""Positions are padded to multiples of this: adding a page of masked keys does not change any bit of attention."""
+"""Positions are padded to multiples of this: further pages of masked keys do not change any bit of attention."""
 
 
 def pages(length: int) -> int:
@@ -20,7 +20,7 @@ def pages(length: int) -> int:
 
 
 class PromptCache:
-    """Prompts of one padded length, while they are read and after. Row b is prompt b, position 0 its first token."""
+    """The cache of prompts of one padded length. Row b is prompt b, position 0 its first token."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -30,7 +30,8 @@ class PromptCache:
         """Position of the first token of the chunk being read."""
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keeps the chunk's keys and values [B, K, chunk, D]; everything up to the chunk's end, padded to pages."""
+        """Stores the chunk's keys and values [B, K, chunk, D]; returns all up to the end of the chunk, padded to
+        pages."""
         if layer == len(self.layers):
             self.layers.append((self._empty(keys), self._empty(values)))
         end = self.start + keys.shape[2]
@@ -57,10 +58,8 @@ class PromptCache:
 
 
 class RowCache:
-    """The rows that decode together, with room for more positions than they have.
-
-    Where there is too little, one layer after another moves to a larger tensor: the old and the new one of a single
-    layer lie beside each other.
+    """The cache of the rows that decode together, with spare positions. To grow, the layers are copied to larger
+    tensors one at a time, so that only one layer is held twice.
     """
 
     def __init__(self) -> None:
@@ -68,13 +67,13 @@ class RowCache:
         """Per layer, keys and values [R, K, S, D]; unused positions are zero or stale, never NaN."""
         self.rows = self.length = 0
         self.longest = 0
-        """Positions that the longest of the rows may come to; 0 where that is not known."""
+        """The most positions that any row may reach; 0 if unknown."""
         self._used = (0, 0)
         """Rows and positions in use."""
         self._slots: list[tuple[Tensor, Tensor]] = []
 
     def reserve(self, rows: int, length: int, like: PromptCache | None = None) -> None:
-        """Room for so many rows of so many positions; `like` tells the shapes the first time."""
+        """Allocates at least this many rows and positions; `like` gives the shapes the first time."""
         if not self.layers and like is not None:
             self.layers = [(k[:0], v[:0]) for k, v in like.layers]
         used_rows, used_length = self._used = max(self._used[0], rows), max(self._used[1], length)
@@ -106,13 +105,13 @@ class RowCache:
         return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
 
     def _grown(self, length: int) -> int:
-        """How long to make it where `length` positions are in use: longer than that, within what rows may come to. A
-        GPU keeps what was freed in pieces that nothing larger fits into, so there it is all at once."""
+        """The new number of positions if `length` are needed: more than that, up to `longest`. On a GPU `longest` at
+        once: memory freed by smaller tensors would stay fragmented."""
         wanted = self.longest if self.layers[0][0].is_cuda else 2 * self.length if length > self.length else length
         return pages(max(length, min(wanted, self.longest)))
 
     def _resize(self, rows: int, length: int) -> None:
-        self._slots = []  # they would keep the old tensors
+        self._slots = []  # views that would keep the old tensors alive
         for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = _resized(keys, rows, length), _resized(values, rows, length)
         self.rows, self.length = rows, length
@@ -120,7 +119,7 @@ class RowCache:
 
 
 class StepRows:
-    """Some of the rows in one decode step."""
+    """A slice of the rows in one decode step."""
 
     def __init__(
         self,
@@ -137,21 +136,22 @@ class StepRows:
         self._places: Tensor | None = None
 
     def part(self, rows: slice) -> StepRows:
-        """Of these rows some, as if they were alone."""
+        """A slice of these rows."""
         first = self._rows.start
         whole = slice(first + rows.start, first + rows.stop)
         return StepRows(self._layers, self._slots, whole, self.positions[rows], self._width)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Writes one new position per row, keys and values [R, K, 1, D]; what the rows see, [R, K, S, D]."""
+        """Writes one new position per row, keys and values [R, K, 1, D]; returns all that the rows attend to, [R, K, S,
+        D]."""
         for slots, new in zip(self._slots[layer], (keys, values), strict=True):
             slots.index_copy_(0, self._slot(new.shape[1]), new.reshape(-1, new.shape[-1]))
         kept_keys, kept_values = self._layers[layer]
         return kept_keys[self._rows, :, : self._width], kept_values[self._rows, :, : self._width]
 
     def places(self, heads: int) -> Tensor:
-        """[R * heads, width]: where the values lie that the query heads of each row see, counted from those of the
-        first row. Unseen positions are at the first one, whose values are read anyway. Computed once per step."""
+        """[R * heads, width]: indices of the values that the query heads of each row attend to, relative to the first
+        row. Masked positions have the index of position 0, which is read anyway. Computed once per step."""
         if self._places is None:
             _, key_heads, length, _ = self._layers[0][0].shape
             rows = len(self.positions)
@@ -168,7 +168,7 @@ class StepRows:
         return self._width
 
     def _slot(self, heads: int) -> Tensor:
-        """Where each (row, head) writes, in the flattened cache; computed once per step."""
+        """Index in the flattened cache that each (row, head) writes to; computed once per step."""
         if heads not in self._index:
             device = self.positions.device
             row = torch.arange(self._rows.start, self._rows.stop, device=device)

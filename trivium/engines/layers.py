@@ -1,10 +1,10 @@
-"""The layers of a decoder without their modules: stacked query, key and value products, activations and residual sums
-inside the matrix products, and no Python that a step does not need.
+"""Optimized decoder layers: stacked query, key and value projections, activations and residual sums fused into the
+matrix products, little Python per step.
 
-For the families in `_FAMILIES`, on the CPU. The engine compares it with the model itself before it serves
-(`trivium.engines.selfcheck`). The weights stay the model's: what is loaded into it is what is computed with. Of a
-model of up to `PACKED_BYTES` there is a second copy, in the order in which oneDNN reads it: the same bits, in two
-thirds of the time for few rows. `refresh` makes it again from new weights.
+For the families in `_FAMILIES`, on the CPU. The engine compares them with the model's own forward pass before it serves
+(`trivium.engines.selfcheck`). They share the weights of the model. For a model of up to `PACKED_BYTES` there is a
+second copy in oneDNN's packed layout: the same bits, in two thirds of the time for few rows. `refresh` packs it again
+after a load.
 
 Legend: N tokens (B sequences of L), C width, H query heads, K key-value heads, D head size.
 """
@@ -25,9 +25,9 @@ from trivium.engines.kv_cache import PromptCache, StepRows
 from trivium.models.worker_threads import size_of
 
 _SMALLEST_TABLE = 1024
-"""Positions that cosines and sines are computed for at least."""
+"""Smallest number of positions in the tables of cosines and sines."""
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Models whose layers are these: norm, attention, sum; norm, gated SiLU network, sum."""
+"""Models with these layers: norm, attention, residual; norm, gated SiLU MLP, residual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Linear:
     """[out, in]"""
     bias: Tensor | None
     read: Tensor
-    """The weight as products read it: it, or a copy in oneDNN's order."""
+    """The operand of the products: the weight, or a copy in oneDNN's packed layout."""
 
     @classmethod
     def of(cls, module: nn.Linear) -> _Linear:
@@ -67,7 +67,7 @@ class _Linear:
 
     @classmethod
     def stacked(cls, modules: Sequence[nn.Linear]) -> _Linear:
-        """One below the other; the modules' own parameters become parts of it."""
+        """Stacks the weights along the output dimension; the modules' parameters become views of the stack."""
         weight = torch.cat([module.weight.data for module in modules])
         bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
         start = 0
@@ -111,7 +111,7 @@ class _Layer:
     up: _Linear
     down: _Linear
     scales: Tensor | None = None
-    """[H + K, D]: what normalised queries and keys are multiplied with."""
+    """[H + K, D]: scales of the normalised queries and keys."""
 
     @property
     def products(self) -> tuple[_Linear, ...]:
@@ -148,7 +148,7 @@ class Layers:
         self._head.refresh(packed=self._packed)
 
     def prepare(self, length: int) -> None:
-        """Computes what depends on positions alone, for positions below `length`; not while others compute."""
+        """Computes the rotary tables for positions below `length`. Not thread-safe."""
         if self._fixed and length > len(self._turns[0]):
             self._turns = self._turns_of(torch.arange(max(_SMALLEST_TABLE, 1 << (length - 1).bit_length())))
 
@@ -165,7 +165,7 @@ class Layers:
         batch, length, width = x.shape
         cos, sin = (table[positions] for table in self._turns) if self._fixed else self._turns_of(positions)
         x = x.reshape(-1, width)
-        # Products of bfloat16 round the scores, which torch's attention does not.
+        # Products in bfloat16 would round the scores; torch's attention does not.
         places = cache.places(self._heads) if isinstance(cache, StepRows) and x.dtype == torch.float32 else None
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(x)
@@ -179,11 +179,11 @@ class Layers:
         if length > 1:
             x = x.view(batch, length, width)
             x = x[:, -1] if last is None else x[torch.arange(batch), last]
-        alone = x.expand(2, -1) if batch == 1 else x  # a reduction of one row alone takes another path
+        alone = x.expand(2, -1) if batch == 1 else x  # a reduction over a single row takes another code path
         return self._head(self._last(alone.contiguous()))[:batch].float()
 
     def _turns_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines with the sign that they have in a rotation, [..., 1, D], for positions [...]."""
+        """Cosines and signed sines of the rotary embedding, [..., 1, D], for positions [...]."""
         where = positions if positions.ndim == 2 else positions[None]
         cos, sin = self._rotary(self._last.scale, where)
         half = self._size // 2
@@ -204,14 +204,14 @@ class Layers:
 
 
 def changing_rotation(model: Any) -> bool:
-    """Whether the rotary embedding is another one where a batch has long sequences."""
+    """Whether the rotary embedding depends on the longest sequence of the batch."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     return bool(kinds & {"dynamic", "longrope"})
 
 
 def supports(model: Any) -> bool:
-    """Whether these layers are the model's."""
+    """Whether the model has these layers."""
     name = type(model).__name__
     if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
         return False

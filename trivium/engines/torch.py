@@ -1,6 +1,6 @@
-"""The engine that ships: any Hugging Face causal language model, continuous batching, exact counter-based sampling.
+"""The built-in engine: any Hugging Face causal language model, continuous batching, exact counter-based sampling.
 
-One worker thread owns the model. It takes requests from an inbox and resolves the futures of finished ones together.
+One worker thread owns the model. It takes requests from a queue and resolves the futures of finished ones in one batch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _CLOSE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """New weights on their way to the worker."""
+    """A request to load new weights."""
 
     version: int
     weights: Weights
     future: Any
     at_once: bool = False
-    """Between two tokens of the completions in flight, instead of after them."""
+    """Load between two tokens of the completions in flight instead of after them."""
     cancelled: bool = False
 
 
@@ -67,7 +67,7 @@ _Item = Ticket | _Load | _ReadWeights
 
 @dataclass(slots=True)
 class _Waiting:
-    """Requests of one prompt that have no row yet, and the prompt once it has been read."""
+    """Queued requests with the same prompt, and the prompt's prefix once it is computed."""
 
     tickets: deque[Ticket] = field(default_factory=deque)
     images: PromptImages | None = None
@@ -112,7 +112,7 @@ class TorchEngine:
         decode: Callable[[Sequence[int]], str],
         threads: int,
     ) -> None:
-        """Loads the model, checks it against itself, and starts the worker.
+        """Loads the model, compares the decoder with the model's own forward pass, and starts the worker.
 
         Raises ConfigError for a model or device that this engine cannot run.
         """
@@ -120,24 +120,24 @@ class TorchEngine:
         self.capabilities = replace(self.capabilities, batch_invariant=_resolve_invariance(config))
         self._eos, self._decode, self._threads = eos_token_ids, decode, threads
         self._gpu = torch.cuda.current_device() if config.device == "cuda" else None
-        """That of the thread which builds the engine: of a rank, its own."""
+        """The current GPU of the constructing thread: on a rank, the GPU of the rank."""
         self._version = 0
         self._failure: BaseException | None = None
         self._closing = False
         self._inbox: deque[_Item] = deque()
         self._awake = threading.Condition()
         self._notifying: asyncio.AbstractEventLoop | None = None
-        """The loop that will wake the worker in its next turn."""
+        """The event loop that is scheduled to notify the worker."""
         self._eyes = ThreadPoolExecutor(2, thread_name_prefix="trivium-images")
         self._any_cancelled = False
         self._backlog: deque[_Item] = deque()
         self._mixed = ""
-        """What the model holds where that is of no version; empty: one whole version."""
+        """Describes the weights if they are not those of one version; otherwise empty."""
         self._waiting: dict[bytes, _Waiting] = {}
         self._admitting: list[Ticket] = []
         self._done: list[tuple[_Item, Any]] = []
         self.counters = {"prompts_read": 0, "prompt_tokens_read": 0, "steps": 0, "tokens_sampled": 0}
-        """What the worker has done so far; for measurements."""
+        """Counts of the work done so far, for measurements."""
         started: ThreadFuture[tuple[int, int]] = ThreadFuture()
         self._thread = threading.Thread(
             target=self._work, args=(model_dir, started), name="trivium-engine", daemon=True
@@ -170,9 +170,8 @@ class TorchEngine:
         """Adopts weights once everything submitted so far has finished; with `update` before the next token of it.
 
         An update keeps the keys and values of completions that have begun; other prompts are read again.
-        Raises SyncError (and keeps the old weights) when names or shapes do not fit. What the weights raise while they
-        are read is raised here; where some of them are loaded by then, the engine is of no version, and requests fail
-        until the next load.
+        Raises SyncError (and keeps the old weights) when names or shapes do not fit. An error while the weights are
+        read is raised here; if some of them were loaded by then, requests fail until the next successful load.
         """
         loop = asyncio.get_running_loop()
         held = weights if isinstance(weights, DescribedWeights) else list(weights)
@@ -212,10 +211,10 @@ class TorchEngine:
         with self._awake:
             if self._failure is not None or self._closing:
                 raise self._failed()
-            if isinstance(item, Ticket) and item.request.media:  # read while the worker goes on sampling
+            if isinstance(item, Ticket) and item.request.media:  # computed while the worker continues sampling
                 item.images = self._eyes.submit(self._decoder.look, item.request.prompt_tokens, item.request.media)
             self._inbox.append(item)
-        # Not at once: whatever else is ready in this turn of the loop joins the same batch.
+        # Not immediately: requests submitted in the same iteration of the event loop join the same batch.
         if self._notifying is not loop:
             self._notifying = loop
             loop.call_soon(self._notify)
@@ -226,7 +225,7 @@ class TorchEngine:
             self._awake.notify()
 
     def _failed(self) -> EngineFailure:
-        """A fresh error per caller, so that tracebacks do not pile up on one object."""
+        """A new error for each caller, so that tracebacks do not accumulate on one object."""
         if self._failure is None:
             return EngineFailure("a completion of the engine", "the engine was closed", "build a new engine")
         error = EngineFailure(
@@ -296,7 +295,8 @@ class TorchEngine:
             return not self._closing
 
     def _take_backlog(self) -> None:
-        """Queues requests by prompt, in order of arrival, up to a load; the load when its time has come."""
+        """Queues requests by prompt, in order of arrival, up to the next load; performs the load once the requests
+        before it have finished."""
         while self._backlog:
             item = self._backlog[0]
             if self._mixed and not isinstance(item, _Load):
@@ -316,12 +316,12 @@ class TorchEngine:
         if "routing" in ticket.request.sampling.extra and self._decoder.recorder is None:
             self._decoder.record_routing()
             for entry in self._waiting.values():
-                entry.prefix = None  # read without; nothing of it has been used yet by a row that asks
+                entry.prefix = None  # computed without routing, and not used yet by a row that records it
 
     def _adopt(self, load: _Load) -> None:
         try:
             self._decoder.load(load.weights)
-        except (SyncError, Unread) as error:  # the fault of the trainer, or of the way from it
+        except (SyncError, Unread) as error:  # an error of the trainer or of the channel
             unread = error.__cause__ or SyncError(f"load version {load.version}", str(error), _RELOAD)
             self._done.append((load, error if isinstance(error, SyncError) else unread))
             if not self._decoder.is_whole:
@@ -330,11 +330,11 @@ class TorchEngine:
             return
         self._version, self._mixed = load.version, ""
         for entry in self._waiting.values():
-            entry.prefix = None  # read under the old weights; nothing of it has been used yet
+            entry.prefix = None  # computed with the old weights, and not used yet
         self._done.append((load, None))
 
     def _refuse_all(self) -> None:
-        """Ends what is in progress: its next token would be of no version."""
+        """Fails the requests in progress: the weights are not those of one version."""
         waiting = [ticket for entry in self._waiting.values() for ticket in entry.tickets]
         self._waiting = {}
         lost = [*waiting, *(ticket for ticket, _ in self._batch.abort())]
@@ -344,7 +344,8 @@ class TorchEngine:
         return EngineFailure("a completion of the engine", f"it holds {self._mixed}", _RELOAD)
 
     def _admit(self) -> None:
-        """Assigns waiting requests to free rows, oldest prompt first; a prompt is read once for all its requests."""
+        """Assigns waiting requests to free rows, oldest prompt first; a prompt is computed once for all its
+        requests."""
         chosen: list[tuple[_Waiting, int]] = []
         free = self._batch.free
         unread: dict[int, list[_Waiting]] = {}
@@ -369,7 +370,7 @@ class TorchEngine:
         self._waiting = {prompt: entry for prompt, entry in self._waiting.items() if entry.tickets}
         if not tickets:
             return
-        self._admitting = tickets  # neither waiting nor in a row while their rows are allocated
+        self._admitting = tickets  # while their rows are allocated, they are in neither queue nor batch
         self._finish(self._batch.admit(tickets, prefixes, self._version))
         self._admitting = []
         last, _ = chosen[-1]
@@ -377,7 +378,8 @@ class TorchEngine:
             last.prefix = last.prefix.alone()
 
     def _sees(self, entry: _Waiting) -> bool:
-        """Waits for the images of a prompt. False where they cannot be read, which is said to all who asked."""
+        """Waits for the images of a prompt. Returns False if they cannot be read; all requests of the prompt fail
+        then."""
         look = entry.tickets[0].images
         try:
             if look is not None and entry.images is None:
@@ -408,7 +410,7 @@ class TorchEngine:
         self.counters["tokens_sampled"] += sum(len(completion.tokens) for _, completion in done)
 
     def _deliver(self) -> None:
-        """Resolves the futures of everything that is done, one wake-up per event loop."""
+        """Resolves the futures of all finished items, with one callback per event loop."""
         done, self._done = self._done, []
         loops: dict[Any, list[tuple[Any, Any]]] = {}
         for item, result in done:

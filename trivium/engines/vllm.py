@@ -1,7 +1,7 @@
-"""Completions by vLLM: its AsyncLLM, whose engine and workers are processes of their own, behind our protocol.
+"""Rollout engine over vLLM: its AsyncLLM, whose engine core and workers are separate processes.
 
-One thread owns the AsyncLLM and its event loop; callers of any loop hand their requests over. A vLLM whose process
-dies is replaced by another with the current weights, and the requests in flight are sent again.
+One thread owns the AsyncLLM and its event loop; requests from other event loops are submitted to it. If a vLLM process
+dies, vLLM is restarted with the current weights and the requests in flight are sent again.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
 """Longest wait for vLLM's processes when the engine is closed."""
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for its `max_lora_rank`."""
+"""The values that vLLM accepts as `max_lora_rank`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The weights that a vLLM is to hold."""
+    """The weights that vLLM holds or is to load."""
 
     version: int = 0
     weights: Path | None = None
-    """A safetensors file; None: those that the model was saved with."""
+    """A safetensors file; None: the weights of the model directory."""
     adapter: Path | None = None
-    """A directory with a LoRA adapter, which is added to the model's own weights."""
+    """A directory with a LoRA adapter for those weights."""
 
 
 class VllmEngine:
@@ -120,7 +120,7 @@ class VllmEngine:
             return self.model_copy(update={"adapter_rank": rank})
 
         def arguments(self, model_dir: Path) -> dict[str, Any]:
-            """What vLLM is told beside `options`."""
+            """The arguments of vLLM beside `options`."""
             on_cpu = self.device == "cpu"
             cache = 1.0 if self.cache_gib is None and on_cpu else self.cache_gib
             adapters: dict[str, Any] = {}
@@ -128,13 +128,13 @@ class VllmEngine:
                 rank = next(each for each in _ADAPTER_RANKS if each >= self.adapter_rank)
                 adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
             sees, images = family_in(model_dir) is not None, dict[str, Any]()
-            if sees:  # pixels come with each request, normalized, and are kept for none
+            if sees:  # pixels come normalized with each request, and are not cached
                 images = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False, "skip_mm_profiling": on_cpu}
             return {
                 "model": str(model_dir),
-                "skip_tokenizer_init": not sees,  # its processor of images wants one
+                "skip_tokenizer_init": not sees,  # its image processor needs the tokenizer
                 "dtype": self.dtype,
-                "seed": int.from_bytes(os.urandom(4)) >> 1,  # replicas must not sample alike where rows have no seeds
+                "seed": int.from_bytes(os.urandom(4)) >> 1,  # replicas must differ if rows have no seeds
                 "max_model_len": self.max_context,
                 "max_num_seqs": self.max_rows,
                 "max_num_batched_tokens": self.prefill_tokens,
@@ -153,12 +153,12 @@ class VllmEngine:
                 **images,
                 "disable_log_stats": True,
                 "enable_log_requests": False,
-                # A seeded row draws once for each part of its prompt, and vLLM cannot turn a generator of the CPU back.
+                # A seeded row draws once per prompt chunk, and vLLM cannot rewind a CPU generator.
                 **({"enable_chunked_prefill": False} if on_cpu and self.seeds else {}),
             }
 
         def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-            """What only GPUs have, and what vLLM must not be told."""
+            """Options that need a GPU, and options that Trivium sets itself."""
             if self.device == "cpu":
                 for name in ("tensor_parallel_size", "gpu_memory_utilization"):
                     if getattr(self, name) != type(self).model_fields[name].default:
@@ -192,7 +192,7 @@ class VllmEngine:
                 yield Problem(f"{where}.sleep_level", f"sleep level {self.sleep_level}", awake, "leave it out")
 
         def _kept_awake(self, run: RunConfig) -> str | None:
-            """Why vLLM cannot sleep while the trainer learns."""
+            """Why vLLM cannot sleep during train steps; None if it can."""
             if self.device == "cpu":
                 return "vLLM sleeps on GPUs alone, and the device is cpu"
             if run.cluster.kind != "local" or run.run.mode == "explore":
@@ -232,13 +232,13 @@ class VllmEngine:
         self._directory = own_directory(fast_directory(model_dir))
         self._deaths, self._closing = 0, False
         self._counted: AsyncLLM | None = None
-        """The vLLM whose death was counted last."""
+        """The vLLM instance whose death was counted last."""
         self._loaded, self._sleeps = _Loaded(), False
         self._prompt = prompt_reader(model_dir)
         self._numbers = itertools.count()
         self._gate = LoadGate()
         self._exclusive = asyncio.Lock()
-        """Held by what changes the weights or the process."""
+        """Held while the weights or the process change."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="trivium-vllm", daemon=True)
         self._thread.start()
@@ -275,12 +275,12 @@ class VllmEngine:
         """
         if self._closing:
             raise _closed()
-        described = isinstance(weights, DescribedWeights)  # of those, reading takes time
+        described = isinstance(weights, DescribedWeights)  # reading these takes time
         named = await asyncio.to_thread(list, weights) if described else list(weights)
-        # What is in flight cannot begin to use an adapter, nor end to.
+        # Completions in flight cannot switch between adapter and full weights.
         at_once = in_flight == "update" and is_adapter(named) == (self._loaded.adapter is not None)
         adopting = self._submit(self._load(version, named, at_once=at_once))
-        await asyncio.shield(asyncio.wrap_future(adopting))  # half of the weights are of no version
+        await asyncio.shield(asyncio.wrap_future(adopting))  # cancelling would leave a mix of two versions
 
     async def rest(self) -> None:
         """Lets vLLM sleep (`sleep_level`) once everything submitted so far has finished, until the next completion or
@@ -308,7 +308,7 @@ class VllmEngine:
     # ------------------------------------------------------------------ on the thread's loop
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which cancels what is left on it
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # the Runner cancels the remaining tasks
             runner.get_loop().run_forever()
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> ThreadFuture[T]:
@@ -398,14 +398,15 @@ class VllmEngine:
 
     async def _wake(self) -> None:
         async with self._exclusive:
-            if self._sleeps:  # of several requests, the first
+            if self._sleeps:  # the first of several waiting requests
                 try:
                     await self._give(self._llm, self._loaded, self._loaded)
                 except dead_error() as error:
                     await self._restart(error)
 
     async def _give(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, *, at_once: bool = False) -> None:
-        """Has a vLLM hold these weights and name them in its outputs. What is in flight keeps its keys and values."""
+        """Loads weights into vLLM, which then reports their version in its outputs. Completions in flight keep their
+        keys and values."""
         try:
             async with asyncio.timeout(self.config.deadline_s):
                 await unless_dead(llm, self._update(llm, before, new, at_once))
@@ -421,7 +422,7 @@ class VllmEngine:
     async def _update(self, llm: AsyncLLM, before: _Loaded, new: _Loaded, at_once: bool) -> None:
         lost = self._sleeps and self.config.sleep_level == 2
         if self._sleeps:
-            torch.cuda.empty_cache()  # what the trainer keeps of the GPU without using it
+            torch.cuda.empty_cache()  # memory that the trainer has cached
             await llm.wake_up()
             self._sleeps = False
         await llm.pause_generation(mode="keep" if at_once else "wait", clear_cache=not at_once)
@@ -444,7 +445,7 @@ class VllmEngine:
     # ------------------------------------------------------------------ its processes
 
     async def _replace(self, dead: AsyncLLM, error: Exception) -> None:
-        """Returns once another than the `dead` one runs, with the weights that are loaded."""
+        """Returns once another instance than `dead` runs with the current weights."""
         async with self._exclusive:
             if self._llm is dead:
                 await self._restart(error)
@@ -452,7 +453,7 @@ class VllmEngine:
     async def _restart(self, error: Exception) -> None:
         if self._closing:
             raise _closed() from error
-        if self._counted is not self._llm:  # several requests notice one death
+        if self._counted is not self._llm:  # several requests detect the same death
             self._counted, self._deaths = self._llm, self._deaths + 1
         if self._deaths > self.config.max_restarts:
             raise EngineFailure(
@@ -466,7 +467,7 @@ class VllmEngine:
         self._llm = await self._started()
 
     async def _started(self) -> AsyncLLM:
-        """A vLLM with the weights that are loaded. Blocks the loop: there is nothing else to do on it."""
+        """Starts vLLM with the current weights. Blocks the event loop, which has no other work."""
         arguments = {**self.config.arguments(self._model_dir), **self.config.options}
         llm = started(arguments, self.config.device, self._threads)
         owner = (*astuple(ProcessLife.of(os.getpid())), str(self._directory))
@@ -479,7 +480,7 @@ class VllmEngine:
         while not drained.done():
             with suppress(dead_error()):
                 await self._llm.abort([*self._llm.output_processor.external_req_ids])
-            await asyncio.wait({drained}, timeout=0.05)  # a request may just be on its way to vLLM
+            await asyncio.wait({drained}, timeout=0.05)  # a request may be about to be submitted
         async with self._exclusive:
             shut_down(self._llm)
 
@@ -493,6 +494,6 @@ def _closed() -> EngineFailure:
 
 
 def _pushed_rank(run: RunConfig) -> int | None:
-    """The rank of the adapters that explorers are sent; None: they are sent all weights."""
+    """The rank of the adapters sent to explorers; None if all weights are sent."""
     lora: LoraConfig | None = getattr(run.train, "lora", None)
     return largest_rank(lora) if lora is not None and lora.push == "adapter" else None
