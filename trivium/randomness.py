@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,14 +54,19 @@ class SampleKey:
             self.index,
             list(self.path),
         ]
-        text = json.dumps(address, separators=(",", ":"), ensure_ascii=True)
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return _hashed(address)
 
 
 def stream(*address: int | str) -> int:
     """64 bits for any other purpose (a permutation, an initial weight), named by its address."""
-    text = json.dumps(list(address), separators=(",", ":"), ensure_ascii=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return _hashed(list(address))
+
+
+_write = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` makes an encoder for each text
+
+
+def _hashed(address: Sequence[object]) -> int:
+    return int.from_bytes(hashlib.blake2b(_write(address).encode(), digest_size=8).digest(), "little")
 
 
 def _mix(x: UInt64Array) -> UInt64Array:
