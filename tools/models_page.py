@@ -172,12 +172,12 @@ class Outcome:
 
 def page() -> str:
     """docs/models.md."""
-    return written([row(family) for family in FAMILIES])
+    return written([row(family) for family in FAMILIES], transformers.__version__)
 
 
-def written(rows: Sequence[str]) -> str:
+def written(rows: Sequence[str], transformers_version: str) -> str:
     """The page around these rows."""
-    version = ".".join(transformers.__version__.split(".")[:2])
+    version = ".".join(transformers_version.split(".")[:2])
     return HEAD.format(transformers=version) + "".join(f"{row}\n" for row in rows) + TAIL
 
 

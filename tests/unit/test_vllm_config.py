@@ -4,6 +4,8 @@ its device to the trainer. Nothing here needs vLLM."""
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 from training_parts import write_model
 
+from tests.processes import Forked, eventually
 from trivium.config import RunConfig, config_from_mapping
 from trivium.config.memory_estimate import RUNTIME, MemoryPlan
 from trivium.engines.torch import TorchEngine
 from trivium.engines.vllm import VllmEngine
+from trivium.engines.vllm_process import OWNER, end_with_owner, owned
 from trivium.errors import ConfigError
 from trivium.models.load import load_lm
 from trivium.models.lora import LoraConfig, attach, save_adapter
@@ -112,6 +116,30 @@ def test_vllm_changes_no_pixels_that_training_has_read(tmp_path: Path) -> None:
     sees = config.arguments(TinyVisionModel(TinyVisionModel.Config(), seed=0).materialize(tmp_path / "sees"))
     assert (sees["mm_device_do_normalize"], sees["skip_tokenizer_init"]) == (False, False)
     assert config.arguments(write_model(tmp_path / "reads"))["skip_tokenizer_init"]
+
+
+def test_processes_of_vllm_end_with_the_one_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    owner = Forked("owner", tmp_path / "owner.txt", owning, directory)
+    eventually(lambda: owner.text != "", 60, lambda: owner.text, owner)
+    monkeypatch.setenv(OWNER, owner.text)
+    worker = Forked("worker", tmp_path / "worker.txt", working)
+    eventually(lambda: worker.text == "it works", 60, lambda: worker.text, worker)
+    owner.kill()
+    assert worker.wait(60) == 1
+    assert not directory.exists()
+
+
+def owning(directory: Path) -> None:
+    os.write(1, owned(directory).encode())
+    threading.Event().wait()
+
+
+def working() -> None:
+    end_with_owner()
+    os.write(1, b"it works")
+    threading.Event().wait()
 
 
 class Rested(TorchEngine):

@@ -16,13 +16,12 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 
-from trivium.concurrency import ProcessLife
 from trivium.config import RunConfig, free
 from trivium.config.recording import recorded
 from trivium.engines.load_gate import LoadGate
@@ -469,9 +468,7 @@ class VllmEngine:
     async def _started(self) -> AsyncLLM:
         """Starts vLLM with the current weights. Blocks the event loop, which has no other work."""
         arguments = {**self.config.arguments(self._model_dir), **self.config.options}
-        llm = started(arguments, self.config.device, self._threads)
-        owner = (*astuple(ProcessLife.of(os.getpid())), str(self._directory))
-        await unless_dead(llm, llm.collective_rpc("end_with", args=owner))
+        llm = started(arguments, self.config.device, self._threads, self._directory)
         await self._give(llm, _Loaded(), self._loaded)
         return llm
 

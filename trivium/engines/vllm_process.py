@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trivium.concurrency import ProcessLife
 from trivium.errors import ConfigError, MissingPackage
 
 if TYPE_CHECKING:
@@ -22,16 +28,24 @@ T = TypeVar("T")
 
 _log = logging.getLogger("trivium")
 
+OWNER = "TRIVIUM_VLLM_OWNER"
+"""The variable of the environment that names the process that vLLM's processes work for."""
+_WATCH_S = 1.0
+"""How often a worker looks whether it is still needed."""
 
-def started(arguments: Mapping[str, Any], device: str, threads: int) -> AsyncLLM:
-    """A vLLM with the model's own weights. Blocks. Raises ConfigError where vLLM cannot run it."""
+
+def started(arguments: Mapping[str, Any], device: str, threads: int, directory: Path) -> AsyncLLM:
+    """A vLLM with the model's own weights. Blocks. Raises ConfigError where vLLM cannot run it.
+
+    Its processes end with this one, and remove the directory then.
+    """
     began = time.monotonic()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    with _for_processes(threads, on_cpu=device == "cpu", eager=arguments["enforce_eager"]):
+    with _for_processes(threads, directory, on_cpu=device == "cpu", eager=arguments["enforce_eager"]):
         _check_platform(device)
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -89,9 +103,9 @@ async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
 
 
 @contextmanager
-def _for_processes(threads: int, *, on_cpu: bool, eager: bool) -> Generator[None]:
+def _for_processes(threads: int, directory: Path, *, on_cpu: bool, eager: bool) -> Generator[None]:
     """The environment that vLLM's processes inherit; what the user set stays."""
-    chosen = {"OMP_NUM_THREADS": str(threads)}
+    chosen = {"OMP_NUM_THREADS": str(threads), OWNER: owned(directory)}
     if on_cpu:
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if eager:
@@ -109,6 +123,27 @@ def _for_processes(threads: int, *, on_cpu: bool, eager: bool) -> Generator[None
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def owned(directory: Path) -> str:
+    """The value of the variable `OWNER` for processes that end with this one, and remove the directory then."""
+    return json.dumps([*astuple(ProcessLife.of(os.getpid())), str(directory)])
+
+
+def end_with_owner() -> None:
+    """Ends this process, and with it vLLM's engine, when the process that the environment names (`owned`) has died."""
+    if OWNER not in os.environ:
+        return
+    *life, directory = json.loads(os.environ[OWNER])
+    owner_lives = ProcessLife(*life)
+
+    def watch() -> None:
+        while owner_lives():
+            time.sleep(_WATCH_S)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="trivium-owner", daemon=True).start()
 
 
 def shut_down(llm: AsyncLLM) -> None:

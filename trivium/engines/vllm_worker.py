@@ -3,10 +3,6 @@ the process that they work for."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +23,9 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from trivium.concurrency import ProcessLife
+from trivium.engines.vllm_process import end_with_owner
 
-_WATCH_S = 1.0
-"""How often a worker looks whether it is still needed."""
+end_with_owner()  # from the start on: vLLM by itself goes on for ever, with all its memory
 
 
 class TriviumWorker:
@@ -40,19 +35,6 @@ class TriviumWorker:
     """Of vLLM's worker."""
     model_runner: Any
     """Of vLLM's worker."""
-
-    def end_with(self, host: str, pid: int, started: str, directory: str) -> None:
-        """Ends this process, and with it vLLM's engine, when that process (a `ProcessLife`) has died; removes the
-        directory of its weights. vLLM by itself goes on for ever, with all its memory."""
-        owner_lives = ProcessLife(host, pid, started)
-
-        def watch() -> None:
-            while owner_lives():
-                time.sleep(_WATCH_S)
-            shutil.rmtree(directory, ignore_errors=True)
-            os._exit(1)
-
-        threading.Thread(target=watch, name="trivium-owner", daemon=True).start()
 
     def adopt_adapter(self, directory: str) -> None:
         """Puts an adapter in the place of the last one, for what is in flight as well. Raises ValueError where vLLM
