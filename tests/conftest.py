@@ -29,6 +29,7 @@ LONG = (
     "e2e/test_kill.py",
     "e2e/test_first_hour.py",
     "e2e/test_ray.py",
+    "e2e/test_three_ways.py",
     "unit/test_vision_engines.py",
     "unit/test_saving.py",
     "e2e/test_recipes.py",
@@ -36,6 +37,29 @@ LONG = (
     "unit/test_engine_torch.py",
 )
 """The longest first: 20 to 45 CPU seconds each."""
+
+
+RAY = {
+    "tests/e2e/test_ray.py": ("test_ray_parts", "test_ray_ranks", "test_trinity_monitor", "test_verl_scripts"),
+    "tests/e2e/test_three_ways.py": ("test_shown", "test_trinity_door", "test_trinity_synchronizer"),
+}
+"""Files that use the session's Ray instance, in two parts: starting one takes ten CPU seconds, and every test process
+would start its own."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One test process takes all files of a part."""
+    from xdist.scheduler import LoadFileScheduling
+
+    first = {f"tests/e2e/{name}.py": file for file, names in RAY.items() for name in names}
+
+    class ByInstance(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return first.get(file, file)
+
+    return ByInstance(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
