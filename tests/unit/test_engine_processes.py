@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Listener
 from threading import Event, Semaphore, Thread
@@ -95,6 +97,15 @@ async def test_a_process_that_reads_nothing_holds_up_neither_the_event_loop_nor_
     await asyncio.wait_for(pool.close(), 60)
     stopped.set()
     await asyncio.to_thread(silent.join)
+
+
+async def test_no_message_waits_until_the_one_before_is_acknowledged() -> None:
+    """As TCP would have it: 40 ms for each tensor."""
+    pool = ProcessPool(scripted(), [("rank 1", EngineHost(scripted(), "127.0.0.1", b"key").address)], b"key", 60.0)
+    replica: Any = pool.replicas[1]
+    with socket.socket(fileno=os.dup(replica._connection.fileno())) as connected:
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await pool.close()
 
 
 def ending(after: int) -> Iterator[tuple[str, Any]]:
