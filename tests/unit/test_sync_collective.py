@@ -7,6 +7,7 @@ import asyncio
 import os
 import socket
 import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,3 +370,84 @@ async def test_a_trainer_that_offers_another_version_says_what_became_of_the_res
         await entering
     assert len(await collected(channel, 1)) == 5
     assert await again is True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend", "reason"),
+    [
+        ({"trainer": "a", "ann": "b", "bob": "c"}, "nccl", ""),
+        ({"trainer": "", "ann": ""}, "gloo", ""),
+        ({"trainer": "a", "ann": "a", "bob": "b"}, "gloo", "trainer and ann share a GPU"),
+        ({"trainer": "a", "ann": "b", "bob": ""}, "gloo", "bob compute(s) without a GPU, or without nccl"),
+        ({"trainer": "a", "ann": "a", "bob": ""}, "gloo", "trainer and ann share a GPU; bob compute(s) without"),
+    ],
+)
+def test_nccl_needs_a_gpu_for_each_process(gpus: dict[str, str], backend: str, reason: str) -> None:
+    chosen, found = process_group.backend_of(gpus)
+    assert chosen == backend
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+async def test_a_group_of_nccl_transfers_as_one_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the library: the group is formed as nccl's is, and gloo carries what it broadcasts."""
+    formed: list[str] = []
+
+    def form(self: Any, store: Any) -> Any:
+        formed.append(self.backend)
+        return self._gloo(store, "127.0.0.1")
+
+    monkeypatch.setattr(process_group, "_gpu_name", lambda _: uuid.uuid4().hex)
+    monkeypatch.setattr(process_group.ExchangeGroup, "_nccl", form)
+    run = Run()
+    ends = [await run.explorer(name) for name in ("ann", "bob")]
+    offering = run.offer(0)
+    for synchronizer, _ in ends:
+        assert await synchronizer.next_version("ann", None, newest=True) == 0
+    for found in await asyncio.gather(*(collected(channel, 0) for _, channel in ends)):
+        assert all(torch.equal(found[key], tensor) for key, tensor in WEIGHTS)
+    assert await offering is True
+    assert formed == ["nccl"] * 3
+
+
+async def test_gpus_that_cannot_use_nccl_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_group, "_gpu_name", lambda _: "gpu-0")
+    run = Run()
+    synchronizer, channel = await run.explorer("ann")
+    for version in (0, 1):
+        offering = run.offer(version)
+        await synchronizer.next_version("ann", version - 1, newest=True)
+        assert await collected(channel, version)
+        assert await offering
+        synchronizer.adopted("ann", version)
+    assert [each.getMessage() for each in caplog.records if "share a GPU" in each.getMessage()] == [
+        "weights go through host memory (gloo), not from GPU to GPU (nccl): trainer and ann share a GPU"
+    ]
+
+
+async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl waits for it without end, in a call that nothing interrupts."""
+    connecting, over = threading.Event(), threading.Event()
+
+    def form(self: Any, *_: Any) -> Any:
+        connecting.set()
+        assert over.wait(60)
+        raise RuntimeError("nobody answered")
+
+    monkeypatch.setattr(process_group.ExchangeGroup, "_gloo", form)
+    run = Run()
+    ann, channel = await run.explorer("ann")
+    offering = run.offer(0)
+    await ann.next_version("ann", None, newest=True)
+    entering = asyncio.create_task(collected(channel, 0))
+    try:
+        assert await asyncio.to_thread(connecting.wait, 30)
+        run.synchronizer.mark_dead("ann", "killed")
+        async with asyncio.timeout(30):  # `over` is not set: nobody waits for what connects
+            for waiting in (entering, offering):
+                with pytest.raises(RoleFailed, match="ann failed: killed"):
+                    await waiting
+    finally:
+        over.set()

@@ -25,6 +25,7 @@ from trivium.errors import ConfigError, SyncError
 from trivium.models.described import described
 from trivium.models.load import load_lm, max_positions
 from trivium.models.lora import LowRank, check_base, fingerprint, is_adapter, merged, received_adapter
+from trivium.models.placement import sent
 from trivium.models.precision import use_in
 from trivium.models.routing import Recorder, routers_of
 from trivium.models.vision import pixel_reader, refuse_images, vision_of
@@ -142,9 +143,9 @@ class Decoder:
         ids = np.zeros((number, length), np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-        tokens = torch.from_numpy(ids).to(self.device)
+        tokens = sent(ids, self.device)
         last = [len(prompt) - 1 for prompt in prompts] + [0] * (number - len(prompts))
-        ends = torch.tensor(last, device=self.device)
+        ends = sent(np.array(last), self.device)
         seen = self._seen(tokens, images)
         cache, logits, routing = PromptCache(length), None, list[AnyArray]()
         if self.layers is not None:
@@ -217,10 +218,10 @@ class Decoder:
         """As `step`, in parts: the results of `use(logits, rows)` for consecutive slices of the rows. `use` may be
         called from several threads at once."""
         width = pages(int(positions.max()) + 1)
-        where = torch.from_numpy(positions).to(self.device)
+        where = sent(positions, self.device)
         rows = self.rows.begin(where, width)
-        embedded = where if ahead is None else where + torch.from_numpy(ahead).to(self.device)
-        ids = torch.from_numpy(tokens).to(self.device)
+        embedded = where if ahead is None else where + sent(ahead, self.device)
+        ids = sent(tokens, self.device)
         if self.layers is not None:
             self.layers.prepare(width)
         if self.workers is None or self.layers is None:
@@ -287,6 +288,7 @@ class Decoder:
             left.remove(name)
             self.is_whole = self._is_base = False
             target = own[name].data
+            value = value.to(target.device, target.dtype)
             if earlier := _overwritten(name, target, written):
                 _compare(name, value, target, earlier)
             target.copy_(value)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from trivium.models.placement import sent
 
 PAGE = 32
 """Positions are padded to multiples of this: further pages of masked keys do not change any bit of attention."""
@@ -84,16 +87,14 @@ class RowCache:
     def place(self, prompts: PromptCache, sources: Sequence[int], rows: Sequence[int]) -> None:
         """Copies prompt `sources[i]` into row `rows[i]`."""
         self.reserve(max(rows) + 1, prompts.length, prompts)
-        device = self.layers[0][0].device
-        source, row = torch.tensor(sources, device=device), torch.tensor(rows, device=device)
+        source, row = self._sent(sources), self._sent(rows)
         for kept, new in zip(self.layers, prompts.layers, strict=True):
             for to, of in zip(kept, new, strict=True):
                 to[row, :, : prompts.length] = of[:, :, : prompts.length][source]
 
     def move(self, sources: Sequence[int], rows: Sequence[int], length: int) -> None:
         """Copies the first `length` positions of rows `sources` over rows `rows`."""
-        device = self.layers[0][0].device
-        source, row = torch.tensor(sources, device=device), torch.tensor(rows, device=device)
+        source, row = self._sent(sources), self._sent(rows)
         for kept in self.layers:
             for tensor in kept:
                 tensor[row, :, :length] = tensor[source, :, :length]
@@ -103,6 +104,9 @@ class RowCache:
         self._used = 0, 0
         self.reserve(len(positions), width)
         return StepRows(self.layers, self._slots, slice(0, len(positions)), positions, width)
+
+    def _sent(self, numbers: Sequence[int]) -> Tensor:
+        return sent(np.array(numbers), self.layers[0][0].device)
 
     def _grown(self, length: int) -> int:
         """The new number of positions if `length` are needed: more than that, up to `longest`. On a GPU `longest` at

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trivium.models.placement import sent
+
 _BLOCK = 128
 """The cumulative sum runs over blocks of this many tokens first, then inside one block."""
 _ELEMENTS = 2**22
@@ -70,7 +72,7 @@ def sample(
     """
     rows = max(1, _ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits), rows)]
-    done = [_sample(logits[part], torch.from_numpy(uniforms[part]), how[part], kept) for part in parts]
+    done = [_sample(logits[part], sent(uniforms[part], logits.device), how[part], kept) for part in parts]
     if len(done) == 1:
         return done[0]
     tokens, log_probs = zip(*done, strict=True)
@@ -88,7 +90,7 @@ def on_host(tokens: Tensor, log_probs: Tensor) -> tuple[npt.NDArray[np.int64], n
 def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
     device = logits.device
     if how.eos_blocked.any():
-        blocked = torch.from_numpy(how.eos_blocked).to(device)[:, None]
+        blocked = sent(how.eos_blocked, device)[:, None]
         logits.index_copy_(1, how.eos, logits.index_select(1, how.eos).masked_fill_(blocked, -torch.inf))
     greedy = how.temperature == 0
     if greedy.all():
@@ -96,14 +98,14 @@ def _sample(logits: Tensor, uniforms: Tensor, how: RowSampling, kept: list[Kept]
             kept.append(Kept(np.zeros(len(logits), np.int32), np.zeros(0, np.int64)))
         return _greedy(logits)
     if (how.temperature != 1).any():
-        temperature = torch.from_numpy(np.where(greedy, np.float32(1), how.temperature)).to(device)
+        temperature = sent(np.where(greedy, np.float32(1), how.temperature), device)
         logits.div_(temperature[:, None])
     cut = truncated(logits, how)
     if kept is not None:
         kept.append(Kept.of(cut))
-    tokens, chosen = _draw(cut, uniforms.to(device))
+    tokens, chosen = _draw(cut, uniforms)
     if greedy.any():
-        mask = torch.from_numpy(greedy).to(device)
+        mask = sent(greedy, device)
         best, zero = _greedy(logits)
         tokens, chosen = torch.where(mask, best, tokens), torch.where(mask, zero, chosen)
     return tokens, chosen
@@ -137,15 +139,15 @@ def truncated(logits: Tensor, how: RowSampling) -> Tensor:
     rows = np.flatnonzero((top_p < 1) | ((top_k > 0) & (top_k < size)) | (min_p > 0))
     if not len(rows):
         return logits
-    index = torch.from_numpy(rows).to(logits.device)
+    index, device = sent(rows, logits.device), logits.device
     part = logits[index]
     ordered, order = torch.sort(part, dim=-1, descending=True, stable=True)
-    k = torch.from_numpy(np.where(top_k[rows] > 0, np.minimum(top_k[rows], size), size)).to(logits.device)
-    least = ordered[:, :1] + torch.from_numpy(min_p[rows]).to(logits.device)[:, None].log()
+    k = sent(np.where(top_k[rows] > 0, np.minimum(top_k[rows], size), size), device)
+    least = ordered[:, :1] + sent(min_p[rows], device)[:, None].log()
     ordered = ordered.masked_fill((ordered < ordered.gather(1, k[:, None] - 1)) | (ordered < least), -torch.inf)
     probs = ordered.softmax(-1)
-    p = torch.from_numpy(top_p[rows]).to(logits.device)
-    outside = (probs.cumsum(-1) - probs >= p[:, None]) & (p < 1)[:, None]
+    p = sent(top_p[rows], device)
+    outside = (_cumulative(probs) - probs >= p[:, None]) & (p < 1)[:, None]
     outside[:, 0] = False
     kept = torch.full_like(part, -torch.inf).scatter(1, order, ordered.masked_fill(outside, -torch.inf))
     return logits.index_copy(0, index, kept)
@@ -155,17 +157,28 @@ def invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The first token whose cumulative weight exceeds the row's uniform number times the sum, and the sum [R] in
     float64; for weights [R, W], zero beyond the vocabulary up to a multiple of `_BLOCK`, and numbers [R] in float64."""
     blocks = weights.view(len(weights), -1, _BLOCK)
-    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    mass = _cumulative(blocks.sum(-1), torch.float64)
     total = mass[:, -1]
     target = uniforms * total
     # Of weights that are not numbers, no block is found.
     block = torch.searchsorted(mass, target[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
     until = mass.gather(1, block)[:, 0]
     before = torch.where(block[:, 0] > 0, mass.gather(1, (block - 1).clamp_(min=0))[:, 0], 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    inside = _cumulative(blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0], torch.float64)
     # The block's mass was summed in float32: scaled to it, the two levels leave no gap that a number could fall into.
     # Below the sum of the block, the token that is found has a positive probability.
     end = inside[:, -1]
     rest = torch.minimum((target - before) * (end / (until - before)), torch.nextafter(end, torch.zeros_like(end)))
     offset = torch.searchsorted(inside, rest[:, None], right=True).clamp_(max=_BLOCK - 1)
     return (block * _BLOCK + offset)[:, 0], total
+
+
+def _cumulative(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Cumulative sums along the last axis. On a GPU torch refuses its own within `deterministic_kernels`."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(-1, dtype=dtype)
+    sums, step = x.to(dtype or x.dtype), 1
+    while step < x.shape[-1]:
+        sums = torch.cat([sums[..., :step], sums[..., step:] + sums[..., :-step]], -1)
+        step *= 2
+    return sums

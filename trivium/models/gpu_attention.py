@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from trivium.models.placement import sent
 from trivium.models.prefixes import Segment
 
 Backend = Literal["varlen", "flash_attn", "efficient"]
@@ -84,10 +85,10 @@ def runs_of(segments: tuple[Segment, ...], device: torch.device) -> Runs:
     lengths = np.array([len(path) for path in paths])
 
     def bounds(counts: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
+        return sent(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), device)
 
     shared = any(segment.parent >= 0 for segment in segments)
-    keys = torch.from_numpy(np.concatenate(paths)).to(device) if shared else None
+    keys = sent(np.concatenate(paths), device) if shared else None
     return Runs(keys, bounds(sizes), bounds(lengths), int(sizes.max()), int(lengths.max()))
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trivium.errors import DataError
+from trivium.models.placement import sent
 from trivium.types import Experience
 
 
@@ -48,7 +49,8 @@ class KeptSets:
         counts = self.counts[rows]
         first = 0 if rows.start == 0 else int(self.stops[rows.start - 1])
         ids = self.ids[first : int(self.stops[rows.stop - 1])]
-        owners = torch.arange(len(counts), device=counts.device).repeat_interleave(counts.abs())
+        own = torch.arange(len(counts), device=counts.device)
+        owners = own.repeat_interleave(counts.abs(), output_size=len(ids))  # which a GPU need not be asked for
         hidden = (counts > 0)[:, None].repeat(1, size)
         hidden[owners, ids] = (counts <= 0)[owners]
         return hidden
@@ -78,6 +80,6 @@ def kept_sets(experiences: Sequence[Experience], device: torch.device | str) -> 
             )
         counts.append(every[e.response_mask])
         ids.append(numbers[here])
-    signed = torch.from_numpy(np.concatenate(counts))
-    flat = torch.from_numpy(np.concatenate(ids))
-    return KeptSets(signed.to(device), flat.to(device), signed.abs().cumsum(0))
+    signed, device = np.concatenate(counts), torch.device(device)
+    stops = torch.from_numpy(np.abs(signed).cumsum())
+    return KeptSets(sent(signed, device), sent(np.concatenate(ids), device), stops)

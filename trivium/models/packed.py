@@ -34,6 +34,7 @@ from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backen
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
 from trivium.models.pack_layout import clumps_of, copied_of, grids_of, paths_of, rows_of, seen_until, trunks_of
+from trivium.models.placement import sent
 from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
 from trivium.models.prefixes import Segment, Tree, separate
 from trivium.models.rounding import explained_by_rounding
@@ -147,7 +148,7 @@ def pack(
     owner = np.repeat(np.arange(len(lengths)), lengths)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
+        return sent(array.astype(np.int64), torch.device(device))
 
     return Pack(
         tokens=move(

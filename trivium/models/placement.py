@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
+import numpy.typing as npt
 import torch
 
 from trivium.errors import ConfigError, Problem
@@ -78,7 +79,7 @@ def use_deterministic_kernels(key: str) -> None:
     """From now on, GPU operations of this process give equal bits for equal inputs, or raise RuntimeError where torch
     has no kernel that does. Raises ConfigError, which names the config's `key`, where cuBLAS may have started without
     the workspace that it takes."""
-    if torch.cuda.is_initialized() and _CUBLAS not in os.environ:
+    if _CUBLAS not in os.environ and _has_used_gpu():
         raise ConfigError(
             key,
             f"{_CUBLAS} is not set, and this process uses a GPU already",
@@ -87,6 +88,19 @@ def use_deterministic_kernels(key: str) -> None:
     os.environ.setdefault(_CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
+
+
+def _has_used_gpu() -> bool:
+    """Whether this process has had a tensor on a GPU. To ask torch about a GPU initializes CUDA, but not cuBLAS."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return any(torch.cuda.memory_stats(gpu).get("allocation.all.allocated", 0) for gpu in gpus)
+
+
+def sent(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor on a device. The host does not wait until a GPU has done what it was asked before: the copy
+    is from pinned memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def narrowed(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -72,6 +72,7 @@ class CollectiveChannel:
         """The number of the last exchange of this explorer: none is entered twice."""
         self._group: ExchangeGroup | None = None
         """The group of the last exchange: what this process relays may still be under way when it has everything."""
+        self._by_host = ""
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
@@ -90,6 +91,7 @@ class CollectiveChannel:
                     exchange, 0, self._store, self._synchronizer, stream.device, stream=stream.name, has=stream.number
                 )
                 groups.append(group)
+                self._tell(group.by_host)
                 problems = _send(group, version, stream)
             except NoParticipants:  # only late explorers are left, for which it is offered again
                 return any(group.delivered() for group in groups)
@@ -210,6 +212,12 @@ class CollectiveChannel:
             raise SyncError(request, cause, "start it again; raise sync.heartbeat_s if it was only slow")
         cause = f"the trainer is at exchange {values.get('exchange', {}).get('number', 0)}, without this explorer"
         raise VersionGone(request, cause, "wait for the next exchange")
+
+    def _tell(self, by_host: str) -> None:
+        """Warns of a detour through the host, once."""
+        if by_host and by_host != self._by_host:
+            _log.warning("weights go through host memory (gloo), not from GPU to GPU (nccl): %s", by_host)
+        self._by_host = by_host
 
     def _close_group(self) -> None:
         if self._group is not None:

@@ -14,9 +14,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from trivium.concurrency import ProgressDeadline
 from trivium.errors import SyncError
 from trivium.synchronizer import Exchange, Synchronizer
+from trivium.types import TRAINER
 
 CONNECT_S = 15.0
 """Timeout for two live processes to connect."""
@@ -82,15 +85,17 @@ class ExchangeGroup:
                 f"it goes on with bucket {present[0]['has']}, and of those before it some never came here"
             )
         self._members = {number: exchange.members[number - 1] for number in taking_part[1:]}
-        everyone = [present[number] for number in taking_part]
+        everyone, names = [present[number] for number in taking_part], [TRAINER, *self._members.values()]
         self._place, self._size = taking_part.index(rank), len(taking_part)
-        gpus = [each["gpu"] for each in everyone]
-        # nccl needs a GPU per process; where some have none, or share one, gloo serves all of them on the CPU.
-        by_gpu = all(gpus) and len({*gpus}) == len(gpus) and dist.is_nccl_available()
-        self.device = device if by_gpu else torch.device("cpu")
+        self.backend, self.by_host = backend_of({name: each["gpu"] for name, each in zip(names, everyone, strict=True)})
+        """What the group is of; and why GPUs send their weights through the host, where they do."""
+        self.device = device if self.backend == "nccl" else torch.device("cpu")
         here = all(each["host"] == everyone[0]["host"] for each in everyone)
         store = PrefixStore("group", self._store)
-        self._backend: Any = self._nccl(store) if by_gpu else self._gloo(store, _LOOPBACK if here else own_address())
+        host = _LOOPBACK if here else own_address()
+        self._backend: Any = self._connected(
+            partial(self._nccl, store) if self.backend == "nccl" else partial(self._gloo, store, host)
+        )
 
     def broadcast_async(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins to broadcast the bytes of a tensor (on `device`) from the trainer; call the result to wait for it."""
@@ -178,7 +183,25 @@ class ExchangeGroup:
     def _nccl(self, store: Store) -> dist.ProcessGroupNCCL:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
-        return dist.ProcessGroupNCCL(store, self._place, self._size, options)
+        group = dist.ProcessGroupNCCL(store, self._place, self._size, options)
+        # It connects in its first operation, however long that takes.
+        group.broadcast([torch.zeros(1, device=self.device)], dist.BroadcastOptions())
+        return group
+
+    def _connected(self, make: Callable[[], Any]) -> Any:
+        """What `make` connects, in another thread: the wait for it ends where a member dies meanwhile."""
+        made: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:  # raised where it is waited for
+                made.set_exception(error)
+
+        threading.Thread(target=connect, name="connecting-exchange", daemon=True).start()
+        overdue = f"{self.backend} did not connect within {RENDEZVOUS_S:.0f} s (NCCL_DEBUG=INFO says more of nccl)"
+        self._wait(made.done, [*self._members.values()], RENDEZVOUS_S, overdue)
+        return made.result()
 
     # ------------------------------------------------------------------ waiting
 
@@ -281,5 +304,20 @@ def _address_of(interface: str, probe: socket.socket) -> str:
 
 
 def _gpu_name(device: torch.device) -> str:
-    """A unique name of the GPU; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """A unique name of the GPU; empty for the CPU, and without nccl."""
+    has_nccl = device.type == "cuda" and dist.is_nccl_available()
+    return str(torch.cuda.get_device_properties(device).uuid) if has_nccl else ""
+
+
+def backend_of(gpus: Mapping[str, str]) -> tuple[Literal["nccl", "gloo"], str]:
+    """The backend that serves all of these processes, and why not nccl where some have a GPU. `gpus` is each one's GPU,
+    empty for none. nccl needs one for each process."""
+    owners: dict[str, list[str]] = {}
+    for name, gpu in gpus.items():
+        owners.setdefault(gpu, []).append(name)
+    without, shared = owners.pop("", []), [names for names in owners.values() if len(names) > 1]
+    if not without and not shared:
+        return "nccl", ""
+    reasons = [f"{' and '.join(names)} share a GPU" for names in shared]
+    reasons += [f"{', '.join(without)} compute(s) without a GPU, or without nccl"] * bool(without)
+    return "gloo", "; ".join(reasons) if owners else ""

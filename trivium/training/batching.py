@@ -19,6 +19,7 @@ from trivium.errors import DataError
 from trivium.models.kept import KeptSets, kept_sets
 from trivium.models.loss import LossDenominators
 from trivium.models.packed import Pack, pack
+from trivium.models.placement import sent
 from trivium.models.prefixes import Prefixes, Tree, separate
 from trivium.models.routing import Routers
 from trivium.models.sight import Sight
@@ -309,16 +310,16 @@ def collate(
     within = np.arange(lengths.max()) < lengths[:, None]
 
     def grid(arrays: Sequence[AnyArray], dtype: torch.dtype) -> torch.Tensor:
-        padded = torch.zeros((*within.shape, *arrays[0].shape[1:]), dtype=dtype)
-        padded.numpy()[within] = np.concatenate(arrays)
-        return padded.to(device)
+        padded = torch.zeros((*within.shape, *arrays[0].shape[1:]), dtype=dtype).numpy()
+        padded[within] = np.concatenate(arrays)
+        return sent(padded, device)
 
     skip_ends = skip_ends and not blank and not any(e.media for e in chosen)
     packed = pack([e.tokens for e in chosen], device, tree, skip_ends=skip_ends)
     if routers is not None:
         routing = routers.packed([e.extra.get("routing") for e in chosen], packed.segments)
         packed = replace(packed, routing=None if routing is None else routing.to(device))
-    trained = torch.from_numpy(np.flatnonzero(np.concatenate([e.response_mask for e in chosen]))).to(device)
+    trained = sent(np.flatnonzero(np.concatenate([e.response_mask for e in chosen])), device)
     return MicroBatch(
         pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),
         rows=packed.rows[trained],

@@ -1,0 +1,198 @@
+"""Decoding and training on a GPU that is emulated: every tensor is on its device, nothing waits for it without need,
+and the numbers are those of the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated_gpu import EmulatedGpu, emulated_gpu
+from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
+
+from trivium.engines.batch import Batch, Ticket
+from trivium.engines.decoder import Decoder
+from trivium.engines.selfcheck import check_decoder
+from trivium.models.placement import sent, use_deterministic_kernels
+from trivium.randomness import SampleKey
+from trivium.sync.memory import MemoryChannel
+from trivium.types import Completion, Request, Sampling
+
+ON_HOST = "to the host trivium/engines/sampling.py"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedGpu]:
+    with emulated_gpu(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), scale=2.0, head_dim=8)
+
+
+def by_file(waits: Counter[str]) -> dict[str, int]:
+    """The counts without line numbers."""
+    files = Counter[str]()
+    for where, number in waits.items():
+        files[where.partition(":")[0]] += number
+    return dict(files)
+
+
+def test_the_emulation_refuses_what_a_gpu_refuses(gpu: EmulatedGpu) -> None:
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    for mix in (lambda: here + there, lambda: there[:2] @ here[:2], lambda: here.index_select(0, there.long())):
+        with pytest.raises(RuntimeError, match="same device"):
+            mix()
+    assert (there * here[0]).tolist() == [1.0] * 3  # a number may be of the CPU
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    with pytest.raises(RuntimeError, match="for generator"):
+        torch.rand(3, device="cuda", generator=torch.Generator())
+    with pytest.raises(NotImplementedError, match="CUDA"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[there.view(1, 1, 1, 3)] * 3)
+    gpu.waits.clear()
+    assert there.sum() > 0
+    assert by_file(gpu.waits) == {"_local_scalar_dense elsewhere": 1}
+
+
+def test_what_is_sent_is_not_waited_for(gpu: EmulatedGpu) -> None:
+    array = np.arange(5)
+    tensor = sent(array, torch.device("cuda"))
+    array[:] = 0
+    assert gpu.waits == {}
+    assert tensor.is_cuda
+    assert tensor.tolist() == [0, 1, 2, 3, 4]
+    assert not sent(array, torch.device("cpu")).is_cuda
+
+
+HOW: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "min_new_tokens": 3},
+    {"top_p": 0.9, "max_new_tokens": 5},
+    {"top_k": 5, "min_p": 0.01, "max_new_tokens": 3},
+    {},
+]
+
+
+def decoded(model: Path, dtype: torch.dtype, device: str, gpu: EmulatedGpu | None = None) -> list[Completion]:
+    """Completions of different lengths, some of which end while others go on."""
+    precision = "bfloat16x3" if gpu is not None and dtype == torch.bfloat16 else "float32"
+    with torch.inference_mode():
+        decoder = Decoder(model, dtype=dtype, device=device, exact=False, head_precision=precision)
+        check_decoder(decoder, 64)
+        batch = Batch(decoder, 8, frozenset({2}), lambda _: "")
+        rng, done = np.random.default_rng(0), dict[int, Completion]()
+        tickets: list[Ticket] = []
+        for number, how in enumerate(HOW):
+            key = SampleKey(0, "train", "t", str(number))
+            request = Request(
+                rng.integers(3, 31, 5 + 3 * number).astype(np.int32), Sampling(**{"max_new_tokens": 9, **how}), key
+            )
+            tickets.append(Ticket(request, request.sampling.max_new_tokens, None, key.digest()))
+        prefixes = [decoder.read([ticket.request.prompt_tokens])[0] for ticket in tickets]
+        finished = batch.admit(tickets, prefixes, 0)
+        while batch.live:
+            if gpu is not None:
+                gpu.waits.clear()
+            finished += batch.step(0)
+            if gpu is not None:
+                assert by_file(gpu.waits) == {ON_HOST: 1}
+        done = {id(ticket): completion for ticket, completion in finished}
+        decoder.load(decoder.weights())
+    return [done[id(ticket)] for ticket in tickets]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_step_waits_once_and_samples_as_a_cpu(
+    model: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = decoded(model, dtype, "cpu")
+    with emulated_gpu(monkeypatch) as gpu:
+        actual = decoded(model, dtype, "cuda", gpu)
+    kernels = " ".join(gpu.operators)
+    assert ("_varlen_attn" in kernels) == (dtype == torch.bfloat16)
+    for one, other in zip(expected, actual, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_sampling_goes_on_where_kernels_are_to_be_deterministic(
+    model: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preflight asks about the GPU, which initializes CUDA, before the setting is made."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 0})
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before in the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    plain = decoded(model, torch.float32, "cpu")
+    try:
+        use_deterministic_kernels("train.deterministic_kernels")
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.ones(3, device="cuda").cumsum(0)
+        repeated = decoded(model, torch.float32, "cuda", gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before
+    for one, other in zip(plain, repeated, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+ENTROPY = Reinforce(entropy_coef=0.1, needs=frozenset({"advantages", "entropy"}))
+ALGORITHM = Parts((ENTROPY, SquaredError()), frozenset({"old", "ref", "values", "sum_pi_squared"}))
+
+
+def trained(model: Path, folder: Path, device: str, gpu: EmulatedGpu | None = None, **config: Any) -> dict[str, Any]:
+    """Scores, two updates of each model, a checkpoint, an update of what it holds."""
+    engine = make_engine(model, ALGORITHM, device=device, max_tokens_per_micro_batch=30, **config)
+    batch, numbers = make_batch(advantages=0.5, returns=0.3), dict[str, Any]()
+    waits: list[dict[str, int]] = []
+    for what in sorted(ALGORITHM.needs):
+        numbers[what] = np.concatenate(engine.score(batch, what))
+    for limit in (30, 300):  # several micro-batches, and one
+        engine._learner("policy").max_tokens = limit
+        if gpu is not None:
+            gpu.waits.clear()
+        numbers[f"metrics/{limit}"] = [*engine.update("policy", batch, ENTROPY).values()]
+        waits += [] if gpu is None else [by_file(gpu.waits)]
+        numbers[f"critic/{limit}"] = [*engine.update("critic", batch, SquaredError()).values()]
+    assert all(each == waits[0] for each in waits), "they do not grow with the number of micro-batches"
+    assert all(where.startswith("_local_scalar_dense") for each in waits for where in each)
+    channel = MemoryChannel()
+    channel.offer(1, engine.offered_weights())
+    numbers["weights"] = np.concatenate([tensor.float().numpy().ravel() for _, tensor in channel.collect(1)])
+    (folder / device).mkdir()
+    engine.begin_saving(folder / device)()
+    engine.load(folder / device)
+    numbers["resumed"] = [*engine.update("policy", batch, ENTROPY).values()]
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "float32", "head_precision": "float32", "gradient_checkpointing": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora": {"rank": 4}, "frozen_dtype": "bfloat16"},
+    ],
+    ids=["float32", "bfloat16", "lora"],
+)
+def test_training_waits_for_metrics_alone_and_gives_the_numbers_of_a_cpu(
+    model: Path, tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = {**config, "head_precision": "float32"}
+    expected = trained(model, tmp_path, "cpu", **on_cpu)
+    with emulated_gpu(monkeypatch) as gpu:
+        actual = trained(model, tmp_path, "cuda", gpu, **config)
+    is_half = config["dtype"] == "bfloat16"
+    assert any("_varlen_attn" in each for each in gpu.operators) == is_half
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(actual[name], numbers, atol=0.1 if is_half else 1e-4, rtol=0.05, err_msg=name)
