@@ -161,7 +161,7 @@ def pack(
         cells=move(owner * lengths.max() + np.concatenate([np.arange(n) for n in lengths])),
         segments=tree.segments,
         grids=grids.shapes,
-        masks=tuple(None if mask is None else torch.from_numpy(mask).to(device) for mask in masks),
+        masks=tuple(None if mask is None else sent(mask, torch.device(device)) for mask in masks),
         spread=move(grids.spread),
         collect=move(grids.collect),
         trunks=trunks_of(outline, first_rows, copied),
