@@ -29,6 +29,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from trivium.board import MemoryBoard
 from trivium.concurrency import usable_cores
@@ -117,7 +118,7 @@ def collective(named: Named) -> Callable[[], object]:
 
 def broadcast(named: Named) -> Callable[[], object]:
     """The same bytes by gloo alone: no hashes, no answers."""
-    store, buckets = dist.HashStore(), max(1, sum(t.nbytes for _, t in named) // BUCKET_BYTES)
+    store, buckets = HashStore(), max(1, sum(t.nbytes for _, t in named) // BUCKET_BYTES)
     size = sum(tensor.nbytes for _, tensor in named) // buckets
     flat = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     groups: dict[int, Any] = {}

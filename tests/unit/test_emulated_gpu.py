@@ -180,10 +180,9 @@ def trained(model: Path, folder: Path, device: str, gpu: EmulatedGpu | None = No
     "config",
     [
         {"dtype": "float32", "head_precision": "float32", "gradient_checkpointing": True},
-        {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "lora": {"rank": 4}, "frozen_dtype": "bfloat16"},
     ],
-    ids=["float32", "bfloat16", "lora"],
+    ids=["float32", "lora"],
 )
 def test_training_waits_for_metrics_alone_and_gives_the_numbers_of_a_cpu(
     model: Path, tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -180,10 +180,10 @@ class ExchangeGroup:
         options._timeout = timedelta(seconds=CONNECT_S)
         return dist.ProcessGroupGloo(store, self._place, self._size, options)
 
-    def _nccl(self, store: Store) -> dist.ProcessGroupNCCL:
+    def _nccl(self, store: Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._deadline
-        group = dist.ProcessGroupNCCL(store, self._place, self._size, options)
+        group: Any = dist.ProcessGroupNCCL(store, self._place, self._size, options)
         # It connects in its first operation, however long that takes.
         group.broadcast([torch.zeros(1, device=self.device)], dist.BroadcastOptions())
         return group
