@@ -14,12 +14,14 @@ import torch
 from emulated_gpu import EmulatedGpu, emulated_gpu
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
 
+from trivium.config.reading import config_from_mapping
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder
 from trivium.engines.selfcheck import check_decoder
 from trivium.models.placement import sent, use_deterministic_kernels
 from trivium.randomness import SampleKey
 from trivium.sync.memory import MemoryChannel
+from trivium.training.device import described_machine
 from trivium.types import Completion, Request, Sampling
 
 ON_HOST = "to the host trivium/engines/sampling.py"
@@ -144,6 +146,16 @@ def test_sampling_goes_on_where_kernels_are_to_be_deterministic(
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = before
     for one, other in zip(plain, repeated, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_a_driver_without_the_gpus_of_its_ranks_describes_the_machine(tmp_path: Path) -> None:
+    """Ray hides all GPUs from an actor that has none of its own."""
+    tiny = {"kind": "tiny", "alphabet": "0123456789+=", "layers": 1, "hidden": 16, "heads": 2, "mlp": 16}
+    tasks = {"train": {"kind": "arithmetic", "max_operand": 9}}
+    mapping: dict[str, Any] = {"run": {"dir": str(tmp_path)}, "model": tiny, "tasks": tasks, "rewards": ["exact"]}
+    described = described_machine(config_from_mapping({**mapping, "train": {"device": "cuda"}}), 1)
+    assert described["device"] == "cuda"
+    assert ("gpu" in described) == torch.cuda.is_available()
 
 
 ENTROPY = Reinforce(entropy_coef=0.1, needs=frozenset({"advantages", "entropy"}))

@@ -33,9 +33,12 @@ def training_ranks(config: RunConfig, here: Machine | None = None) -> int:
 
 
 def described_machine(config: RunConfig, threads: int) -> dict[str, str]:
-    """Everything beside the config that the bits of a train step depend on: equal descriptions give equal bits."""
-    device = device_of(getattr(config.train, "device", "cpu"))
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    """Everything beside the config that the bits of a train step depend on: equal descriptions give equal bits. The
+    driver of ranks that have a GPU each may see none, and cannot name theirs."""
+    named = getattr(config.train, "device", "cpu")
+    device = device_of("auto") if named == "auto" else torch.device(named)
+    sees = device.type == "cuda" and torch.cuda.is_available()
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if sees else {}
     return {
         "trivium": version("trivium"),
         "python": platform.python_version(),
