@@ -51,8 +51,9 @@ def layers(size: float, dtype: torch.dtype) -> Named:
     """Tensors of about so many bytes."""
     named: Named = []
     shapes = {"q": (2048, 1024), "k": (1024, 1024), "gate": (3072, 1024), "down": (1024, 3072), "norm": (1024,)}
+    layer = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     while sum(tensor.nbytes for _, tensor in named) < size:
-        named += [(f"{len(named)}.{name}", torch.randn(shape).to(dtype)) for name, shape in shapes.items()]
+        named += [(f"{len(named)}.{name}", tensor.clone()) for name, tensor in layer.items()]
     return named
 
 

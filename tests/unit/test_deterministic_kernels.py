@@ -37,6 +37,8 @@ def test_every_setting_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_began_without_the_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKSPACE)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda gpu: {"allocation.all.allocated": gpu})
     with pytest.raises(ConfigError, match=r"train\.deterministic_kernels") as refusal:
         use_deterministic_kernels("train.deterministic_kernels")
     assert WORKSPACE in refusal.value.do
