@@ -130,8 +130,7 @@ def test_sampling_goes_on_where_kernels_are_to_be_deterministic(
 ) -> None:
     """Preflight asks about the GPU, which initializes CUDA, before the setting is made."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 0}, raising=False)
-
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"allocation.all.allocated": 0})
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before in the end
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
