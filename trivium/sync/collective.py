@@ -91,7 +91,7 @@ class CollectiveChannel:
                     exchange, 0, self._store, self._synchronizer, stream.device, stream=stream.name, has=stream.number
                 )
                 groups.append(group)
-                self._tell(group.by_host)
+                self._warn(group.by_host)
                 problems = _send(group, version, stream)
             except NoParticipants:  # only late explorers are left, for which it is offered again
                 return any(group.delivered() for group in groups)
@@ -213,7 +213,7 @@ class CollectiveChannel:
         cause = f"the trainer is at exchange {values.get('exchange', {}).get('number', 0)}, without this explorer"
         raise VersionGone(request, cause, "wait for the next exchange")
 
-    def _tell(self, by_host: str) -> None:
+    def _warn(self, by_host: str) -> None:
         """Warns of a detour through the host, once."""
         if by_host and by_host != self._by_host:
             _log.warning("weights go through host memory (gloo), not from GPU to GPU (nccl): %s", by_host)
