@@ -1,9 +1,9 @@
 # `make demo` and `make test` are all a newcomer needs; both build .venv themselves, once.
 PYTHON ?= python3
 VENV ?= .venv
-# Test processes (pytest-xdist), each on one thread; 0 runs them in one. Two more than cores: many tests wait for processes
+# Test processes (pytest-xdist), each on one thread; 0 runs them in one. One more than cores: many tests wait for processes
 # and deadlines. More arguments: make test PYTEST_ARGS="-k config".
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 2, 8))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))")
 PYTEST_ARGS ?=
 # For example: make demo DEMO_ARGS="--dir runs/other --seed 1".
 DEMO_ARGS ?=

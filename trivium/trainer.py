@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trivium.checkpoint.background import BackgroundSaver
 from trivium.checkpoint.run_record import add_failures, add_seconds, num_changed_fields, with_evaluation
-from trivium.errors import RolloutsFailing
+from trivium.errors import RolloutsFailing, TriviumError
 from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declare_missing, declared
@@ -40,6 +40,8 @@ T = TypeVar("T")
 _log = logging.getLogger("trivium")
 _GRACE_S = 0.2
 """How long a trainer waits for groups before an explorer may be given weights ahead of `sync.interval`."""
+_STEP_ENDS_S = 10.0
+"""How long a save after a failure waits for the thread of a train step."""
 
 
 @dataclass
@@ -93,6 +95,9 @@ class Trainer:
         self.saver = BackgroundSaver(self.checkpoints, self.engine, asynchronous=self.saves_asynchronously)
         self._stepping_from: int | None = None
         """The version that the train step in progress starts from; None between steps."""
+        self._learning: asyncio.Future[Metrics] | None = None
+        """What the thread of the last train step computes."""
+        self._is_cancelled = False
         self._before: Mapping[str, Any] = {}
         """The state before that step of what the step changes; empty if that version has a checkpoint."""
         self._evaluated_step: int | None = None
@@ -172,9 +177,8 @@ class Trainer:
         with self._timed("train"), activity(f"step {version + 1}: training"):
             if self.before_learning is not None:
                 await self.before_learning()
-            keep = None if self.keep is None else partial(self.keep, version + 1, groups)
-            metrics = await asyncio.to_thread(self._learn, groups, keep)
-            if keep is not None and self.keep_updates is not None and (seen := self.engine.take_updates()) is not None:
+            metrics = await self._learned(groups, partial(self._before_updates, version + 1, groups))
+            if self.keep and self.keep_updates and (seen := self.engine.take_updates()) is not None:
                 await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
         self.score = None  # this step has not been evaluated yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
@@ -202,6 +206,24 @@ class Trainer:
         """Ends the stage at its last step, or at this step if its metrics cross the threshold of `schedule.until`."""
         self._reached |= self.schedule.ends_with(metrics)
         self.train_continue = self.train_step_num < self.last_step and not self._reached
+
+    async def _learned(self, groups: Sequence[Group], keep: Callable[[Batch], None]) -> Metrics:
+        """The metrics of a train step, which a thread takes. A thread cannot be cancelled: where this is, the thread
+        ends before its first update, or runs to the end of the step."""
+        self._learning = asyncio.ensure_future(asyncio.to_thread(self._learn, groups, keep))
+        try:
+            return await asyncio.shield(self._learning)
+        except asyncio.CancelledError:
+            self._is_cancelled = True
+            self._learning.add_done_callback(lambda learning: learning.cancelled() or learning.exception())
+            raise
+
+    def _before_updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Called by the thread of a train step once nothing but the updates is left to do."""
+        if self._is_cancelled:
+            raise TriviumError(f"train step {step}", "the run ends for another reason", "see its error")
+        if self.keep is not None:
+            self.keep(step, groups, batch)
 
     def _learn(self, groups: Sequence[Group], keep: Callable[[Batch], None] | None) -> Metrics:
         """Trains on a step's groups: one new version. Blocks."""
@@ -374,6 +396,9 @@ class Trainer:
         the engine still holds its weights. An error of the save is logged, so that it does not replace the first."""
         try:
             await self.wait_for_save()
+            if self._learning is not None and not (await asyncio.wait({self._learning}, timeout=_STEP_ENDS_S))[0]:
+                _log.warning("step %d is not saved: the thread of the next one still computes", self.train_step_num)
+                return
             version, from_version = self.train_step_num, self._stepping_from
             saved = self.saver.failed or version in (self.saver.step, self.schedule.first_version)
             made = from_version not in (None, version)  # the step updated the weights, and failed before it was logged

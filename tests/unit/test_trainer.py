@@ -306,6 +306,69 @@ async def test_the_last_good_step_is_saved_before_a_failure_is_raised(
     assert cast(Counting, trainer.engine).updates == cast(Counting, whole.made.engine).updates[2:]
 
 
+class Overtaken(Trainer):
+    """Another role fails while the thread of its third step is about to update, or has made the update."""
+
+    late = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stepping, self.failed, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def _wait(self, step: int) -> None:
+        if step == 3:
+            self.stepping.set()
+            assert self.failed.wait(20)
+
+    def _before_updates(self, step: int, *of: Any) -> None:
+        self._wait(0 if self.late else step)  # the failure comes before it looks
+        super()._before_updates(step, *of)
+
+    def _learn(self, *of: Any) -> Metrics:
+        self.ended.clear()
+        try:
+            metrics = super()._learn(*of)
+            if self.late:
+                self._wait(self.train_step_num)
+            return metrics
+        finally:
+            self.ended.set()
+
+    async def save_after_failure(self) -> None:
+        threading.Timer(0.2, self.failed.set).start()
+        await super().save_after_failure()
+
+
+class OvertakenLate(Overtaken):
+    late = True
+
+
+@pytest.mark.parametrize(("make", "saved"), [(Overtaken, [2]), (OvertakenLate, [])])
+async def test_a_failure_elsewhere_waits_for_the_thread_of_the_step_and_saves_no_step_twice(
+    make: Callable[..., Overtaken], saved: list[int], tmp_path: Path
+) -> None:
+    broken = Run(tmp_path, cadence=Cadence(save_every=0), make=make)
+
+    async def fail_in_the_third_step() -> None:
+        while not hasattr(broken, "made") or not cast(Overtaken, broken.made).stepping.is_set():
+            await asyncio.sleep(0.001)
+        broken.made.synchronizer.mark_dead("judge", "it failed")
+        raise LookupError("no such row")
+
+    async def play_both() -> None:
+        async with asyncio.TaskGroup() as roles:
+            roles.create_task(broken.play())
+            roles.create_task(fail_in_the_third_step())
+
+    with pytest.raises(ExceptionGroup):
+        await play_both()
+    assert await asyncio.to_thread(cast(Overtaken, broken.made).ended.wait, 20)
+    updates = [version for version, *_ in cast(Counting, broken.made.engine).updates]
+    assert (broken.store.steps(), updates) == (saved, [0, 1] if saved else [0, 1, 2])
+    resumed = await Run(tmp_path, cadence=Cadence(save_every=0)).play()
+    assert [version for version, *_ in cast(Counting, resumed.engine).updates] == [*range(max([0, *saved]), 5)]
+
+
 async def test_weights_between_two_steps_are_not_saved(tmp_path: Path) -> None:
     broken = Run(tmp_path, cadence=Cadence(save_every=0), engine_of=Broken)
     with pytest.raises(ExceptionGroup):

@@ -152,11 +152,11 @@ class ActorGroup:
         waiting = {call.ref: number for number, call in enumerate(calls)}
         results: list[Any] = [None] * len(calls)
         while waiting:
-            refs = [*(life.ref for life in self._lives), *waiting]  # a death goes before answers that came beside it
+            refs = [*(life.ref for life in self._lives), *waiting]
             poll_s = min(_POLL_S, max(end - time.monotonic(), 0.0))
             done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
-            if deaths := [self._death(life) for life in self._lives if life.ref in done]:
-                raise deaths[0]
+            if done and (dead := self._dead()):  # asked again: of what is ready, `ray.wait` returned any one
+                raise self._death(dead[0])
             for ref in done:
                 number = waiting.pop(ref)
                 answer = calls[number].answer()
@@ -171,7 +171,7 @@ class ActorGroup:
     async def settled(self, calls: Sequence[Call]) -> None:
         """Returns once all calls have ended, one of them failed, or any rank died."""
         waiting = {asyncio.ensure_future(_error_of(call)) for call in calls}
-        while waiting and not self._any_dead():
+        while waiting and not self._dead():
             done, waiting = await asyncio.wait(waiting, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             if any(task.result() is not None for task in done):
                 break
@@ -208,13 +208,16 @@ class ActorGroup:
         while waiting and (poll_s := end - time.monotonic()) > 0:
             refs = [*(life.ref for life in self._lives), *waiting]
             done, _ = ray.wait(refs, num_returns=1, timeout=poll_s, fetch_local=False)
-            if deaths := [self._death(life) for life in self._lives if life.ref in done]:
-                return deaths[0]
+            if done and (dead := self._dead()):
+                return self._death(dead[0])
             errors += [other for ref in done if (other := waiting.pop(ref).answer().error) is not None]
         return min(errors, key=causality)
 
-    def _any_dead(self) -> bool:
-        return bool(ray.wait([life.ref for life in self._lives], num_returns=1, timeout=0, fetch_local=False)[0])
+    def _dead(self) -> list[Call]:
+        """The ranks whose processes have ended."""
+        refs = [life.ref for life in self._lives]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return [life for life in self._lives if life.ref in done]
 
     def _death(self, life: Call) -> BaseException:
         if self._is_shut_down:
