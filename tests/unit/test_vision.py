@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 
 from trivium.errors import DataError
@@ -31,7 +33,11 @@ def png(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Media:
 
 
 def opened(media: Media) -> Image.Image:
-    return Image.open(io.BytesIO(media.data))
+    """The image for a processor: before 5.20, those of transformers dropped its transparency, which is white."""
+    image = Image.open(io.BytesIO(media.data))
+    if image.mode != "RGBA" or Version(transformers.__version__) >= Version("5.20"):
+        return image
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 @pytest.fixture(scope="module")
