@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,7 +98,6 @@ class Trainer:
         """The version that the train step in progress starts from; None between steps."""
         self._learning: asyncio.Future[Metrics] | None = None
         """What the thread of the last train step computes."""
-        self._is_cancelled = False
         self._before: Mapping[str, Any] = {}
         """The state before that step of what the step changes; empty if that version has a checkpoint."""
         self._evaluated_step: int | None = None
@@ -177,7 +177,7 @@ class Trainer:
         with self._timed("train"), activity(f"step {version + 1}: training"):
             if self.before_learning is not None:
                 await self.before_learning()
-            metrics = await self._learned(groups, partial(self._before_updates, version + 1, groups))
+            metrics = await self._learned(groups, version + 1)
             if self.keep and self.keep_updates and (seen := self.engine.take_updates()) is not None:
                 await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
         self.score = None  # this step has not been evaluated yet
@@ -207,20 +207,22 @@ class Trainer:
         self._reached |= self.schedule.ends_with(metrics)
         self.train_continue = self.train_step_num < self.last_step and not self._reached
 
-    async def _learned(self, groups: Sequence[Group], keep: Callable[[Batch], None]) -> Metrics:
-        """The metrics of a train step, which a thread takes. A thread cannot be cancelled: where this is, the thread
-        ends before its first update, or runs to the end of the step."""
+    async def _learned(self, groups: Sequence[Group], step: int) -> Metrics:
+        """The metrics of a train step, which a thread takes. A thread cannot be cancelled: when this call is, the
+        thread ends before its first update, or runs to the end of the step."""
+        cancelled = threading.Event()
+        keep = partial(self._before_updates, cancelled, step, groups)
         self._learning = asyncio.ensure_future(asyncio.to_thread(self._learn, groups, keep))
         try:
             return await asyncio.shield(self._learning)
         except asyncio.CancelledError:
-            self._is_cancelled = True
+            cancelled.set()
             self._learning.add_done_callback(lambda learning: learning.cancelled() or learning.exception())
             raise
 
-    def _before_updates(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    def _before_updates(self, cancelled: threading.Event, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Called by the thread of a train step once nothing but the updates is left to do."""
-        if self._is_cancelled:
+        if cancelled.is_set():
             raise TriviumError(f"train step {step}", "the run ends for another reason", "see its error")
         if self.keep is not None:
             self.keep(step, groups, batch)

@@ -143,7 +143,7 @@ KINDS = [
 async def test_tensors_of_any_kind_arrive_bit_for_bit_and_no_sooner_than_the_slowest_engine_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole and in parts; an engine that leaves before the last one holds up nobody."""
+    """Whole and in parts; no load waits for an engine that leaves before the last one."""
     monkeypatch.setattr(processes, "_PART_BYTES", 5)
     read, arrived, may_take = list[int](), list[Tensor](), Semaphore(0)
 

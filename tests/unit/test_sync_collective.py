@@ -434,7 +434,7 @@ async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(mon
     def form(self: Any, *_: Any) -> Any:
         connecting.set()
         assert over.wait(60)
-        raise RuntimeError("nobody answered")
+        raise RuntimeError("no answer")
 
     monkeypatch.setattr(process_group.ExchangeGroup, "_gloo", form)
     run = Run()
@@ -445,7 +445,7 @@ async def test_a_member_that_goes_while_the_group_connects_ends_the_exchange(mon
     try:
         assert await asyncio.to_thread(connecting.wait, 30)
         run.synchronizer.mark_dead("ann", "killed")
-        async with asyncio.timeout(30):  # `over` is not set: nobody waits for what connects
+        async with asyncio.timeout(30):  # `over` is not set: the connecting thread is not waited for
             for waiting in (entering, offering):
                 with pytest.raises(RoleFailed, match="ann failed: killed"):
                     await waiting

@@ -320,9 +320,9 @@ class Overtaken(Trainer):
             self.stepping.set()
             assert self.failed.wait(20)
 
-    def _before_updates(self, step: int, *of: Any) -> None:
+    def _before_updates(self, cancelled: threading.Event, step: int, *of: Any) -> None:
         self._wait(0 if self.late else step)  # the failure comes before it looks
-        super()._before_updates(step, *of)
+        super()._before_updates(cancelled, step, *of)
 
     def _learn(self, *of: Any) -> Metrics:
         self.ended.clear()
