@@ -24,6 +24,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trivium.models.placement import sent
+
 DEVICE = torch.device("cuda", 0)
 _NARROW = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum", "scaled_dot_product_attention"}
 _WIDE = {"exp", "pow", "__pow__", "rsqrt", "softplus", "layer_norm", "norm", "sum", "cumsum", "softmax", "log_softmax"}
@@ -40,33 +42,36 @@ _WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", 
 aten = torch.ops.aten
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class GpuTensor(torch.Tensor):
     """A tensor of the emulated device; `inner` holds its numbers."""
 
-    inner: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: Any
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> GpuTensor:
-        shape = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **shape, dtype=inner.dtype, device="meta")
+        shape: dict[str, Any] = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "device": "meta"}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **shape, dtype=inner.dtype)
         made.inner = inner
         return made
 
-    device = property(lambda self: DEVICE)
-    is_cuda = property(lambda self: True)
-    is_meta = property(lambda self: False)
+    device: Any = property(lambda self: DEVICE)
+    is_cuda: Any = property(lambda self: True)
+    is_meta: Any = property(lambda self: False)
 
     def __repr__(self, **_: Any) -> str:
         return f"GpuTensor({self.inner})"
 
     @property
     def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)
+        return _DATA.__get__(self)
 
     @data.setter
     def data(self, value: Any) -> None:
-        torch.Tensor.data.__set__(self, value)
+        _DATA.__set__(self, value)
         self.inner = value.inner
 
     def tolist(self) -> Any:
@@ -97,6 +102,8 @@ class EmulatedGpu(TorchDispatchMode):
         super().__init__()
         self.waits = Counter[str]()
         """What waited for the device: "operator trivium/file.py:line"."""
+        self.copies = Counter[str]()
+        """What was copied to the device, waited for or not: "trivium/file.py:line"."""
         self.operators = set[str]()
 
     @classmethod
@@ -132,7 +139,8 @@ class EmulatedGpu(TorchDispatchMode):
         inner = {k: v for k, v in _mapped(_inner, kwargs).items() if k not in ("pin_memory", "non_blocking")}
         if target is not None:
             inner["device"] = torch.device("cpu")
-        out = _OWN.get(func, func)(*_mapped(_inner, args), **inner)
+        kernel: Any = _OWN.get(func, func)
+        out = kernel(*_mapped(_inner, args), **inner)
         if kwargs.get("pin_memory"):
             return _pinned(out)
 
@@ -155,6 +163,8 @@ class EmulatedGpu(TorchDispatchMode):
             to, of = on_gpu if name == "_to_copy" else isinstance(args[0], GpuTensor), isinstance(source, GpuTensor)
             is_free = (kwargs.get("non_blocking") or args[2:] == (True,)) and getattr(source, "pinned", False)
             waits, name = to != of and not is_free, "to the host" if of else "to the device"
+            if to and not of:
+                self.copies[_caller()] += 1
         if waits:
             self.waits[f"{name} {_caller()}"] += 1
 
@@ -224,7 +234,7 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_ROOT):
+        if file.startswith(_ROOT) and frame.f_code is not sent.__code__:
             return f"trivium{file.removeprefix(_ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
@@ -302,9 +312,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class _Generator(torch.Generator):
-    @property
-    def device(self) -> torch.device:
-        return DEVICE
+    device: Any = property(lambda self: DEVICE)
 
 
 class _Calls(TorchFunctionMode):

@@ -53,16 +53,17 @@ def test_pack_and_its_grids_are_inverse(lengths):
     packed = pack(sequences)
     flat = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     assert torch.equal(packed.tokens, flat)
-    assert torch.equal(packed.tokens[packed.spread][packed.collect], flat)
+    layout = packed.layout()
+    assert torch.equal(packed.tokens[layout.spread][layout.collect], flat)
     assert [int(p) for p in packed.positions] == [t for n in lengths for t in range(n)]
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     offset = 0
-    for rows, length in packed.grids:
-        cells = packed.spread[offset : offset + rows * length].view(rows, length)
+    for rows, length in layout.grids:
+        cells = layout.spread[offset : offset + rows * length].view(rows, length)
         assert (owner[cells] == owner[cells[:, :1]]).all()  # not even padding holds another sequence's token
         assert min(lengths[int(owner[row[0]])] for row in cells) >= 0.75 * length
         offset += rows * length
-    assert offset == len(packed.spread)
+    assert offset == len(layout.spread)
 
 
 @given(lengths=lengths_of, trained=st.lists(st.booleans(), min_size=24, max_size=24))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefix_parts
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, emulated_gpu
@@ -18,9 +19,11 @@ from trivium.config.reading import config_from_mapping
 from trivium.engines.batch import Batch, Ticket
 from trivium.engines.decoder import Decoder
 from trivium.engines.selfcheck import check_decoder
+from trivium.models import packed
 from trivium.models.placement import sent, use_deterministic_kernels
 from trivium.randomness import SampleKey
 from trivium.sync.memory import MemoryChannel
+from trivium.training import batching
 from trivium.training.device import described_machine
 from trivium.types import Completion, Request, Sampling
 
@@ -206,3 +209,34 @@ def test_training_waits_for_metrics_alone_and_gives_the_numbers_of_a_cpu(
     assert any("_varlen_attn" in each for each in gpu.operators) == is_half
     for name, numbers in expected.items():
         np.testing.assert_allclose(actual[name], numbers, atol=0.1 if is_half else 1e-4, rtol=0.05, err_msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("device", "dtype", "reads"), [("cpu", "float32", True), ("cuda", "float32", True), ("cuda", "bfloat16", False)]
+)
+def test_dense_grids_are_laid_out_once_and_only_for_attention_that_reads_them(
+    model: Path, device: str, dtype: str, reads: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's kernel for sequences of any lengths reads neither cells nor masks."""
+    calls = Counter[str]()
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **how: calls.update([name]) or function(*args, **how))
+
+    counted(batching, "pack")
+    counted(packed, "tree_rows")
+    batch = prefix_parts.make_batch(advantages=0.3)
+    with emulated_gpu(monkeypatch) as gpu:
+        config: dict[str, Any] = {"dtype": dtype, "head_precision": "float32", "max_tokens_per_micro_batch": 70}
+        engine = make_engine(model, device=device, gradient_checkpointing=checkpointing, **config)
+        for run in (lambda: engine.score(batch, "old"), lambda: engine.update("policy", batch, Reinforce())):
+            calls.clear()
+            gpu.copies.clear()
+            run()
+            assert calls["pack"] > 1
+            assert calls["tree_rows"] == (calls["pack"] if reads else 0)
+            made = [where for where in gpu.copies if where.startswith("trivium/models/pack_layout.py")]
+            assert len(made) == (3 if reads and device == "cuda" else 0)  # masks, cells, and where each row is
+            assert bool(gpu.copies) == (device == "cuda")

@@ -14,53 +14,25 @@ import torch
 from algebra import objectives
 from hypothesis import given
 from hypothesis import strategies as st
-from training_parts import VOCABULARY, Parts, Reinforce, SquaredError, make_engine, weights, write_model
+from prefix_parts import make_batch, sequences, words
+from training_parts import SIZE, Parts, Reinforce, SquaredError, make_engine, weights, write_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vision_parts import picture, rolled_out, tiny
 
 from trivium.config.model_shape import read_shape
 from trivium.models.heads import LanguageModel, ScoreModel, ValueModel
 from trivium.models.packed import pack
-from trivium.models.prefix_attention import TreeRows, tree_attention
+from trivium.models.prefix_attention import tree_attention
 from trivium.models.prefixes import Prefixes, is_gain
 from trivium.phases import Phase
 from trivium.training.batching import cut_sharing, prefixes_of
 from trivium.training.data_parallel import shares_of, shares_of_groups
 from trivium.training.flops import pass_flops
-from trivium.types import Batch, Experience, IntArray, Media
+from trivium.types import Batch, Experience, Media
 
 CPU = torch.device("cpu")
 PPO = Parts((Reinforce(), SquaredError(unit="sequence")), frozenset({"old", "ref", "values"}))
 HEADS: dict[str, Any] = {"lm": LanguageModel, "value": ValueModel, "score": ScoreModel}
-
-
-def words(rng: np.random.Generator, *lengths: int) -> list[IntArray]:
-    return [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in lengths]
-
-
-def sequences() -> list[IntArray]:
-    """Two prompts; under the first a turn that four of seven share; one without an end of its own, one twice. 76 and
-    35 tokens under them."""
-    rng = np.random.default_rng(0)
-    prompt, turn, other = words(rng, 20, 13, 18)
-    ends = words(rng, 3, 9, 5, 4, 1, 8, 7, 2, 6)
-    first = [np.concatenate([prompt, turn, end]) for end in ends[:3]] + [np.concatenate([prompt, turn])]
-    first += [np.concatenate([prompt, end]) for end in ends[3:5]] + [prompt]
-    second = [np.concatenate([other, end]) for end in ends[5:8]]
-    return [first[0], second[0], *first[1:], first[1], *second[1:], ends[8]]
-
-
-def make_batch(*, seed: int = 0, **columns: float) -> Batch:
-    """The same as experiences of two groups, of which everything behind the prompt is trained on, and one alone."""
-    rng, many = np.random.default_rng(seed), sequences()
-    experiences: list[Experience] = []
-    for row, tokens in enumerate(many):
-        mask = np.arange(len(tokens)) >= min(18, len(tokens) - 1)
-        group = "alone" if len(tokens) < 18 else f"g{int(tokens[0])}"
-        version = np.where(mask, 0, -1)
-        experiences.append(Experience(tokens, mask, np.where(mask, -1.0, 0.0), version, group, row))
-    noise = {name: [mean + rng.normal(size=len(e)) for e in many] for name, mean in columns.items()}
-    return Batch(tuple(experiences)).with_columns(**noise)
 
 
 # --------------------------------------------------------------------------- what is shared
@@ -79,8 +51,9 @@ def test_every_sequence_is_a_path_of_the_tree(many: list[list[int]], times: int)
     inner = packed.positions[packed.rows] > 0
     before = packed.rows.roll(1)
     assert torch.equal(packed.before[packed.rows][inner], before[inner])
-    assert torch.equal(packed.tokens[packed.spread[packed.collect]], packed.tokens)
-    for trunk in packed.trunks:  # all that comes behind it, and nothing else, passes through it
+    layout = packed.layout()
+    assert torch.equal(packed.tokens[layout.spread[layout.collect]], packed.tokens)
+    for trunk in layout.trunks:  # all that comes behind it, and nothing else, passes through it
         own = {int(row) for row in range(trunk.behind, trunk.stop)}
         start = 0
         for tokens in stretched:
@@ -151,7 +124,7 @@ def test_images_are_shared_whole() -> None:
     mask = np.arange(50) > 40
 
     def member(media: tuple[Media, ...]) -> Experience:
-        return Experience(tokens, mask, np.zeros(50), np.where(mask, 0, -1), "g", 0, media=media)
+        return Experience(tokens, mask, np.zeros(50, np.float32), np.where(mask, 0, -1), "g", 0, media=media)
 
     def shared(*media: tuple[Media, ...]) -> int:
         rows = tuple(map(member, media))
@@ -194,10 +167,8 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
     monkeypatch.setattr("trivium.models.pack_layout._FEW", 0)
     many = sequences()
     packed = pack(many, tree=Prefixes(many).tree(range(len(many))))
-    assert (len(packed.trunks), packed.copies, packed.masks.count(None) < len(packed.masks)) == kinds
-    rows = TreeRows(
-        packed.grids, packed.masks, packed.spread, packed.collect, packed.positions, packed.trunks, packed.copies
-    )
+    rows = packed.layout()
+    assert (len(rows.trunks), rows.copies, rows.masks.count(None) < len(rows.masks)) == kinds
     torch.manual_seed(0)
     shapes = ((4, 4), (2, 4), (2, width))
     q, k, v = (torch.randn(len(packed.tokens), *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
@@ -224,20 +195,8 @@ def test_attention_in_the_tree_is_attention_in_each_sequence(
 def write(directory: Path, name: str) -> Path:
     if name != "qwen3_moe":
         return write_model(directory, name)
-    config = Qwen3MoeConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    )
+    experts: dict[str, Any] = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    config = Qwen3MoeConfig(**SIZE, **experts, norm_topk_prob=True)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
@@ -352,7 +311,7 @@ def test_images_of_a_prompt_are_computed_once(family: str, tmp_path: Path) -> No
     for share in (False, True):
         engine = make_engine(path, dtype="float64", optimizer={"lr": 0.1, "eps": 1.0}, share_prefix=share)
         seen: list[int] = []
-        vision = engine._learners["policy"].model.backbone.vision
+        vision: Any = engine._learners["policy"].model.backbone.vision
         features = vision.features
         vision.features = lambda images, seen=seen, features=features: (
             seen.append(len(images.pixels)) or features(images)

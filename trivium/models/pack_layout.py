@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from trivium.models.prefix_attention import Trunk
+from trivium.models.placement import sent
+from trivium.models.prefix_attention import TreeRows, Trunk
 from trivium.models.prefixes import Segment, Tree
 
 _FILL = 0.75
@@ -148,8 +150,7 @@ class Grids:
         for (count, length), masked in zip(self.shapes, self.masked, strict=True):
             rows = self.spread[offset : offset + count * length].reshape(count, length)
             offset += count * length
-            seen = rows[:, :, None] < until[rows][:, None, :]
-            masks.append(np.tril(seen) if masked else None)
+            masks.append(np.tril(rows[:, :, None] < until[rows][:, None, :]) if masked else None)
         return masks
 
 
@@ -173,3 +174,22 @@ def grids_of(paths: Sequence[npt.NDArray[np.int64]], clumps: Sequence[bool], num
             offset += longest
     shapes = tuple((len(grid), int(lengths[grid[0]])) for grid in members)
     return Grids(shapes, tuple(bool(clumps[grid[0]]) for grid in members), np.concatenate(spread), collect)
+
+
+def tree_rows(tree: Tree, starts: npt.NDArray[np.int64], positions: torch.Tensor) -> TreeRows:
+    """Which rows of a pack attend to which, on the device of their positions (T,). `starts`: the first row of each
+    segment."""
+    outline, first_rows, clumps = clumps_of(tree, starts)
+    copied = copied_of(outline)
+    ends_with_clump = [clump for clump, copy in zip(clumps, copied, strict=True) if not copy]
+    grids = grids_of(paths_of(outline, first_rows, copied), ends_with_clump, len(positions))
+    device = positions.device
+    return TreeRows(
+        grids=grids.shapes,
+        masks=tuple(None if mask is None else sent(mask, device) for mask in grids.masks(seen_until(tree, starts))),
+        spread=sent(grids.spread, device),
+        collect=sent(grids.collect, device),
+        positions=positions,
+        trunks=trunks_of(outline, first_rows, copied),
+        copies=any(copied),
+    )

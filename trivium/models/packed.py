@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -33,9 +33,9 @@ from trivium.errors import ConfigError, TriviumError
 from trivium.models.gpu_attention import KERNELS, Kernel, attend_in_runs, backend_for, dense_attention, runs_of
 from trivium.models.linear import ROWS
 from trivium.models.load import max_positions
-from trivium.models.pack_layout import clumps_of, copied_of, grids_of, paths_of, rows_of, seen_until, trunks_of
+from trivium.models.pack_layout import rows_of, tree_rows
 from trivium.models.placement import sent
-from trivium.models.prefix_attention import TreeRows, Trunk, tree_attention
+from trivium.models.prefix_attention import TreeRows, tree_attention
 from trivium.models.prefixes import Segment, Tree, separate
 from trivium.models.rounding import explained_by_rounding
 from trivium.models.sequence_parallel import (
@@ -83,18 +83,8 @@ class Pack:
     """(M,) int64: and its cell in the row-major (B, L) grid."""
     segments: tuple[Segment, ...]
     """What lies end to end."""
-    grids: tuple[tuple[int, int], ...]
-    """(segments, padded length) of each attention grid, with the copies before the segments; together S cells."""
-    spread: torch.Tensor
-    """(S,) int64: the token in each cell of the attention grids; padding repeats its own segment's last token."""
-    collect: torch.Tensor
-    """(T,) int64: a cell of the attention grids that holds each token."""
-    masks: tuple[torch.Tensor | None, ...] = ()
-    """(segments, length, length) bool of each grid: whether a cell sees another; None where it sees all before it."""
-    trunks: tuple[Trunk, ...] = ()
-    """The segments that others go on from and attend to as they are."""
-    copies: bool = False
-    """Whether a token may have several cells: those of the segments that others attend to copies of."""
+    layout: Callable[[], TreeRows]
+    """Which rows attend to which in dense grids; made at the first call, since not every kernel of a GPU reads it."""
     order: torch.Tensor | None = None
     """(T,) int64: where the tokens lie when ranks share sequences; None: as they are listed."""
     images: PlacedImages | None = None
@@ -107,11 +97,6 @@ class Pack:
     def shape(self) -> tuple[int, int]:
         """(B, L)."""
         return len(self.lengths), max(self.lengths)
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether attention must know more than the grids."""
-        return bool(self.trunks) or any(mask is not None for mask in self.masks)
 
     @property
     def num_rows(self) -> int:
@@ -140,32 +125,23 @@ def pack(
         before[start] = 0 if segment.parent < 0 else starts[segment.parent] + sizes[segment.parent] - 1
     before = np.concatenate([before, [starts[here] + sizes[here] - 1 for here in ends]])
     row_of_end = {here: sizes.sum() + i for i, here in enumerate(ends)}
-    outline, first_rows, clumps = clumps_of(tree, starts)
-    copied = copied_of(outline)
-    ends_with_clump = [clump for clump, copy in zip(clumps, copied, strict=True) if not copy]
-    grids = grids_of(paths_of(outline, first_rows, copied), ends_with_clump, int(sizes.sum()))
-    masks = grids.masks(seen_until(tree, starts))
     owner = np.repeat(np.arange(len(lengths)), lengths)
 
     def move(array: npt.NDArray[Any]) -> torch.Tensor:
         return sent(array.astype(np.int64), torch.device(device))
 
+    positions = move(np.concatenate([np.arange(s.first, s.stop) for s in tree.segments]))
     return Pack(
         tokens=move(
             np.concatenate([sequences[s.sequence][s.first : s.stop] for s in (*tree.segments, *ends.values())])
         ),
-        positions=move(np.concatenate([np.arange(s.first, s.stop) for s in tree.segments])),
+        positions=positions,
         before=move(before),
         lengths=tuple(int(n) for n in lengths),
         rows=move(np.concatenate([rows_of(leaf, tree, starts, row_of_end) for leaf in tree.leaves])),
         cells=move(owner * lengths.max() + np.concatenate([np.arange(n) for n in lengths])),
         segments=tree.segments,
-        grids=grids.shapes,
-        masks=tuple(None if mask is None else sent(mask, torch.device(device)) for mask in masks),
-        spread=move(grids.spread),
-        collect=move(grids.collect),
-        trunks=trunks_of(outline, first_rows, copied),
-        copies=any(copied),
+        layout=cache(partial(tree_rows, tree, starts, positions)),
     )
 
 
@@ -208,7 +184,7 @@ def packed_attention(
     if backend in KERNELS:
         attend = partial(_attend_in_runs, kernel=KERNELS[backend])
     else:
-        attend = _attend_in_tree if trivium_pack.is_tree else _attend_in_grids
+        attend = _attend_in_tree if trivium_pack.layout().is_tree else _attend_in_grids
     with torch.autocast(device, enabled=False):
         output = attend(tokens, trivium_pack, scaling, sliding_window)
     return (output if trivium_sequence is None else heads_together(output, trivium_sequence))[None], None
@@ -217,11 +193,14 @@ def packed_attention(
 def _attend_in_grids(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """(rows, H, D) of queries, keys and values, each within its own sequence -> (rows, H, D)."""
+    """(rows, H, D) of queries, keys and values, each within its own sequence -> (rows, H, D); rows without a token of
+    the pack hold anything."""
     outputs: list[torch.Tensor] = []
     offset = 0
-    dense = [x.index_select(0, batch.spread) for x in tokens]
-    for rows, length in batch.grids:
+    layout, order = batch.layout(), batch.order
+    spread = layout.spread if order is None else order.index_select(0, layout.spread)
+    dense = [x.index_select(0, spread) for x in tokens]
+    for rows, length in layout.grids:
         q, k, v = (x[offset : offset + rows * length].unflatten(0, (rows, length)).transpose(1, 2) for x in dense)
         window = _window(length, sliding_window, q.device)
         if q.is_cuda:
@@ -232,17 +211,16 @@ def _attend_in_grids(
             )
         outputs.append(grid.transpose(1, 2).flatten(0, 1))
         offset += rows * length
-    return torch.cat(outputs).index_select(0, batch.collect)
+    return torch.cat(outputs).index_select(0, _at_rows(batch, layout.collect, len(tokens[0])))
 
 
 def _attend_in_tree(
     tokens: Sequence[torch.Tensor], batch: Pack, scaling: float | None, sliding_window: int | None
 ) -> torch.Tensor:
     """The same where sequences share tokens; rows that hold no token of the pack are zero."""
-    number, positions = batch.num_rows, batch.positions if batch.positions.dim() == 1 else batch.positions[0]
-    rows = TreeRows(batch.grids, batch.masks, batch.spread, batch.collect, positions, batch.trunks, batch.copies)
+    number = batch.num_rows
     q, k, v = (x[:number] if batch.order is None else x.index_select(0, batch.order) for x in tokens)
-    return _at_rows(batch, tree_attention(q, k, v, rows, scaling, sliding_window), len(tokens[0]))
+    return _at_rows(batch, tree_attention(q, k, v, batch.layout(), scaling, sliding_window), len(tokens[0]))
 
 
 def _attend_in_runs(
@@ -255,7 +233,7 @@ def _attend_in_runs(
 
 
 def _at_rows(batch: Pack, output: torch.Tensor, count: int) -> torch.Tensor:
-    """(T, H, D) of the tokens as they are listed -> (count, H, D), where they lie."""
+    """(T, ...) of the tokens as they are listed -> (count, ...), where they lie; zeros elsewhere."""
     whole = output.new_zeros(count, *output.shape[1:])
     if batch.order is None:
         return torch.cat([output, whole[len(output) :]])
@@ -309,23 +287,15 @@ class Backbone:
             return LocalStates(self(batch).index_select(0, rows), slice(None))
         slices = Slices(batch.num_rows, self.sequence.rank, self.sequence.size, ROWS)
         places = slices.place(torch.arange(batch.num_rows, device=rows.device))
-        if batch.is_tree:
-            spread = replace(batch, order=places)
-        else:
-            cells = batch.collect.new_zeros(self.sequence.size * slices.rows)
-            cells.index_copy_(0, places, batch.collect)
-            spread = replace(batch, spread=places[batch.spread], collect=cells, order=places)
-        if batch.routing is not None:
-            spread = replace(spread, routing=slices.mine(batch.routing))
+        routing = None if batch.routing is None else slices.mine(batch.routing)
+        spread = replace(batch, order=places, routing=routing)
         mine = slices.mine(batch.tokens[: batch.num_rows]), slices.mine(batch.positions)
         hidden = self._run(*mine, spread, self.sequence, slices)
         return local_states(hidden, rows, slices, self.sequence)
 
     def _packed(self, batch: Pack) -> torch.Tensor:
         number, fill = batch.num_rows, (0, -batch.num_rows % ROWS)  # rows that are never read: see ROWS
-        filled = batch if batch.is_tree else replace(batch, collect=pad(batch.collect, fill))
-        if batch.routing is not None:
-            filled = replace(filled, routing=pad(batch.routing, fill))
+        filled = batch if batch.routing is None else replace(batch, routing=pad(batch.routing, fill))
         return self._run(pad(batch.tokens[:number], fill), pad(batch.positions, fill), filled)[:number]
 
     def _run(

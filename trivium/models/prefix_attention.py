@@ -45,7 +45,7 @@ class TreeRows:
     masks: tuple[torch.Tensor | None, ...]
     """(segments, length, length) bool of each grid: whether a cell sees another; None where it sees all before it."""
     spread: torch.Tensor
-    """The row in each cell of the grids."""
+    """(S,) int64: the row in each cell of the grids; padding repeats its own segment's last token."""
     collect: torch.Tensor
     """(T,) int64: a cell of each row."""
     positions: torch.Tensor
@@ -53,6 +53,11 @@ class TreeRows:
     trunks: tuple[Trunk, ...]
     copies: bool
     """Whether a row has several cells."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether attention must know more than the grids."""
+        return bool(self.trunks) or any(mask is not None for mask in self.masks)
 
 
 def tree_attention(
