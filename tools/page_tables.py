@@ -35,7 +35,7 @@ def _keys() -> str:
 
 
 def _code(here: str) -> str:
-    """The key in code font, what is said about it in words."""
+    """The key in code font, its description as text."""
     words = here.split(" ")
     return " ".join(f"`{word.rstrip(',:')}`{word[len(word.rstrip(',:')) :]}" if "." in word else word for word in words)
 
@@ -96,7 +96,7 @@ def _verl() -> str:
 def _doctor() -> str:
     """The rules of `trivium doctor`."""
     rows = [f"| {name} | {' '.join((rule.__doc__ or '').split())} |" for name, rule in RULES.items()]
-    return "\n".join(["| rule | what it says |", "|---|---|", *rows, ""])
+    return "\n".join(["| rule | condition |", "|---|---|", *rows, ""])
 
 
 def _lightrft() -> str:

@@ -100,13 +100,13 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 @rule
 def not_finite(evidence: Evidence) -> tuple[str, str] | None:
-    """A metric is NaN or infinite, or numbers that are not finite ended the run: names the first step and, of that
-    step, the first quantity on the way from the rollout to the update."""
+    """A metric is NaN or infinite, or the run failed on a non-finite gradient norm or non-finite logits. Names the first
+    such step and its first such metric, in the order reward, rollout, mismatch, train, eval."""
     for row in evidence.everything:
         keys = [key for key, value in row.items() if not math.isfinite(value)]
         if keys:
             keys.sort(key=lambda key: (_ORDER.index(area) if (area := key.partition("/")[0]) in _ORDER else 9, key))
-            what = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}, before anything else that is not a number"
+            what = f"{keys[0]} is {row[keys[0]]} at step {row['step']:.0f}; no earlier metric is NaN or infinite"
             return what, "look at the rollouts of this step (`trivium rollouts`); lower train.optimizer.lr"
     if not _overflowed(evidence):
         return None
@@ -136,8 +136,8 @@ _ORDER = ("reward", "rollout", "mismatch", "train", "eval")
 
 @rule
 def ended_by_an_error(evidence: Evidence) -> tuple[str, str] | None:
-    """The newest session did not finish: its error, and what that says to do. Where numbers were not finite, the rule
-    before says it."""
+    """The newest session ended with an error. Prints the error and its remedy. Non-finite numbers are reported by the
+    rule above."""
     if not evidence.error or _overflowed(evidence):
         return None
     do = evidence.error.partition(" do: ")[2]
@@ -146,35 +146,35 @@ def ended_by_an_error(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def entropy_collapse(evidence: Evidence) -> tuple[str, str] | None:
-    """The policy samples nearly the same at every token (`train/entropy` below 0.02 nats, and below a tenth of the
-    first steps') while rewards are not near their maximum."""
+    """`train/entropy` is below 0.02 nats and below a tenth of its first value, while the mean reward is not near its
+    maximum: sampling is almost deterministic."""
     now, first = evidence.recent("train/entropy"), evidence.early("train/entropy")
     if now is None or first is None or now >= min(0.02, 0.1 * first) or _near_maximum(evidence):
         return None
-    found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 nothing new is tried"
+    found = f"train/entropy is {now:.3g} nats, {first:.3g} at first; below 0.02 sampling is almost deterministic"
     return found, "raise algorithm.entropy.coef or clip_high of algorithm.policy_loss, lower train.optimizer.lr"
 
 
 @rule
 def equal_rewards(evidence: Evidence) -> tuple[str, str] | None:
-    """More than 95 % of groups have members of equal rewards (`reward/equal_groups`), far below the maximum: nothing to
-    learn from."""
+    """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its maximum:
+    advantages are 0, so nothing is learned."""
     part = evidence.recent("reward/equal_groups")
     if part is None or part <= 0.95 or _near_maximum(evidence):
         return None
-    found = f"in {part:.0%} of groups all members earn the same, above 95 %: their advantages are 0"
+    found = f"in {part:.0%} of groups all rewards are equal, above 95 %: their advantages are 0"
     return found, "easier tasks, a reward with partial credit, a larger schedule.group_size, or more supervised steps"
 
 
 @rule
 def saturated_rewards(evidence: Evidence) -> tuple[str, str] | None:
-    """The mean reward is within 1 % of the highest one, with more than 95 % of groups equal: the tasks are solved, or
-    the reward gives itself away."""
+    """The mean reward is within 1 % of its maximum and in more than 95 % of groups all rewards are equal: the tasks are
+    solved, or the reward is too easy to earn."""
     part = evidence.recent("reward/equal_groups")
     if part is None or part <= 0.95 or not _near_maximum(evidence):
         return None
     found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
-    return found, "harder tasks, schedule.curriculum, or stop here; read some rollouts: is this what you meant?"
+    return found, "harder tasks, schedule.curriculum, or stop here; read some rollouts to see whether they deserve the reward"
 
 
 def _near_maximum(evidence: Evidence) -> bool:
@@ -188,7 +188,7 @@ def _near_maximum(evidence: Evidence) -> bool:
 
 @rule
 def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
-    """More than 30 % of tokens are clipped (`train/clip_fraction`): most of each update is thrown away."""
+    """More than 30 % of the trained tokens are clipped (`train/clip_fraction`) and give no gradient."""
     part = evidence.recent("train/clip_fraction")
     if part is None or part <= 0.3:
         return None
@@ -198,8 +198,8 @@ def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
-    """The policy is more than 1 nat a token away from the reference (`train/ref_kl`), or moves more than 0.3 within a
-    step (`train/kl`)."""
+    """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the step
+    (`train/kl`) above 0.3."""
     for key, bound, what in (
         ("train/ref_kl", 1.0, "away from the reference"),
         ("train/kl", 0.3, "away within a step"),
@@ -213,7 +213,7 @@ def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def length_explosion(evidence: Evidence) -> tuple[str, str] | None:
-    """Completions are more than 3 times as long as at first (`rollout/response_tokens`)."""
+    """`rollout/response_tokens` is more than 3 times its first value."""
     now, first = evidence.recent("rollout/response_tokens"), evidence.early("rollout/response_tokens")
     if now is None or not first or now <= 3 * first:
         return None
@@ -223,18 +223,18 @@ def length_explosion(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def truncation(evidence: Evidence) -> tuple[str, str] | None:
-    """After the first steps, more than half of the rollouts are cut by a length limit (`rollout/truncated`)."""
+    """A length limit cuts more than half of the rollouts (`rollout/truncated`), after at least 10 steps."""
     part = evidence.recent("rollout/truncated")
     if part is None or part <= 0.5 or evidence.early("rollout/truncated") is None:
         return None
-    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: they cannot earn what needs an end"
+    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: a final answer after it is never seen"
     return found, "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
 
 
 @rule
 def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
-    """Engine and trainer differ over the same tokens by more than 0.01 nats of KL (`mismatch/kl`) while rollouts are
-    fresh. Names the tokens where it is worst, where the run kept them (`run.keep: tokens`)."""
+    """With staleness 0, the log-probabilities of engine and trainer for the same tokens differ by a KL divergence above
+    0.01 nats per token (`mismatch/kl`). With `run.keep: tokens` it names the tokens that differ most."""
     kl, staleness = evidence.recent("mismatch/kl"), evidence.recent("rollout/staleness")
     if kl is None or kl <= 0.01 or (staleness or 0.0) > 0:
         return None
@@ -245,8 +245,8 @@ def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def staleness(evidence: Evidence) -> tuple[str, str] | None:
-    """Rollouts are old enough to matter: less than half of the tokens count (`mismatch/ess`), or more than a quarter of
-    the groups became too stale to be used (`rollout/evicted`)."""
+    """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`); or for every four groups trained
+    on, more than one was evicted as too stale (`rollout/evicted`)."""
     age, sample = evidence.recent("rollout/staleness"), evidence.recent("mismatch/ess")
     if age and sample is not None and sample < 0.5:
         found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
@@ -254,13 +254,13 @@ def staleness(evidence: Evidence) -> tuple[str, str] | None:
     evicted = evidence.share("rollout/evicted", "rollout/groups")
     if evicted <= 0.25:
         return None
-    found = f"groups that become too stale to be trained on are {evicted:.0%} of those that are, above 25 %"
+    found = f"groups evicted as too stale are {evicted:.0%} of those trained on, above 25 %"
     return found, "raise schedule.max_staleness, shorten completions, or lower workflow.max_concurrent"
 
 
 @rule
 def dead_component(evidence: Evidence) -> tuple[str, str] | None:
-    """A component of the reward has been the same for 10 steps while others vary: it teaches nothing."""
+    """A component of the reward has been constant for 10 steps while others vary: it does not influence training."""
     keys = sorted({key for row in evidence.rows[-2 * WINDOW :] for key in row if key.startswith("reward/component/")})
     values = {key: evidence.values(key)[-2 * WINDOW :] for key in keys}
     dead = [key for key, each in values.items() if len(each) >= 2 * WINDOW and max(each) == min(each)]
@@ -281,8 +281,8 @@ def failures(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
-    """More than half of the groups are refused by filters or for lack of rewards (`rollout/refused`); those of equal
-    rewards have rules of their own and do not count."""
+    """More than half of the groups are refused (`rollout/refused`): by a filter, or because they have no rewards. Groups
+    of equal rewards are not counted; `equal rewards` and `saturated rewards` report them."""
     equal = evidence.share("rollout/refused/zero_variance", "rollout/groups")
     refused = evidence.share("rollout/refused", "rollout/groups") - equal
     if refused <= 0.5:
@@ -293,7 +293,7 @@ def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
-    """More than half of the completions of 8 tokens and more repeat another member of their group."""
+    """More than half of the completions of at least 8 tokens are identical to another one of their group."""
     repeated = total = 0
     for group in evidence.groups:
         texts = [tuple(turn.tokens.tobytes() for turn in each.turns) for each in group.alive if each.num_tokens >= 8]
@@ -307,8 +307,8 @@ def duplicated_rollouts(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
-    """The training reward still rises (by 5 % of its range) while held-out accuracy has fallen by 5 points from its
-    best."""
+    """The training reward has risen by more than 5 % of its range since the best evaluation, while the accuracy of an
+    evaluation has fallen by more than 5 percentage points."""
     for key in sorted({key for row in evidence.evaluations for key in row if key.endswith("/accuracy")}):
         points = [(row["step"], row[key]) for row in evidence.evaluations if key in row]
         best_step, best = max(points, key=lambda point: point[1])
@@ -334,7 +334,7 @@ def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def waiting(evidence: Evidence) -> tuple[str, str] | None:
-    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`) of more than a second."""
+    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`), and a step takes more than a second."""
     idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
     if idle is None or seconds is None or idle <= 0.9 or seconds <= 1:
         return None

@@ -125,7 +125,7 @@ def examine_machine(directory: Path) -> Report:
     refused = {port: _refused(port) for port, _ in _PORTS}
     facts.append("ports: " + ", ".join(f"{port} ({what}) {refused[port] or 'free'}" for port, what in _PORTS))
     problems = [
-        *_small("disk", disk.free, 5, "free some, or choose another run.dir: checkpoints need room"),
+        *_small("disk", disk.free, 5, "free some, or choose another run.dir: checkpoints need space"),
         *(_small("/dev/shm", shared.free, 1, "docker run --shm-size=8g: Ray keeps objects there") if shared else ()),
         *(_small("memory", memory, 2, "close other programs; `trivium check` plans a config") if memory else ()),
         *_driver(),
