@@ -41,7 +41,7 @@ KINDS = {
     "gates": ("Gates", "`algorithm.gates: [{kind: NAME, ...}]`: how much of a token's policy loss counts."),
     "corrections": (
         "Off-policy corrections",
-        "`algorithm.correction: NAME`, or its keys spelled out, or both: keys are laid over what the name says. "
+        "`algorithm.correction: NAME`, or its keys, or both: keys override those of the name. "
         f"What `rejection` knows: {', '.join(f'`{option}`' for option in OPTIONS)}, with k1 = -log(trainer / engine), "
         "k2 = k1^2 / 2 and k3 = exp(-k1) - 1 + k1 of a token, or their sum, mean or maximum over a sequence. The "
         "narrow bounds of `geo` are made for an engine that computes a little differently; stale groups need wider "

@@ -1,4 +1,4 @@
-"""docs/mistakes.md: what a user typically gets wrong, what the command line says to it, and what to write instead.
+"""docs/mistakes.md: typical mistakes of users, the errors that the command line prints, and the fixes.
 
 Each mistake is a change of one small config, and so is its fix. The page holds what `trivium check` prints; the tests
 compare it with the code, and check that every fix works.
@@ -61,18 +61,18 @@ class Mistake:
 
     title: str
     wrong: str = ""
-    """YAML laid over the base config."""
+    """YAML that overrides the base config."""
     right: str = ""
-    """The fix, in its place."""
+    """YAML of the fix, instead of `wrong`."""
     arguments: Sequence[str] = ()
-    """What is written on the command line as well."""
+    """Further arguments on the command line."""
     fixed_arguments: Sequence[str] = ()
     config: str = "run.yaml"
-    """The config file that is named, where it is not the changed base config."""
+    """The config file on the command line, where it is not the changed base config."""
     warns: bool = False
-    """Whether the command goes on."""
+    """Whether the command only warns."""
     prepare: Sequence[str] = field(default=())
-    """Arguments of a run that was made before."""
+    """Arguments of an earlier run in the same directory."""
 
 
 MISTAKES = (
@@ -82,62 +82,62 @@ MISTAKES = (
     Mistake("A key of verl's", "actor_rollout_ref: {rollout: {n: 8}}", "schedule: {group_size: 8}"),
     Mistake("A key of TRL's", "train: {learning_rate: 1.0e-5}", "train: {optimizer: {lr: 1.0e-5}}"),
     Mistake("A key of peft's", "model: {lora: {r: 8}}", "train: {lora: {rank: 8}}"),
-    Mistake("A value where a section is expected", "run: runs/other", "run: {dir: runs/other}"),
-    Mistake("A value as an option", arguments=("--steps", "3"), fixed_arguments=("schedule.steps=3",)),
+    Mistake("A value instead of a section", "run: runs/other", "run: {dir: runs/other}"),
     Mistake(
-        "Another trainer's option",
+        "A config value as a command-line option", arguments=("--steps", "3"), fixed_arguments=("schedule.steps=3",)
+    ),
+    Mistake(
+        "A command-line option of another trainer",
         arguments=("--learning_rate=1e-5",),
         fixed_arguments=("train.optimizer.lr=1e-5",),
     ),
     Mistake("An override without a value", arguments=("schedule.steps",), fixed_arguments=("schedule.steps=3",)),
+    Mistake("An empty section to remove a section", arguments=("evaluation={}",), fixed_arguments=("evaluation=null",)),
     Mistake(
-        "An empty section to switch something off", arguments=("evaluation={}",), fixed_arguments=("evaluation=null",)
-    ),
-    Mistake(
-        "A place that a list does not have",
+        "An index that a list does not have",
         arguments=("rewards.1.weight=0.5",),
         fixed_arguments=("rewards.0.weight=0.5",),
     ),
-    Mistake("A config file that is not there", config="my_run.yaml"),
+    Mistake("A config file that does not exist", config="my_run.yaml"),
     Mistake("A config that is not YAML", config="indent.yaml"),
     Mistake("A key given twice", config="twice.yaml"),
     # --- rewards
-    Mistake("A reward file that is not there", "rewards: [reward.py:close]", "rewards: [rewards.py:close]"),
+    Mistake("A reward file that does not exist", "rewards: [reward.py:close]", "rewards: [rewards.py:close]"),
     Mistake("A reward function that is misspelled", "rewards: [rewards.py:clsoe]", "rewards: [rewards.py:close]"),
     Mistake("A reward written for TRL", "rewards: [rewards.py:graded]", "rewards: [rewards.py:close]"),
     Mistake("A reward written for verl", "rewards: [rewards.py:compute_score]", "rewards: [exact]"),
     Mistake(
-        "A column that the reward reads and the data lacks",
+        "A column that the reward needs is missing in the data",
         "tasks: {train: {path: no_answers.jsonl}}",
         "tasks: {train: {path: sums.jsonl}}",
     ),
     Mistake("No reward", "rewards: []", "rewards: [exact]"),
     # --- data
     Mistake(
-        "A data file that is not there", "tasks: {train: {path: data.jsonl}}", "tasks: {train: {path: sums.jsonl}}"
+        "A data file that does not exist", "tasks: {train: {path: data.jsonl}}", "tasks: {train: {path: sums.jsonl}}"
     ),
     Mistake("A line that is not JSON", "tasks: {train: {path: broken.jsonl}}", "tasks: {train: {path: sums.jsonl}}"),
     Mistake(
-        "The prompt in a column of another name",
+        "The prompt is in a column of another name",
         "tasks: {train: {path: questions.jsonl}}",
         "tasks: {train: {path: questions.jsonl, prompt: question}}",
     ),
-    Mistake("No tasks to train on", "tasks: {train: {skip: 2}}", "tasks: {train: {skip: 1}}"),
-    Mistake("Prompts that fill the context", "engine: {max_context: 6}", "engine: {max_context: 24}"),
+    Mistake("No rows to train on", "tasks: {train: {skip: 2}}", "tasks: {train: {skip: 1}}"),
+    Mistake("All prompts are too long", "engine: {max_context: 6}", "engine: {max_context: 24}"),
     Mistake(
-        "Some prompts that fill the context",
+        "Some prompts are too long",
         "tasks: {train: {path: long.jsonl}}",
         "tasks: {train: {path: long.jsonl, limit: 2}}",
         warns=True,
     ),
     Mistake(
-        "Characters that a tiny model does not know",
+        "Characters outside the alphabet of a tiny model",
         "tasks: {train: {path: words.jsonl}}",
         "tasks: {train: {path: words.jsonl}}\nmodel: {alphabet: ascii}",
         warns=True,
     ),
     # --- the model and the machine
-    Mistake("A model that is not there", "model: {kind: hf, path: qwen}", "model: {kind: hf, path: tiny}"),
+    Mistake("A model that does not exist", "model: {kind: hf, path: qwen}", "model: {kind: hf, path: tiny}"),
     Mistake(
         "A base model, without a chat template",
         "model: {kind: hf, path: base}",
@@ -146,9 +146,9 @@ MISTAKES = (
     Mistake("A model with soft-capped logits", "model: {kind: hf, path: capped}", "model: {kind: hf, path: tiny}"),
     Mistake("A context longer than the model's", "engine: {max_context: 4096}", "engine: {max_context: 24}"),
     Mistake("A GPU on a machine that has none", "engine: {device: cuda}", "engine: {device: cpu}"),
-    Mistake("A run directory that cannot be made", "run: {dir: sums.jsonl/run}", "run: {dir: runs/other}"),
+    Mistake("A run directory that cannot be created", "run: {dir: sums.jsonl/run}", "run: {dir: runs/other}"),
     Mistake(
-        "Another config in the directory of a run",
+        "Another config in the directory of an earlier run",
         "run: {dir: runs/earlier}\nschedule: {group_size: 8}",
         "run: {dir: runs/other}\nschedule: {group_size: 8}",
         prepare=("run.dir=runs/earlier", "schedule.steps=1"),
@@ -157,26 +157,26 @@ MISTAKES = (
     Mistake("GRPO with groups of one", "schedule: {group_size: 1}", "schedule: {group_size: 4}"),
     Mistake("Greedy rollouts", "engine: {sampling: {temperature: 0}}", "engine: {sampling: {temperature: 1.0}}"),
     Mistake(
-        "Experts of a model that has none",
+        "Router replay for a model without experts",
         "train: {router_replay: rollout}",
         'train: {router_replay: "off"}',
     ),
     Mistake("An algorithm that is misspelled", "algorithm: grop", "algorithm: grpo"),
     Mistake(
-        "GRPO's advantages under the name of PPO",
+        "algorithm.kind ppo with GRPO's advantages",
         "algorithm: {kind: ppo, advantage: {kind: grpo}}",
         "algorithm: {kind: grpo}",
         warns=True,
     ),
     Mistake("Supervised training on rollouts", "algorithm: sft", "algorithm: raft"),
     Mistake(
-        "A teacher without its key",
+        "A teacher's path without the key `path`",
         "algorithm: {kind: distill, teacher: tiny}",
         "algorithm: {kind: distill, teacher: {path: tiny}}\nmodel: {kind: hf, path: tiny}",
     ),
     # --- evaluation
     Mistake(
-        "An evaluation of a taskset that is not there", "evaluation: {taskset: tset}", "evaluation: {taskset: test}"
+        "An evaluation on a taskset that does not exist", "evaluation: {taskset: tset}", "evaluation: {taskset: test}"
     ),
     Mistake(
         "Several greedy samples of a task",
@@ -190,12 +190,12 @@ MISTAKES = (
     ),
     # --- several processes
     Mistake(
-        "Two shells over a buffer in memory",
+        "Explorer and trainer as two commands with a buffer in memory",
         "run: {mode: explore}",
         'run: {mode: explore}\nbuffer: {kind: sql, url: "sqlite:///buffer.db"}\nsync: {method: checkpoint}',
     ),
     Mistake(
-        "Weights published more rarely than groups may be old",
+        "sync.interval larger than schedule.max_staleness allows",
         "sync: {interval: 4}",
         "sync: {interval: 4}\nschedule: {max_staleness: 3}",
     ),
@@ -203,26 +203,26 @@ MISTAKES = (
 
 HEAD = """# Typical mistakes
 
-Generated from the code by `make docs`. Each mistake is laid over this config (`base.yaml`):
+Generated from the code by `make docs`. Each change below is a mistake in this config (`base.yaml`):
 
 ```yaml
 {base}```
 
-`trivium check` says what follows, and so does `trivium run`, before its first step. Exit code 0: done, warnings were
-printed; 1: the run failed, or its directory cannot be used; 2: the config or the command line is wrong.
+`trivium check` prints the error below it. `trivium run` prints the same error before its first step. Exit code 0:
+success, perhaps with warnings; 1: the run failed, or its directory cannot be used; 2: invalid config or command line.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the command line says to a mistake and to its fix."""
+    """The output of the command line for a mistake and for its fix."""
 
     exit_code: int
     text: str
     fixed_code: int
     fixed_text: str
     run_code: int
-    """What `trivium run` exits with, where `trivium check` refuses the config."""
+    """The exit code of `trivium run`, where `trivium check` refuses the config."""
     run_text: str
 
 

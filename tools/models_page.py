@@ -42,9 +42,9 @@ test repeats this for each row.
 A model of a family that is not listed can be tried. The engine and the trainer compare their forward passes with that
 of transformers when they start, and refuse the model with the reason if they differ.
 
-- **sampling** `exact`: the sampled tokens and their log-probabilities do not depend on the other sequences of the batch,
-  to the last bit (`engine.batch_invariant: true`). `batch-dependent`: only with `engine.batch_invariant: false`, where
-  they may differ by rounding. `no`: refused, with the reason.
+- **sampling** `exact`: the sampled tokens and their log-probabilities do not depend, to the last bit, on the other
+  sequences of the batch (`engine.batch_invariant: true`). `batch-dependent`: they may differ by rounding, so the engine
+  needs `engine.batch_invariant: false`. `no`: refused, with the reason.
 - **training** `packed`: sequences are concatenated, without padding. `padded`: the model's attention is not supported
   by packed attention; training is slower, and `train.sequence_parallel` is refused. `no`: refused, with the reason.
 
@@ -78,8 +78,8 @@ log-probabilities of transformers (tests/unit/test_vision_engines.py), and `engi
 - **Models without transformers' attention interface.** The engine replaces the model's attention by its own, with its
   own KV cache, and needs this interface. The model is refused by `trivium check` if its config shows it, else at the
   start of the run.
-- **Layer types** other than full and sliding attention (`conv`, `chunked_attention`, `linear_attention`, ...), and models
-  with a state other than keys and values: refused likewise.
+- **Layer types** other than full and sliding attention (`conv`, `chunked_attention`, `linear_attention`, ...), and
+  models with a state other than keys and values: refused likewise.
 - **Soft-capping of the logits** (`final_logit_softcapping`, as in the published Gemma 2) is refused by the trainer.
   Soft-capping inside attention and attention sinks are supported: sampling is slower, and training is padded.
 - **Rotary embeddings of type `dynamic` or `longrope`** depend on the longest sequence in the batch. They need
@@ -226,7 +226,9 @@ def tiny_model(directory: Path, kind: str, more: Mapping[str, Any]) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(8.0)  # with small weights predictions are close to uniform, so a comparison shows nothing
+                parameter.mul_(
+                    8.0
+                )  # with small weights predictions are close to uniform, so a comparison shows nothing
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
     return directory
@@ -257,8 +259,8 @@ async def sampled(model_dir: Path) -> tuple[Turn | None, str]:
 
 
 def trained(model_dir: Path, turn: Turn | None) -> str:
-    """How the model trains, by one SFT update on the completion. Raises AssertionError if the trainer's log-probability of
-    a token differs from the engine's, or the update does not raise the likelihood."""
+    """How the model trains, by one SFT update on the completion. Raises AssertionError if the log-probabilities of
+    trainer and engine differ, or the update does not raise the likelihood."""
     prompt = np.arange(3, 11) if turn is None else turn.prompt_tokens
     response = np.arange(4, 9) if turn is None else turn.tokens
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
@@ -285,7 +287,9 @@ def trained(model_dir: Path, turn: Turn | None) -> str:
     assert turn is None or np.abs(before - log_prob).max() < 1e-3, f"{model_dir}: {before - log_prob}"
     (objective,) = algorithm.objectives
     engine.update("policy", prepare_mini_batch(engine, batch, objective, 0), objective)
-    assert engine.score(batch, "old")[0][mask].sum() > before[mask].sum(), "an SFT update raises the likelihood of its sequence"
+    assert engine.score(batch, "old")[0][mask].sum() > before[mask].sum(), (
+        "an SFT update raises the likelihood of its sequence"
+    )
     return "packed" if engine._policy.backbone.packs else "padded"
 
 

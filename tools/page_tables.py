@@ -29,9 +29,9 @@ def with_table(page: str, table: Callable[[], str]) -> str:
 
 
 def _keys() -> str:
-    """What a key of another trainer's config is called here."""
+    """The names of other trainers' config keys in Trivium."""
     rows = [f"| `{key}` | {_code(here)} |" for key, here in sorted(FOREIGN.items())]
-    return "\n".join(["| there | here |", "|---|---|", *rows, ""])
+    return "\n".join(["| other trainers | Trivium |", "|---|---|", *rows, ""])
 
 
 def _code(here: str) -> str:
@@ -67,7 +67,7 @@ def _memory() -> str:
 
 
 def _trinity() -> str:
-    """What becomes of every key of Trinity-RFT's config; keys with one answer share a line."""
+    """How every key of Trinity-RFT's config is translated; keys with equal entries share a row."""
     sections = {
         "The config": TABLE,
         "`buffer.explorer_input`: `taskset`, and each of `tasksets` and `eval_tasksets`": TASKSET,
@@ -85,11 +85,11 @@ def _rows_of(rows: Iterator[tuple[str, str]]) -> str:
     for key, text in rows:
         keys.setdefault(text, []).append(f"`{key}`")
     lines = [f"| {', '.join(names)} | {text.replace('|', chr(92) + '|')} |" for text, names in keys.items()]
-    return "\n".join(["| there | here |", "|---|---|", *lines, ""])
+    return "\n".join(["| key | in Trivium |", "|---|---|", *lines, ""])
 
 
 def _verl() -> str:
-    """What becomes of every key of verl's config; keys with one answer share a line."""
+    """How every key of verl's config is translated; keys with equal entries share a row."""
     return _rows_of(VERL.rows())
 
 
@@ -100,7 +100,7 @@ def _doctor() -> str:
 
 
 def _lightrft() -> str:
-    """What becomes of every flag of LightRFT's launchers; flags with one answer share a line."""
+    """How every flag of LightRFT's launchers is translated; flags with equal entries share a row."""
     return _rows_of(LIGHTRFT.rows())
 
 

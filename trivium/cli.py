@@ -38,7 +38,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.",
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[A.B=C ...]", help="Values laid over the file, e.g. schedule.steps=20.", show_default=False
+        metavar="[A.B=C ...]", help="Values that override the file, e.g. schedule.steps=20.", show_default=False
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -555,9 +555,9 @@ def test_what_nothing_calls_or_has_says_what_to_use(example: Any, tmp_path: Path
 
 
 REFUSED = [
-    ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, {}, "Megatron is not built here"),
-    ({"critic": {"strategy": "megatron"}}, {}, "Megatron is not built here"),
-    ({"actor_rollout_ref": {"rollout": {"name": "sglang"}}}, {}, "SGLang is not built here"),
+    ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, {}, "Megatron is not supported"),
+    ({"critic": {"strategy": "megatron"}}, {}, "Megatron is not supported"),
+    ({"actor_rollout_ref": {"rollout": {"name": "sglang"}}}, {}, "SGLang is not supported"),
     ({}, {"role_worker_mapping": {Role.ActorRollout: ActorRolloutRefWorker}}, "a worker class for Critic"),
     ({}, {"role_worker_mapping": {Role.Critic: CriticWorker}}, "0 of ActorRollout and ActorRolloutRef"),
     ({}, {"role_worker_mapping": {Role.Actor: ActorRolloutRefWorker}}, "the role Actor"),
@@ -570,7 +570,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "beside", "message"), REFUSED)
-def test_what_is_not_built_is_refused_before_anything_starts(
+def test_what_is_unsupported_is_refused_before_anything_starts(
     example: Any, tmp_path: Path, config: dict[str, Any], beside: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TriviumError, match=message):

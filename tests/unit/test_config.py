@@ -316,7 +316,7 @@ def test_a_users_buffer_that_declares_nothing_has_explorers_everywhere(folder: P
     assert set(problems_of(folder, unrewarded + mine)) == {"rewards"}
     load(folder, unrewarded + filled)
     apart = "run: {mode: train}\nsync: {method: checkpoint}\n"
-    assert "no other process reaches it" in problems_of(folder, apart + mine)["buffer.kind"]
+    assert "only one process can use it" in problems_of(folder, apart + mine)["buffer.kind"]
     load(folder, apart + filled)
 
 
@@ -658,8 +658,8 @@ def test_every_key_that_a_hint_names_exists() -> None:
 
 def test_keys_of_other_trainers_are_met_with_ours(folder: Path) -> None:
     problems = problems_of(folder, "schedule: {num_generations: 8}\nactor_rollout_ref: {rollout: {n: 8}}")
-    assert "here that is schedule.group_size" in problems["schedule.num_generations"]
-    assert "rollout.n: here that is schedule.group_size" in problems["actor_rollout_ref"]
+    assert "num_generations is schedule.group_size here" in problems["schedule.num_generations"]
+    assert "rollout.n is schedule.group_size here" in problems["actor_rollout_ref"]
     assert "did you mean 'actor" not in problems["actor_rollout_ref"]
 
 
@@ -675,7 +675,7 @@ def test_the_keys_of_an_optional_section_are_known(folder: Path) -> None:
         (("--steps", "3"), "write schedule.steps=3"),
         (("--group-size=8",), "write schedule.group_size=8"),
         (("--steps",), "write schedule.steps=..."),
-        (("--learning_rate", "1e-5"), "here that is train.optimizer.lr"),
+        (("--learning_rate", "1e-5"), "learning_rate is train.optimizer.lr here"),
         (("--nonsense", "run.seed=1"), "section.field=..."),
     ],
 )
@@ -694,7 +694,7 @@ def test_overrides_reach_into_lists(folder: Path) -> None:
     assert [stage.schedule.steps for stage in config.stage_configs()] == [2, 7]
     assert [(reward.label, reward.weight) for reward in config.rewards] == [("Exact", 0.5), ("constant", 3.0)]
     for wrong in ("stages.2.schedule.steps=7", "rewards.first.weight=1"):
-        with pytest.raises(ConfigError, match="places go from 0 to 1"):
+        with pytest.raises(ConfigError, match="use an index from 0 to 1"):
             load(folder, stages, (wrong,))
 
 
@@ -716,7 +716,7 @@ def test_null_switches_evaluation_off_and_an_empty_section_does_not(folder: Path
         load(folder, "engine: {sampling: {}}")
     assert "no effect" in problems_of(folder, "evaluation: {}")["evaluation"]
     stage = problems_of(folder, f"{evaluated}\nstages: [{{evaluation: {{}}}}]")
-    assert "changes none of them" in stage["stages[0]"]
+    assert "changes no key" in stage["stages[0]"]
     best = problems_of(folder, "checkpoint: {keep_best: eval/test/reward}")["checkpoint.keep_best"]
     assert "checkpoint.keep_best=null" in best
 

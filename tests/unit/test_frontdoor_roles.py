@@ -55,7 +55,7 @@ def test_who_holds_which_model() -> None:
         ([Role.Rollout, Role.Actor], Needs(), "the role Actor"),
     ],
 )
-def test_roles_that_are_missing_or_not_built(roles: list[Role], needs: Needs, message: str) -> None:
+def test_roles_that_are_missing_or_unsupported(roles: list[Role], needs: Needs, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen_roles(dict.fromkeys(roles, object), needs)
 

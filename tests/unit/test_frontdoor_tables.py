@@ -24,7 +24,7 @@ TABLE = Table(
         "model.path": Mapped("model.path"),
         "model.optim.lr": Mapped("train.critic_optimizer.lr", 1e-5),
     },
-    not_built={"megatron": "Megatron"},
+    unsupported={"megatron": "Megatron"},
     marks=frozenset({"_target_"}),
 )
 
@@ -52,7 +52,7 @@ def test_what_is_off_passes(value: object) -> None:
 def test_what_would_change_something_is_refused() -> None:
     assert not is_off({"enable": True, "n": 0})
     assert "leave it out" in problems_of({"train": {"tools": {"enable": True}}})["train.tools"]
-    assert "Megatron is not built here" in problems_of({"train": {"backend": "megatron"}})["train.backend"]
+    assert "Megatron is not supported" in problems_of({"train": {"backend": "megatron"}})["train.backend"]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def plain_config(model: str, tmp_path: Path) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"asynchronous": True}}, "checkpoint.asynchronous with RayPPOTrainer"),
-    ({"schedule": {"max_staleness": 1, "deterministic": True}}, "schedule.deterministic ahead of the trainer"),
+    ({"schedule": {"max_staleness": 1, "deterministic": True}}, "schedule.deterministic with schedule.max_staleness"),
 ]
 
 

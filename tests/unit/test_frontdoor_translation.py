@@ -91,6 +91,7 @@ BECOMES: list[tuple[dict[str, Any], str, Any]] = [
     ({"actor_rollout_ref__actor__ppo_mini_batch_size": 8}, "algorithm.mini_batches", 1),
     ({ACTOR + "ppo_epochs": 3, "critic__ppo_epochs": 3}, "algorithm.epochs", 3),
     ({ACTOR + "freeze_vision_tower": True}, "train.vision_tower", "frozen"),
+    ({ACTOR + "fsdp_config": {"full_determinism": True}}, "train.deterministic_kernels", True),
     ({}, "train.vision_tower", None),
     ({}, "algorithm.kind", "ppo"),
     ({}, "algorithm.old_log_prob", "recompute"),
@@ -227,9 +228,9 @@ def test_whatever_holds_the_keys(model: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not built here"),
-    ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not built here"),
-    ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not built here"),
+    ({ACTOR + "strategy": "megatron"}, "actor_rollout_ref.actor.strategy", "Megatron is not supported"),
+    ({"critic__strategy": "megatron"}, "critic.strategy", "Megatron is not supported"),
+    ({ROLLOUT + "name": "sglang"}, "actor_rollout_ref.rollout.name", "SGLang is not supported"),
     ({ROLLOUT + "name": "vllm", ROLLOUT + "top_p": 0.9}, "actor_rollout_ref.rollout.top_p", "set rollout.top_k, too"),
     ({ROLLOUT + "tensor_model_parallel_size": 2}, "actor_rollout_ref.rollout.tensor_model_parallel_size", "vLLM"),
     ({"actor_rollout_ref__hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "share their workers"),
@@ -274,10 +275,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {ACTOR + "fsdp_config__mixed_precision": {"reduce_dtype": "bf16"}},
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype",
-        "summed in float32",
+        "reduced in float32",
     ),
     ({ACTOR + "router_replay": {"mode": "R3"}}, "train.router_replay", "leave the key out"),  # a model without experts
-    ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3 replays"),
+    ({ACTOR + "router_replay": {"mode": "R2"}}, "actor_rollout_ref.actor.router_replay.mode", "R3, which replays"),
     ({"data__gen_batch_size": 16}, "data.gen_batch_size", "a step has 8 prompts"),
     ({"sandbox_fusion__url": "http://x"}, "sandbox_fusion.url", "on this machine"),
     (
@@ -286,7 +287,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "both are the same",
     ),
     ({"reward_model__sandbox_fusion__url": "http://x"}, "reward_model.sandbox_fusion.url", "on this machine"),
-    ({"reward_model__rollout__dtype": "float16"}, "reward_model.rollout.dtype", "float32 or bfloat16"),
+    ({"reward_model__rollout__dtype": "float16"}, "reward_model.rollout.dtype", "float32, bfloat16 or auto"),
     ({"reward_model__max_length": 9}, "reward_model.max_length", "whole sequences"),
     (
         {"reward_model__model__input_tokenizer": "/elsewhere"},

@@ -257,7 +257,7 @@ def test_one_reward_that_raises_costs_that_trajectory_its_score_and_keeps_the_ca
 def test_a_missing_column_is_found_before_the_run_and_never_scored(rewards):
     judge = rewards("mine", "everything")
     judge.check_columns({"answer", "x"})
-    with pytest.raises(DataError, match="'mine' lacks answer; there are: solution, x"):
+    with pytest.raises(DataError, match="'mine' lacks answer; columns: solution, x"):
         judge.check_columns({"x": 1, "solution": 2})
     (error,) = score(judge, task(solution="2"), "2")
     assert isinstance(error, RewardError)

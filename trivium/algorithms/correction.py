@@ -178,7 +178,7 @@ def _rejection_problems(option: str, bound: float | Bounds, where: str) -> Itera
 
 @dataclass(frozen=True)
 class NamedCorrection:
-    """A correction that a config can name; keys that the user adds are laid over what it says."""
+    """A correction that a config can name; keys that the user adds override its own."""
 
     says: Mapping[str, Any]
     """A partial section."""

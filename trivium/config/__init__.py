@@ -3,7 +3,7 @@
 schema           the whole config, the base classes of plugin sections, and how `kind` picks a class
 sections         the sections that are values alone, with their defaults and help
 fields           marks of fields that a resumed run may change; paths
-merging          mappings laid over one another
+merging          merges config mappings
 reading          YAML, `extends`, overrides, validation
 checks           what sections must be to each other
 resume           which fields a resumed run may change

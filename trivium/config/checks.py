@@ -28,7 +28,7 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "schedule.max_staleness",
             f"{config.max_staleness} with sync.interval {sync.interval}",
-            "the explorer would wait for weights that are only published after groups it may not roll out",
+            "deadlock: the next weights are published after train steps whose groups the explorer may not generate yet",
             f"set schedule.max_staleness to at least {sync.interval - 1}",
         )
     if schedule.deterministic and sync.style is not SyncStyle.FIXED:
@@ -75,7 +75,7 @@ def _check_channel(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "buffer.kind",
             f"run.mode {mode!r} over a buffer of kind {config.buffer.kind!r}",
-            "no other process reaches it: the two halves would never exchange groups",
+            "only one process can use it, so explorer and trainer could not exchange groups",
             "use buffer.kind: sql, or run.mode: both",
         )
     try:

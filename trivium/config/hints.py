@@ -72,18 +72,18 @@ FOREIGN: Mapping[str, str] = {
     "target_modules": "train.lora.targets",
     "train_dataset": "tasks.train",
 }
-"""Keys of verl's and TRL's configs, by their last part or last two, and the key here: the common ones that are not
-near enough to ours to be guessed."""
+"""Common keys of verl's and TRL's configs (their last part, or last two) -> the key here, where the spelling is too
+different for a suggestion by similarity."""
 
 _SHOWN = 3
-"""Words of another trainer that one hint explains."""
+"""Number of another trainer's keys that one hint explains."""
 
 
 def hint(where: str, value: object, known: Mapping[str, Any]) -> str:
     """What to write instead of the key at `where` (dotted), which holds `value` and is none of `known`."""
     foreign = list(_foreign(where, value))[:_SHOWN]
     if foreign:
-        return "; ".join(f"{theirs}: here that is {ours}" for theirs, ours in foreign)
+        return "; ".join(f"{theirs} is {ours} here" for theirs, ours in foreign)
     return suggest(where.rpartition(".")[2], known) if known else "leave the key out: nothing can be set here"
 
 
@@ -108,7 +108,7 @@ def hint_for_option(option: str, root: type[BaseModel]) -> str:
     name, _, value = option.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), value or "..."
     if name in FOREIGN:
-        return f"here that is {FOREIGN[name]}; values are written section.field={value}"
+        return f"{name} is {FOREIGN[name]} here; values are written section.field={value}"
     matches = [path for path in _fields(root, "") if path == name or path.endswith(f".{name}")]
     if matches:
         return "write " + " or ".join(f"{path}={value}" for path in matches[:_SHOWN])

@@ -1,4 +1,4 @@
-"""Config mappings laid over one another: `extends`, overrides, stages."""
+"""Merges config mappings: `extends`, overrides, stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `change` laid over it, mapping by mapping; a section whose `kind` changes starts afresh.
+    """`base` overridden by `change`, mapping by mapping; a section whose `kind` changes starts afresh.
 
     A section of `base` without a kind keeps its keys: those that the new kind does not have are reported, not dropped.
     A section that is a name alone is its kind. In a list, keys are places: `{stages: {0: {...}}}` changes the first.
@@ -43,6 +43,6 @@ def _merged_items(name: str, items: Sequence[Any], change: Mapping[str, Any]) ->
             raise ConfigError(
                 f"{name}.{place}",
                 f"{name} has {len(items)} item(s)",
-                f"places go from 0 to {len(items) - 1}" if items else f"set {name} as a list",
+                f"use an index from 0 to {len(items) - 1}" if items else f"set {name} as a list",
             )
     return list(merged(places, {str(place): value for place, value in change.items()}).values())

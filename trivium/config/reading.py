@@ -112,7 +112,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"read the config {path}", error.strerror or str(error), "name a YAML file") from error
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a number or date that there is not
-        raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "fix the file") from error
+        raise ConfigError(f"read the config {path}", f"not valid YAML: {error}", "correct the YAML") from error
     if not is_mapping(data):
         raise ConfigError(f"read the config {path}", "not a mapping", "start with `model:`, `tasks:`, ...")
     section = dict(data)
@@ -125,13 +125,13 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def overlaid(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with a user's `change` laid over it. Raises ConfigError where the change could have no effect: an empty
-    section over one that holds something, a place that a list does not have."""
+    """`base` overridden by a user's `change`. Raises ConfigError for a change without effect: an empty section over one
+    with keys, an index that a list does not have."""
     for where in _empty_sections(base, change, ""):
         raise ConfigError(
             f"{where} = {{}}",
-            "an empty section laid over one that holds keys changes none of them",
-            f"write {where}=null to leave it out, or set the keys that are to change",
+            "an empty section changes no key of the section that it overrides",
+            f"write {where}=null to remove the section, or set the keys to change",
         )
     return merged(base, change)
 
@@ -224,7 +224,7 @@ def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iter
         elif item["type"] in ("model_type", "model_attributes_type", "dict_type"):
             section = section_at(owner, item["loc"])
             keys = ", ".join(section.model_fields) if section is not None else ""
-            example = f"for example {where}.{keys.partition(',')[0]}; there are: {keys}" if keys else "`key: value`"
+            example = f"for example {where}.{keys.partition(',')[0]}; keys: {keys}" if keys else "`key: value`"
             remedy = f"set its keys, {example}"
             yield Problem(where, "a section with keys", f"{item['input']!r:.80}", remedy)
         elif item["type"] == "missing":

@@ -14,7 +14,7 @@ _WORDS: Mapping[str, object] = {"null": None, "true": True, "false": False}
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A config with these laid over it, in order. Raises ConfigError with all that cannot be read."""
+    """A config overridden by these, in order. Raises ConfigError with all that cannot be read."""
     result, problems = _copied(config), list[Problem]()
     for text in overrides:
         key, equals, value = text.lstrip("+~").partition("=")
@@ -36,7 +36,7 @@ def _copied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(config: dict[str, Any], parts: list[str], value: object, remove: bool) -> None:
-    """Sets a key, or removes it; a mapping is laid over the one that is there."""
+    """Sets a key, or removes it; a mapping is merged into the existing one."""
     *above, last = parts
     for part in above:
         inner = config.get(part)

@@ -1,7 +1,7 @@
-"""What every front door's config table is made of: a key of another trainer's config, and what becomes of it.
+"""Config tables of the front doors: how each key of another trainer's config is translated.
 
-A table is the whole of what is known about a config. A key that is not in it is an error, and so is a value that asks
-for what is not built; a key that is off, or that changes no result here, passes. All problems are found at once.
+A table lists every key that is accepted. A key that is not in it is an error, and so is a value that is not supported.
+A key that is switched off, or that has no effect here, is accepted. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Table:
 
     entries: Mapping[str, Entry]
     """Dotted key -> its entry. `Ignored` and `Restricted` for `a` hold for every `a.b` that has no entry of its own."""
-    not_built: Mapping[str, str] = field(default_factory=dict[str, str])
+    unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
     """A value -> the name of the backend that it asks for, for errors."""
     marks: frozenset[str] = frozenset()
     """Names of keys that have no effect in any section, and are passed over."""
@@ -167,8 +167,8 @@ class Table:
                 case Moved(to):
                     yield key, f"the same as `{to}`"
                 case Restricted(values, instead):
-                    built = ", ".join("unset" if value is None else repr(value) for value in values)
-                    yield key, f"{built} alone; else refused: {instead}"
+                    built = " or ".join("unset" if value is None else repr(value) for value in values)
+                    yield key, f"only {built}; another value is an error: {instead}"
                 case Ignored(why):
                     yield key, f"no effect: {why}"
 
@@ -196,9 +196,9 @@ class Table:
             yield Problem(key, shown, "no key of that name is translated", do)
         elif not isinstance(entry, Ignored) and (reference := unresolved(value)):
             yield Problem(key, shown, f"{reference} leads to no value", "set the key that it names, or write the value")
-        elif isinstance(entry, Restricted) and not _is_built(value, entry):
-            name = self.not_built.get(str(value).lower().removesuffix("_async"))
-            found = f"{name} is not built here" if name else "this value is not built here"
+        elif isinstance(entry, Restricted) and not _is_supported(value, entry):
+            name = self.unsupported.get(str(value).lower().removesuffix("_async"))
+            found = f"{name} is not supported" if name else "this value is not supported"
             yield Problem(key, shown, found, entry.instead)
         elif isinstance(entry, Mapped) and (wanted := _typed(value, entry)[1]):
             yield Problem(key, shown, f"it must be {wanted}", "correct the value")
@@ -272,11 +272,11 @@ def refuse(problems: Iterable[Problem], asked: str = "a config that can be trans
 
 
 def _contradiction(key: str, value: object, target: str, other: object) -> Problem:
-    do = f"set {target} alone, or the same in both"
+    do = f"set only {target}, or the same value in both"
     return Problem(key, repr(value), f"{target} is {other!r}, and both are the same", do)
 
 
-def _is_built(value: object, entry: Restricted) -> bool:
+def _is_supported(value: object, entry: Restricted) -> bool:
     off = None in entry.values and True not in entry.values and is_off(value, entry.switch)
     return value is None or off or value in entry.values
 

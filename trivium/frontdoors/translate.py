@@ -13,7 +13,7 @@ from trivium.frontdoors.tables import Translation
 
 
 def translate_file(origin: str, file: str, overrides: Sequence[str] = ()) -> Translation:
-    """The config of the front door `origin` (its `translation.translate`) in a file, with overrides laid over it.
+    """The config of the front door `origin` (its `translation.translate`) in a file, with overrides.
 
     The file is YAML, unless the front door reads others (its `translation.read`). Raises ConfigError with everything
     that cannot be translated.

@@ -102,7 +102,7 @@ class Vision:
         if media and self._tower in _REFUSED_TOWERS:
             raise DataError(
                 f"images for a {type(self.base).__name__} with a tower of type {self._tower!r}",
-                "it wants images of unequal sizes padded, which is not built here",
+                "it wants images of unequal sizes padded, which is not supported",
                 "use a model whose tower resizes every image to one size, or of another family",
             )
         places: list[IntArray] = []

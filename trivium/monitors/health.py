@@ -100,8 +100,8 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 @rule
 def not_finite(evidence: Evidence) -> tuple[str, str] | None:
-    """A metric is NaN or infinite, or the run failed on a non-finite gradient norm or non-finite logits. Names the first
-    such step and its first such metric, in the order reward, rollout, mismatch, train, eval."""
+    """A metric is NaN or infinite, or the run failed on a non-finite gradient norm or non-finite logits. Names the
+    first such step and its first such metric, in the order reward, rollout, mismatch, train, eval."""
     for row in evidence.everything:
         keys = [key for key, value in row.items() if not math.isfinite(value)]
         if keys:
@@ -157,8 +157,8 @@ def entropy_collapse(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def equal_rewards(evidence: Evidence) -> tuple[str, str] | None:
-    """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its maximum:
-    advantages are 0, so nothing is learned."""
+    """In more than 95 % of groups all rewards are equal (`reward/equal_groups`) and the mean reward is below its
+    maximum: advantages are 0, so nothing is learned."""
     part = evidence.recent("reward/equal_groups")
     if part is None or part <= 0.95 or _near_maximum(evidence):
         return None
@@ -174,7 +174,10 @@ def saturated_rewards(evidence: Evidence) -> tuple[str, str] | None:
     if part is None or part <= 0.95 or not _near_maximum(evidence):
         return None
     found = f"rewards are at {evidence.recent('reward/mean'):.4g}, their maximum, and equal in {part:.0%} of groups"
-    return found, "harder tasks, schedule.curriculum, or stop here; read some rollouts to see whether they deserve the reward"
+    return (
+        found,
+        "harder tasks, schedule.curriculum, or stop here; read some rollouts to see whether they deserve the reward",
+    )
 
 
 def _near_maximum(evidence: Evidence) -> bool:
@@ -198,8 +201,8 @@ def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def kl_drift(evidence: Evidence) -> tuple[str, str] | None:
-    """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the step
-    (`train/kl`) above 0.3."""
+    """The KL divergence to the reference (`train/ref_kl`) is above 1 nat per token, or that to the policy before the
+    step (`train/kl`) above 0.3."""
     for key, bound, what in (
         ("train/ref_kl", 1.0, "away from the reference"),
         ("train/kl", 0.3, "away within a step"),
@@ -245,8 +248,8 @@ def engine_mismatch(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def staleness(evidence: Evidence) -> tuple[str, str] | None:
-    """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`); or for every four groups trained
-    on, more than one was evicted as too stale (`rollout/evicted`)."""
+    """With staleness above 0, the effective sample size is below 50 % (`mismatch/ess`); or more than 25 groups are
+    evicted as too stale (`rollout/evicted`) for every 100 trained on."""
     age, sample = evidence.recent("rollout/staleness"), evidence.recent("mismatch/ess")
     if age and sample is not None and sample < 0.5:
         found = f"groups are {age:.1f} versions old, and their effective sample size is {sample:.0%}, below 50 %"
@@ -281,8 +284,8 @@ def failures(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def refused_groups(evidence: Evidence) -> tuple[str, str] | None:
-    """More than half of the groups are refused (`rollout/refused`): by a filter, or because they have no rewards. Groups
-    of equal rewards are not counted; `equal rewards` and `saturated rewards` report them."""
+    """More than half of the groups have no rewards or are refused by a filter (`rollout/refused`). Groups of equal
+    rewards are not counted; `equal rewards` and `saturated rewards` report them."""
     equal = evidence.share("rollout/refused/zero_variance", "rollout/groups")
     refused = evidence.share("rollout/refused", "rollout/groups") - equal
     if refused <= 0.5:
@@ -334,7 +337,7 @@ def reward_hacking(evidence: Evidence) -> tuple[str, str] | None:
 
 @rule
 def waiting(evidence: Evidence) -> tuple[str, str] | None:
-    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`), and a step takes more than a second."""
+    """The trainer waits for rollouts for more than 90 % of a step (`perf/idle`), and a step takes over a second."""
     idle, seconds = evidence.recent("perf/idle"), evidence.recent("time/step")
     if idle is None or seconds is None or idle <= 0.9 or seconds <= 1:
         return None

@@ -275,8 +275,8 @@ def _missing_columns(missing: Sequence[tuple[str, list[str]]], columns: Collecti
     return DataError(
         "tasks with the columns that the rewards read",
         "; ".join(f"reward {label!r} lacks {', '.join(names)}" for label, names in missing)
-        + f"; there are: {', '.join(sorted(columns)) or 'none'}",
-        "name the columns so in the task source, or give the reward's parameter a default",
+        + f"; columns: {', '.join(sorted(columns)) or 'none'}",
+        "map a column to this name in the task source, or give the reward's parameter a default",
     )
 
 

@@ -132,7 +132,7 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
             seen = _seen(tasks)
             lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
             what = "tasks with the columns that the rewards read"
-            remedy = "name the columns so in the task source, or give the reward's parameter a default"
+            remedy = "map a column to this name in the task source, or give the reward's parameter a default"
             _count(config, findings, name, what, lacking, len(seen), remedy)
         if renderer is not None:
             _look_at_prompts(config, findings, name, tasks, renderer)

@@ -214,7 +214,7 @@ class PolicyGradientConfig(UpdateConfig):
             yield Problem(
                 f"{where}.advantage",
                 f"the estimator {self.advantage.kind!r} under algorithm.kind {self.kind!r}",
-                f"{self.kind} stands for {named.advantage.kind!r} and a critic: none is trained with this estimator",
+                f"{self.kind} uses {named.advantage.kind!r} and a critic; with this estimator no critic is trained",
                 f"write algorithm.kind: grpo, or leave algorithm.advantage out for {named.advantage.kind!r}",
             )
 

@@ -1,6 +1,6 @@
 """The flags of LightRFT's launchers, and what each is translated to: the table of docs/lightrft.md.
 
-A flag that is not in it is an error. So is a value that asks for what is not built: it is refused by name.
+A flag that is not in it is an error. So is a value that is not supported.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Options:
     def check(self, further: Mapping[str, Any]) -> None:
         """Raises ConfigError for what cannot be done here, all of it at once."""
         refused = {
-            "load_in_4bit": (self.load_in_4bit, "a base in 4 bits takes a GPU library that is not built in: leave it"),
+            "load_in_4bit": (self.load_in_4bit, "4-bit base weights are not supported: leave it out"),
             "lora_dropout": (self.lora_dropout > 0, "dropout makes two passes over the same tokens disagree: leave it"),
             "ds_config": (self.ds_config is not None, "there is no DeepSpeed here: leave it out, and use --fsdp"),
         }

@@ -1,7 +1,7 @@
 """The keys of Trinity-RFT's config, versions 0.2.1 to 0.6.0, and what each is translated to: the table of
 docs/trinity.md.
 
-A key that is not in it is an error. So is a value that asks for what is not built: it is refused by name.
+A key that is not in it is an error. So is a value that is not supported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOP: dict[str, Entry] = {
     "ignore_validator_suggestions": Ignored("`trivium check` says what fits"),
     "stages": Mapped("stages", (), list),
     "log": Ignored("log.txt in the run directory has everything"),
-    "service": Restricted((None,), "Data-Juicer's service is not built here: prepare the data before the run"),
+    "service": Restricted((None,), "Data-Juicer's service is not supported: prepare the data before the run"),
 }
 
 _OPTIMIZER: dict[str, Entry] = {
@@ -55,9 +55,9 @@ _ALGORITHM: dict[str, Entry] = {
     "sample_strategy": Mapped("buffer.strategy: default, staleness_control, mix", type=str),
     "sample_strategy_args": Mapped("the options of buffer.strategy", {}),
     "advantage_fn": Mapped("algorithm.advantage.kind", type=str),
-    "advantage_fn_args": Mapped("the options of algorithm.advantage, laid over the defaults", {}),
+    "advantage_fn_args": Mapped("the options of algorithm.advantage; they override the defaults", {}),
     "policy_loss_fn": Mapped("algorithm.policy_loss.kind (pair_loss, where that is dpo)", type=str),
-    "policy_loss_fn_args": Mapped("the options of algorithm.policy_loss, laid over the defaults", {}),
+    "policy_loss_fn_args": Mapped("the options of algorithm.policy_loss; they override the defaults", {}),
     "kl_penalty_fn": Mapped("algorithm.kl, place: reward", type=str),
     "kl_penalty_fn_args": Mapped("algorithm.kl.coef and its controller", {}),
     "kl_loss_fn": Mapped("algorithm.kl, place: loss", type=str),
@@ -93,7 +93,7 @@ _MODEL: dict[str, Entry] = {
     "lora_configs": Mapped("train.lora (one adapter)", (), list),
     "rope_scaling": Restricted((None,), "write it into config.json of the model"),
     "rope_theta": Restricted((None,), "write it into config.json of the model"),
-    "tinker": Restricted((None,), "Tinker is not built here: leave it out"),
+    "tinker": Restricted((None,), "Tinker is not supported: leave it out"),
     "external_model": Restricted((None,), "a model behind an endpoint cannot be trained: leave it out"),
     **ignored("the adapter is added to the weights", "fully_sharded_loras max_cpu_loras"),
 }
@@ -202,7 +202,7 @@ _EXPLORER: dict[str, Entry] = {
 _TRAINER: dict[str, Entry] = {
     "name": Mapped("the trainer's name (Trainer)", "trainer"),
     "trainer_type": Mapped("train.kind torch for verl; `my_engine.py:Mine` is an engine of yours (Trainer)", "verl"),
-    "trainer_strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use fsdp2", "fsdp2"),
+    "trainer_strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not supported: use fsdp2", "fsdp2"),
     "save_interval": Mapped("checkpoint.save_every; the last step is always saved", 0),
     "enable_preview": Mapped("run.enable_preview", False),
     "total_steps": Mapped("schedule.steps, where the data does not end earlier", type=int),
@@ -220,7 +220,7 @@ _TRAINER: dict[str, Entry] = {
     "offload_policy": Mapped("train.cpu_offload", False),
     "save_strategy": Mapped("checkpoint.save_strategy", "unrestricted"),
     "max_checkpoints_to_keep": Mapped("checkpoint.keep; 0 keeps all", 0),
-    "megatron": Ignored("Megatron is not built here; trainer_strategy must be fsdp or fsdp2"),
+    "megatron": Ignored("Megatron is not supported; trainer_strategy must be fsdp or fsdp2"),
     "trust_remote_code": Restricted(_OFF, "use a model class that transformers ships"),
     "trainer_config": Mapped("train: keys of verl's config, see below", {}),
     "trainer_config_path": Mapped("train: the same in a file", ""),
@@ -267,7 +267,7 @@ TABLE = Table(
         **under("synchronizer", _SYNCHRONIZER),
         **under("data_processor", DATA_PROCESSOR),
     },
-    not_built={"megatron": "Megatron", "tinker": "Tinker", "external": "an engine behind an endpoint"},
+    unsupported={"megatron": "Megatron", "tinker": "Tinker", "external": "an engine behind an endpoint"},
 )
 """The whole config; values that are lists of sections have tables of their own."""
 
@@ -368,7 +368,7 @@ TRAINER_CONFIG = Table(
         ),
         **ignored(_DECIDES, "buffer synchronizer enable_preview"),
     },
-    not_built=VERL.not_built,
+    unsupported=VERL.unsupported,
     marks=VERL.marks,
 )
 """trainer.trainer_config: the keys of verl's config that are read there."""

@@ -157,7 +157,7 @@ def _url(trinity: TrinityConfig, path: str) -> str:
         return f"sqlite:///{(Path(trinity.run_dir) / 'buffer.db').resolve()}"
     if path.startswith("mysql"):
         do = "use sqlite:///file.db or postgresql://user@host/name"
-        trinity.problem(f"{_BUFFER}.path", path, "MySQL is not built here", do)
+        trinity.problem(f"{_BUFFER}.path", path, "MySQL is not supported", do)
     file = path.removeprefix("sqlite:///")
     return f"sqlite:///{Path(file).expanduser().resolve()}" if file != path else path
 

@@ -6,7 +6,7 @@ from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, Table,
 
 FILLED_IN = "Trinity-RFT fills it in by itself"
 _OFF = (None, False)
-_JUICER = "Data-Juicer's task pipeline is not built here: prepare the data before the run"
+_JUICER = "Data-Juicer's task pipeline is not supported: prepare the data before the run"
 
 _FORMAT: dict[str, Entry] = {
     "prompt_type": Mapped("which of the following keys are read: messages, plaintext (chatpair)", "messages"),
@@ -17,7 +17,7 @@ _FORMAT: dict[str, Entry] = {
     "system_prompt_key": Restricted((None,), "write the system message into the prompt column, as messages"),
     "chosen_key": Mapped("buffer.chosen", "chosen"),
     "rejected_key": Mapped("buffer.rejected", "rejected"),
-    "reply_prefix": Restricted((None,), "a completion that begins with a given text is not built: leave it out"),
+    "reply_prefix": Restricted((None,), "a given beginning of the completion is not supported: leave it out"),
     "image_key": Mapped("tasks.<name>.images", type=str),
     "video_key": Restricted((None,), "videos are not read here"),
     "workflow_key": Restricted((None,), "one workflow rolls out every row: set default_workflow_type"),
@@ -106,7 +106,7 @@ EXPLORER_INPUT: dict[str, Entry] = {
     "default_eval_workflow_type": Mapped("as the workflow of training, or refused", type=str),
     "default_reward_fn_type": Mapped("rewards, where the taskset names none", type=str),
     "system_prompt": Mapped("tasks.train.system, where the taskset has none", type=str),
-    "reply_prefix": Restricted((None,), "a completion that begins with a given text is not built: leave it out"),
+    "reply_prefix": Restricted((None,), "a given beginning of the completion is not supported: leave it out"),
 }
 
 TRAINER_INPUT: dict[str, Entry] = {
@@ -126,7 +126,7 @@ _PIPELINE: dict[str, Entry] = {
     "output": Restricted((None,), "the pipeline's output is the buffer"),
     "format": Ignored("no reader of it is built"),
     **{
-        name: Restricted((None,), "Data-Juicer's operators are not built here: name operators of Trivium or yours")
+        name: Restricted((None,), "Data-Juicer's operators are not supported: name operators of Trivium or yours")
         for name in ("dj_config_path", "dj_process_desc", "agent_model_name", "min_size_ratio", "priority_weights")
     },
     "clean_strategy": Ignored("no Data-Juicer runs"),

@@ -190,7 +190,7 @@ def _engine_kind(trinity: TrinityConfig) -> str:
         return "torch"
     if trinity.has(where) and kind.startswith("vllm") and importlib.util.find_spec("vllm") is not None:
         return "vllm"
-    found = "engine.kind vllm needs vLLM installed" if kind.startswith("vllm") else f"{kind} is not built here"
+    found = "engine.kind vllm needs vLLM installed" if kind.startswith("vllm") else f"{kind} is not supported"
     trinity.notes.append(f"{where}: {found}: engine.kind torch samples")
     return "torch"
 

@@ -29,7 +29,7 @@ def conflicts(verl: Settings, has_validation: bool) -> Iterator[Problem]:
             "leave it out, or set algorithm.filter_groups.enable",
         )
     if "megatron" in str(verl.values.get("defaults")):
-        yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not built here", "use the FSDP configs")
+        yield Problem("defaults", str(verl.values["defaults"]), "Megatron is not supported", "use the FSDP configs")
     top_p = verl[f"{ROLLOUT}.top_p"]
     if verl[f"{ROLLOUT}.name"] == "vllm" and top_p != 1 and verl[f"{ROLLOUT}.top_k"] in (-1, 0):
         found = "the trainer computes probabilities over the tokens that vLLM kept, which it lists up to top_k of them"

@@ -9,24 +9,24 @@ from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted,
 from trivium.frontdoors.verl.keys_of_models import CUT, OFF
 
 _MANAGER: dict[str, Entry] = {
-    "name": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the manager's name", "naive"),
+    "name": Mapped("name of the reward manager, if no reward_fn is passed", "naive"),
     "source": Restricted(
         (None, "register", "importlib"), "set register, or importlib and module.path", default="register"
     ),
-    "module.path": Mapped("rewards.load_reward_manager: the manager's file or package", type=Path),
-    "module.name": Ignored("modules go by their paths"),
+    "module.path": Mapped("file or package of the reward manager", type=Path),
+    "module.name": Ignored("modules are found by their path"),
 }
 
 _SANDBOX: dict[str, Entry] = {
     "url": Restricted((None, ""), "programs run in a sandbox on this machine (docs/extend-rewards.md): leave it out"),
     "max_concurrent": Ignored("programs run on this machine, reward_kwargs.workers at a time"),
-    "memory_limit_mb": Mapped("the memory of a program that is scored, in MiB", 1024),
+    "memory_limit_mb": Mapped("memory limit of a program, in MiB", 1024),
 }
 
 _SCORER: dict[str, Entry] = {
-    "path": Mapped("rewards.load_reward_manager, where no reward_fn is passed: the scorer", type=Path),
-    "name": Mapped("the scorer's name in that file", "compute_score"),
-    "reward_kwargs": Mapped("further arguments of the scorer", type=dict),
+    "path": Mapped("file of the scoring function, if no reward_fn is passed", type=Path),
+    "name": Mapped("name of the scoring function in that file", "compute_score"),
+    "reward_kwargs": Mapped("further arguments of the scoring function", type=dict),
 }
 
 
@@ -35,10 +35,8 @@ def _moved(prefix: str, entries: Iterable[str], to: str) -> dict[str, Entry]:
     return {f"{prefix}.{name}": Moved(f"{to}.{name}") for name in entries}
 
 
-WHOLE = "the reward model is whole on every rank"
-_TYPE = Restricted(
-    (None, "auto", "fp32", "float32", "bf16", "bfloat16"), "a reward model is loaded in float32 or bfloat16, or by auto"
-)
+WHOLE = "every rank holds the whole reward model"
+_TYPE = Restricted((None, "auto", "fp32", "float32", "bf16", "bfloat16"), "set float32, bfloat16 or auto")
 REWARD_MODEL_TYPES: dict[str, Entry] = dict.fromkeys(
     (
         "model.fsdp_config.model_dtype",
@@ -50,36 +48,34 @@ REWARD_MODEL_TYPES: dict[str, Entry] = dict.fromkeys(
 )
 """The keys, of any version, for the type of the reward model: the first that is set counts."""
 
-_SAMPLES_NOTHING = "a reward model scores, and samples nothing"
+_SAMPLES_NOTHING = "reward models that generate text are not supported here"
 
 _REWARD_MODEL: dict[str, Entry] = {
     "enable": Mapped("whether Role.RewardModel must be mapped", False),
-    "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not built here: use strategy fsdp2"),
+    "strategy": Restricted((None, "fsdp", "fsdp2"), "Megatron is not supported: use strategy fsdp2"),
     "model.path": Mapped("the model of Role.RewardModel", type=Path),
-    "model.input_tokenizer": Mapped(
-        "the reward model reads the policy's tokens: the actor's path, or refused", type=Path
-    ),
+    "model.input_tokenizer": Mapped("must be the actor's path: the reward model reads the policy's tokens", type=Path),
     "model.use_shm": Ignored("it only copies files"),
     "model.external_lib": Restricted((None,), "import it in your script"),
     "model.override_config": Restricted(({},), "change config.json of the model"),
-    "model.trust_remote_code": Ignored("models have the classes that transformers ships"),
+    "model.trust_remote_code": Ignored("code in model repositories is not run"),
     "model.use_remove_padding": Ignored("sequences are always packed"),
-    "model.use_fused_kernels": Ignored("a reward model makes no logits"),
-    "megatron": Ignored("Megatron is not built here; reward_model.strategy must be fsdp or fsdp2"),
+    "model.use_fused_kernels": Ignored("a reward model computes no logits"),
+    "megatron": Ignored("Megatron is not supported; reward_model.strategy must be fsdp or fsdp2"),
     "max_length": Restricted((None,), "leave it out: the reward model reads whole sequences"),
-    "reward_kwargs": Mapped("what the reward manager is built with", {}),
-    "overlong_buffer": Mapped("reward_kwargs: overlong_buffer_cfg, and data.max_response_length as max_resp_len", {}),
+    "reward_kwargs": Mapped("arguments of the reward manager's constructor", {}),
+    "overlong_buffer": Mapped("reward_kwargs.overlong_buffer_cfg; max_resp_len is data.max_response_length", {}),
     "reward_loop_source": Moved("reward_manager.source"),
     "reward_loop_module_path": Moved("reward_manager.module.path"),
     "reward_loop_class_name": Moved("reward_manager.name"),
-    "use_reward_loop": Ignored("rewards are the reward manager's, one way"),
-    "launch_reward_fn_async": Ignored("rewards are always made in a thread of their own"),
+    "use_reward_loop": Ignored("the reward manager computes all rewards"),
+    "launch_reward_fn_async": Ignored("rewards are always computed in a separate thread"),
     "num_workers": Ignored("reward_kwargs.workers is the number of processes that score"),
     "enable_resource_pool": Restricted(OFF, "give Role.RewardModel a pool of its own in resource_pool_manager"),
-    "n_gpus_per_node": Ignored("the resource_pool_manager places it"),
-    "nnodes": Ignored("the resource_pool_manager places it"),
+    "n_gpus_per_node": Ignored("resource_pool_manager places it"),
+    "nnodes": Ignored("resource_pool_manager places it"),
     "rollout": Ignored(_SAMPLES_NOTHING),
-    "profiler": Ignored("phases are timed in every step"),
+    "profiler": Ignored("the phases of every step are timed"),
     "ulysses_sequence_parallel_size": Ignored(WHOLE),
     **ignored(
         CUT,

@@ -169,7 +169,7 @@ class NaiveRewardManager(AbstractRewardManager):
             raise DataError(
                 f"sample {row} with {self.reward_fn_key!r} and 'reward_model' {{ground_truth}}",
                 f"{self.reward_fn_key}: {source!r}, reward_model: {model!r}; there are {', '.join(columns)}",
-                "name the columns so in the task source",
+                "map columns to these names in the task source",
             )
         extra = dict(columns.get("extra_info") or {}) | {
             "num_turns": columns.get("__num_turns__"),

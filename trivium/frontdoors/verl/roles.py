@@ -30,13 +30,13 @@ class Needs:
 def chosen_roles(mapping: Mapping[Role, Any], needs: Needs) -> dict[Role, Any]:
     """The roles that get workers, with their classes, in the order in which their models are loaded.
 
-    Raises ConfigError for a role that is needed and not mapped, and for one that is not built.
+    Raises ConfigError for a role that is needed and not mapped, and for one that is not supported.
     """
     for role in (Role.Actor, Role.Rollout, Role.Env):
         if role in mapping:
             raise ConfigError(
                 f"the role {role.name}",
-                "actor and rollout share their workers here; a separate one is not built",
+                "actor and rollout share their workers here; a separate one is not supported",
                 "map Role.ActorRollout, or Role.ActorRolloutRef",
             )
     actors = [role for role in ACTORS if role in mapping]

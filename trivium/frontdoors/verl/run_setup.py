@@ -181,14 +181,14 @@ class RunSetup:
             )
         if config.has_fixed_versions:
             raise ConfigError(
-                "schedule.deterministic ahead of the trainer",
-                "the workers' engines keep the newest weights alone",
-                "set schedule.max_staleness or schedule.deterministic back",
+                "schedule.deterministic with schedule.max_staleness above 0",
+                "the workers' engines hold only the newest weights",
+                "set schedule.max_staleness to 0, or schedule.deterministic to false",
             )
         if self.train is not None and self.train.orders.learns and (self.rewards is None or config.max_staleness):
             raise ConfigError(
                 f"a {type(self.train_sampler).__name__}, which learns from every batch",
-                "the RunConfig rewards rollouts as they are generated, or generates ahead of the trainer",
+                "the RunConfig computes rewards during generation, or has schedule.max_staleness above 0",
                 "pass a reward_fn, and leave schedule.max_staleness at 0",
             )
         if config.checkpoint.asynchronous:

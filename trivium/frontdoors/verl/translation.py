@@ -108,7 +108,7 @@ def _device(verl: Settings, problems: list[Problem]) -> str:
 
     name = verl["trainer.device"].partition(":")[0]
     if name not in ("cpu", "cuda"):
-        problems.append(Problem("trainer.device", repr(name), "this device is not built here", "use cuda or cpu"))
+        problems.append(Problem("trainer.device", repr(name), "this device is not supported", "use cuda or cpu"))
     return name if name == "cpu" or torch.cuda.is_available() else "cpu"
 
 
@@ -278,6 +278,8 @@ def _train(verl: Settings, device: str, steps: int) -> dict[str, Any]:
         train["sequence_parallel"] = sequence
     if any(verl[f"{fsdp}.{name}"] for name in ("param_offload", "optimizer_offload", "offload_policy")):
         train["cpu_offload"] = True
+    if verl[f"{fsdp}.full_determinism"]:
+        train["deterministic_kernels"] = True
     if verl[f"{fsdp}.fsdp_size"] > 0:
         train["shard"] = verl[f"{fsdp}.fsdp_size"]
     if verl[f"{ACTOR}.router_replay.mode"] == "R3":
