@@ -191,7 +191,7 @@ def _near_maximum(evidence: Evidence) -> bool:
 
 @rule
 def clip_fraction(evidence: Evidence) -> tuple[str, str] | None:
-    """More than 30 % of the trained tokens are clipped (`train/clip_fraction`) and give no gradient."""
+    """More than 30 % of the trained tokens are clipped (`train/clip_fraction`)."""
     part = evidence.recent("train/clip_fraction")
     if part is None or part <= 0.3:
         return None

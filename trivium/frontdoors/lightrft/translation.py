@@ -270,8 +270,8 @@ def _notes(lightrft: Settings, config: object, rows: int | None, mapping: dict[s
             yield f"{flag}: {value}: a variable that is not set here is left out"
     if rows is None:
         yield (
-            f"schedule.steps: prompt_data is not on this machine, so {lightrft['num_episodes']} episode(s) are as many "
-            "steps; multiply schedule.steps, evaluation.every and warmup_steps by the batches of an episode"
+            "schedule.steps: prompt_data is not on this machine, so an episode counts as one step; multiply "
+            "schedule.steps, evaluation.every and warmup_steps by the number of batches in an episode"
         )
     if any(flag in OPENRLHF for flag in flags):
         yield "flags of OpenRLHF: what is not set has LightRFT's default, which is another one for some"
