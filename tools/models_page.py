@@ -266,7 +266,8 @@ def trained(model_dir: Path, turn: Turn | None) -> str:
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     log_prob = np.zeros(len(mask), np.float32)
     log_prob[mask] = 0.0 if turn is None else turn.log_prob
-    experience = Experience(np.concatenate([prompt, response]), mask, log_prob, np.where(mask, 0, -1), "g", 0)
+    tokens, versions = np.concatenate([prompt, response]).astype(np.int32), np.where(mask, 0, -1).astype(np.int32)
+    experience = Experience(tokens, mask, log_prob, versions, "g", 0)
     algorithm = build_algorithm(SFT.configure({"kind": "sft"}))
     engine = TorchTrainEngine(
         TorchTrainEngine.Config.model_validate({"device": "cpu", "optimizer": {"lr": 1e-3}}),

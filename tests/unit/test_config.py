@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -509,7 +509,7 @@ def test_a_default_that_changed_is_that_of_new_runs_alone(folder: Path) -> None:
 
     def shares(saved: dict[str, Any], *overrides: str) -> list[bool]:
         config = as_begun(saved, load(folder, stages, overrides))
-        return [stage.train.shares for stage in config.stage_configs()]
+        return [cast(Any, stage.train).shares for stage in config.stage_configs()]
 
     new = yaml.safe_load(to_yaml(load(folder, stages)))
     old = yaml.safe_load(to_yaml(load(folder, stages)))

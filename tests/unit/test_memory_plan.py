@@ -125,7 +125,7 @@ class TestCounts:
 
     @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
     @pytest.mark.parametrize("alphabet", ["ascii", "bytes", "0123456789+="])
-    def test_a_tiny_model_knows_its_size_before_it_is_supported(
+    def test_a_tiny_model_knows_its_size_before_it_is_built(
         self, architecture: Any, alphabet: str, tmp_path: Path
     ) -> None:
         config = TinyModel.Config(

@@ -175,7 +175,7 @@ def test_a_source_that_makes_its_tasks_is_not_read_to_its_end(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("elsewhere", [{"cluster": {"kind": "ray"}}, SHARED | {"run": {"mode": "train"}}])
-def test_a_reward_is_unsupported_where_it_is_not_called(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+def test_a_reward_is_not_built_where_it_is_not_called(tmp_path: Path, elsewhere: dict[str, Any]) -> None:
     (tmp_path / "m").mkdir()
     made = tmp_path / "m" / "made.py"
     made.write_text(MADE)

@@ -161,7 +161,8 @@ def task(**columns) -> Task:
 
 def trajectories_of(*texts: str) -> list[Trajectory]:
     def turn(text: str) -> Turn:
-        return Turn(np.ones(1), np.ones(1), np.zeros(1), np.zeros(1), StopReason.EOS, text)
+        token, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
+        return Turn(token, token, np.zeros(1, np.float32), zero, StopReason.EOS, text)
 
     return [Trajectory(i, (turn("first"), turn(text))) for i, text in enumerate(texts)]
 
@@ -231,6 +232,7 @@ def test_what_is_no_finite_number_is_an_error_with_name_task_and_value(rewards, 
 def test_booleans_and_numbers_of_any_kind_are_scores(rewards, value, number):
     (scores,) = score(rewards("returns"), task(what=value), "2")
     assert scores == {"returns": number}
+    assert isinstance(scores, dict)
     assert type(scores["returns"]) is float
 
 
