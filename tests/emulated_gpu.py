@@ -101,7 +101,8 @@ class EmulatedGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits = Counter[str]()
-        """What waited for the device: "operator trivium/file.py:line"."""
+        """What waited for the device: "operator trivium/file.py:line"; "operator transformers, trivium/file.py:line"
+        where transformers asks."""
         self.copies = Counter[str]()
         """What was copied to the device, waited for or not: "trivium/file.py:line"."""
         self.operators = set[str]()
@@ -231,11 +232,12 @@ def _check_exists(func: Any, name: str) -> None:
 
 
 def _caller() -> str:
-    frame = sys._getframe(1)
+    frame, by = sys._getframe(1), ""
     while frame is not None:
         file = frame.f_code.co_filename
+        by = "transformers, " if "/transformers/" in file else by
         if file.startswith(_ROOT) and frame.f_code is not sent.__code__:
-            return f"trivium{file.removeprefix(_ROOT)}:{frame.f_lineno}"
+            return f"{by}trivium{file.removeprefix(_ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
@@ -305,6 +307,7 @@ def _varlen_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causa
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype: _widened,
     aten.bmm.dtype: _widened,
+    aten.histc.default: lambda x, *how: x.float().histc(*how).to(x.dtype),
     aten._fused_sdp_choice.default: lambda *_, **__: 2,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,

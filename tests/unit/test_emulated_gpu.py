@@ -3,8 +3,9 @@ and the numbers are those of the CPU."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import prefix_parts
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, emulated_gpu
+from moe_parts import batch_of, group_of, sampled, turn_of, write_mixture
 from training_parts import Parts, Reinforce, SquaredError, make_batch, make_engine, write_model
+from vision_parts import CONVERSATIONS, rolled_out, tiny
 
 from trivium.config.reading import config_from_mapping
 from trivium.engines.batch import Batch, Ticket
@@ -23,11 +26,14 @@ from trivium.models import packed
 from trivium.models.placement import sent, use_deterministic_kernels
 from trivium.randomness import SampleKey
 from trivium.sync.memory import MemoryChannel
+from trivium.text.renderer import renderer_of
 from trivium.training import batching
 from trivium.training.device import described_machine
-from trivium.types import Completion, Request, Sampling
+from trivium.types import Batch as Experiences
+from trivium.types import Completion, Prompt, Request, Sampling
 
 ON_HOST = "to the host trivium/engines/sampling.py"
+ROUTES_ON_HOST = "to the host trivium/models/routing.py"
 
 
 @pytest.fixture
@@ -86,29 +92,45 @@ HOW: list[dict[str, Any]] = [
 ]
 
 
-def decoded(model: Path, dtype: torch.dtype, device: str, gpu: EmulatedGpu | None = None) -> list[Completion]:
+def some_prompts() -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(rng.integers(3, 31, 5 + 3 * number).astype(np.int32)) for number in range(len(HOW))]
+
+
+def decoded(
+    model: Path,
+    dtype: torch.dtype,
+    device: str,
+    gpu: EmulatedGpu | None = None,
+    prompts: Sequence[Prompt] = (),
+    extra: tuple[str, ...] = (),
+) -> list[Completion]:
     """Completions of different lengths, some of which end while others go on."""
+    prompts = prompts or some_prompts()
     precision = "bfloat16x3" if gpu is not None and dtype == torch.bfloat16 else "float32"
     with torch.inference_mode():
         decoder = Decoder(model, dtype=dtype, device=device, exact=False, head_precision=precision)
         check_decoder(decoder, 64)
+        if extra:
+            decoder.record_routing()
         batch = Batch(decoder, 8, frozenset({2}), lambda _: "")
-        rng, done = np.random.default_rng(0), dict[int, Completion]()
         tickets: list[Ticket] = []
-        for number, how in enumerate(HOW):
+        for number, (prompt, how) in enumerate(zip(prompts, HOW, strict=False)):
             key = SampleKey(0, "train", "t", str(number))
-            request = Request(
-                rng.integers(3, 31, 5 + 3 * number).astype(np.int32), Sampling(**{"max_new_tokens": 9, **how}), key
-            )
+            sampling = Sampling(**{"max_new_tokens": 9, **how}, extra=extra)
+            request = Request(prompt.tokens, sampling, key, prompt.media)
             tickets.append(Ticket(request, request.sampling.max_new_tokens, None, key.digest()))
-        prefixes = [decoder.read([ticket.request.prompt_tokens])[0] for ticket in tickets]
+        prefixes = [
+            decoder.read([prompt.tokens], [decoder.look(prompt.tokens, prompt.media)])[0]
+            for prompt, _ in zip(prompts, HOW, strict=False)
+        ]
         finished = batch.admit(tickets, prefixes, 0)
         while batch.live:
             if gpu is not None:
                 gpu.waits.clear()
             finished += batch.step(0)
             if gpu is not None:
-                assert by_file(gpu.waits) == {ON_HOST: 1}
+                assert by_file(gpu.waits) == {ON_HOST: 1, **dict.fromkeys([ROUTES_ON_HOST] if extra else [], 1)}
         done = {id(ticket): completion for ticket, completion in finished}
         decoder.load(decoder.weights())
     return [done[id(ticket)] for ticket in tickets]
@@ -160,26 +182,67 @@ def test_a_driver_without_the_gpus_of_its_ranks_describes_the_machine(tmp_path: 
     assert ("gpu" in described) == torch.cuda.is_available()
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_prompts_with_images_are_decoded_as_on_a_cpu(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for sizes of images in transformers' towers waits while a prompt is read, not in a step."""
+    path = tiny(tmp_path, family)
+    prompts = [renderer_of(path).render([first]) for first, *_ in CONVERSATIONS]
+    assert sum(bool(prompt.media) for prompt in prompts) == 3
+    expected = decoded(path, torch.float32, "cpu", prompts=prompts)
+    with emulated_gpu(monkeypatch) as gpu:
+        actual = decoded(path, torch.float32, "cuda", gpu, prompts)
+    for one, other in zip(expected, actual, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-4)
+
+
+def test_experts_are_recorded_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_mixture(tmp_path, head_dim=8)
+    expected = decoded(path, torch.float32, "cpu", extra=("routing",))
+    with emulated_gpu(monkeypatch) as gpu:
+        actual = decoded(path, torch.float32, "cuda", gpu, extra=("routing",))
+    for one, other in zip(expected, actual, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert np.array_equal(one.extra["routing"], other.extra["routing"])
+        assert one.extra["routing"][:-1].all()
+
+
 ENTROPY = Reinforce(entropy_coef=0.1, needs=frozenset({"advantages", "entropy"}))
-ALGORITHM = Parts((ENTROPY, SquaredError()), frozenset({"old", "ref", "values", "sum_pi_squared"}))
+POLICY = Parts((ENTROPY,), frozenset({"old", "ref", "sum_pi_squared"}))
+ACTOR_CRITIC = Parts((ENTROPY, SquaredError()), POLICY.needs | {"values"})
 
 
-def trained(model: Path, folder: Path, device: str, gpu: EmulatedGpu | None = None, **config: Any) -> dict[str, Any]:
+def trained(
+    model: Path,
+    batch: Experiences,
+    folder: Path,
+    device: str,
+    gpu: EmulatedGpu | None = None,
+    *,
+    algorithm: Parts = ACTOR_CRITIC,
+    **config: Any,
+) -> dict[str, Any]:
     """Scores, two updates of each model, a checkpoint, an update of what it holds."""
-    engine = make_engine(model, ALGORITHM, device=device, max_tokens_per_micro_batch=30, **config)
-    batch, numbers = make_batch(advantages=0.5, returns=0.3), dict[str, Any]()
-    waits: list[dict[str, int]] = []
-    for what in sorted(ALGORITHM.needs):
+    few, sees = 2 * max(batch.lengths), any(each.media for each in batch.experiences)
+    config["optimizer"] = {"lr": 0.1, "eps": 1.0}  # an update is in proportion to the gradient
+    engine = make_engine(model, algorithm, device=device, max_tokens_per_micro_batch=few, **config)
+    numbers = dict[str, Any]()
+    for what in sorted(algorithm.needs):
         numbers[what] = np.concatenate(engine.score(batch, what))
-    for limit in (30, 300):  # several micro-batches, and one
-        engine._learner("policy").max_tokens = limit
-        if gpu is not None:
-            gpu.waits.clear()
-        numbers[f"metrics/{limit}"] = [*engine.update("policy", batch, ENTROPY).values()]
-        waits += [] if gpu is None else [by_file(gpu.waits)]
-        numbers[f"critic/{limit}"] = [*engine.update("critic", batch, SquaredError()).values()]
-    assert all(each == waits[0] for each in waits), "they do not grow with the number of micro-batches"
-    assert all(where.startswith("_local_scalar_dense") for each in waits for where in each)
+    for objective in algorithm.objectives:
+        waits: list[dict[str, int]] = []
+        for limit in (few, 1000):  # several micro-batches, and one
+            engine._learner(objective.role).max_tokens = limit
+            if gpu is not None:
+                gpu.waits.clear()
+            numbers[f"{objective.role}/{limit}"] = [*engine.update(objective.role, batch, objective).values()]
+            waits += (
+                [] if gpu is None else [{k: n for k, n in by_file(gpu.waits).items() if not (sees and in_tower(k))}]
+            )
+        assert all(each == waits[0] for each in waits), "they do not grow with the number of micro-batches"
+        assert all(where.startswith("_local_scalar_dense") for each in waits for where in each)
     channel = MemoryChannel()
     channel.offer(1, engine.offered_weights())
     numbers["weights"] = np.concatenate([tensor.float().numpy().ravel() for _, tensor in channel.collect(1)])
@@ -190,25 +253,62 @@ def trained(model: Path, folder: Path, device: str, gpu: EmulatedGpu | None = No
     return numbers
 
 
+def in_tower(where: str) -> bool:
+    """Whether transformers' code of a vision tower waits (its sizes decide how it splits and reorders patches), in the
+    pass or in the gradient of such an index."""
+    return "transformers, " in where or where.startswith("index")
+
+
+def case(name: str, folder: Path) -> tuple[Path, Experiences, Parts]:
+    """A model, what it is trained on, and how."""
+    algorithm = ACTOR_CRITIC
+    if name in ("dense", "shared"):
+        model = write_model(folder / "model", scale=2.0, head_dim=8)
+        batch = make_batch() if name == "dense" else prefix_parts.make_batch()
+    elif name == "experts":
+        model, prompt = write_mixture(folder / "model", head_dim=8), np.arange(5, 30, dtype=np.int32)
+        rollouts = sampled(model, [prompt] * 4, extra=("routing",))
+        batch, algorithm = batch_of(group_of(*[[turn_of(prompt, each)] for each in rollouts])), POLICY
+    else:
+        model = tiny(folder / "model", name, scale=1.5, hidden=64)
+        batch = asyncio.run(rolled_out(model))
+    rng = np.random.default_rng(0)
+    noise = {key: [rng.normal(0.3, 1, len(e)) for e in batch.experiences] for key in ("advantages", "returns")}
+    return model, batch.with_columns(**noise), algorithm
+
+
+EXACT = {"dtype": "float32", "head_precision": "float32"}
+HALF = {"dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("name", "config"),
     [
-        {"dtype": "float32", "head_precision": "float32", "gradient_checkpointing": True},
-        {"dtype": "bfloat16", "lora": {"rank": 4}, "frozen_dtype": "bfloat16"},
+        ("dense", {**EXACT, "gradient_checkpointing": True}),
+        ("dense", {**HALF, "lora": {"rank": 4}, "frozen_dtype": "bfloat16"}),
+        ("shared", {**EXACT, "share_prefix": True}),
+        ("shared", {**EXACT, "share_prefix": True, "lora": {"rank": 4}, "gradient_checkpointing": True}),
+        ("shared", {**HALF, "share_prefix": True}),
+        ("experts", {**EXACT, "router_replay": "rollout", "share_prefix": True}),
+        ("experts", {**HALF, "router_replay": "rollout", "share_prefix": False}),
+        ("llava", EXACT),
+        ("llava", {**HALF, "lora": {"rank": 4}}),
+        ("qwen2_5_vl", EXACT),
+        ("qwen3_vl", {**EXACT, "gradient_checkpointing": True}),
     ],
-    ids=["float32", "lora"],
 )
 def test_training_waits_for_metrics_alone_and_gives_the_numbers_of_a_cpu(
-    model: Path, tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cpu = {**config, "head_precision": "float32"}
-    expected = trained(model, tmp_path, "cpu", **on_cpu)
+    model, batch, algorithm = case(name, tmp_path)
+    how: dict[str, Any] = {"share_prefix": False, **config, "algorithm": algorithm}
+    expected = trained(model, batch, tmp_path, "cpu", **{**how, "head_precision": "float32"})
     with emulated_gpu(monkeypatch) as gpu:
-        actual = trained(model, tmp_path, "cuda", gpu, **config)
+        actual = trained(model, batch, tmp_path, "cuda", gpu, **how)
     is_half = config["dtype"] == "bfloat16"
     assert any("_varlen_attn" in each for each in gpu.operators) == is_half
-    for name, numbers in expected.items():
-        np.testing.assert_allclose(actual[name], numbers, atol=0.1 if is_half else 1e-4, rtol=0.05, err_msg=name)
+    for key, numbers in expected.items():
+        np.testing.assert_allclose(actual[key], numbers, atol=0.1 if is_half else 1e-4, rtol=0.05, err_msg=key)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

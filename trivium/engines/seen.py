@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trivium.models.placement import sent
 from trivium.models.vision import PixelReader, PlacedImages, Vision
 from trivium.types import IntArray, Media
 
@@ -72,8 +73,8 @@ class SeenPrompts:
                 positions[:, row, : prompt.positions.shape[1]] = prompt.positions
         joined = tuple(torch.cat(part) for part in zip(*features, strict=True))
         return cls(
-            vision.decoder_inputs(tokens, joined, torch.cat(places).to(tokens.device)),
-            (positions if vision.family.mrope else positions[0]).to(tokens.device),
+            vision.decoder_inputs(tokens, joined, sent(torch.cat(places), tokens.device)),
+            sent(positions if vision.family.mrope else positions[0], tokens.device),
             [0 if prompt is None else prompt.ahead for prompt in prompts],
         )
 

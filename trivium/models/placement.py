@@ -96,10 +96,10 @@ def _has_used_gpu() -> bool:
     return any(torch.cuda.memory_stats(gpu).get("allocation.all.allocated", 0) for gpu in gpus)
 
 
-def sent(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array as a tensor on a device. The host does not wait until a GPU has done what it was asked before: the copy
-    is from pinned memory."""
-    tensor = torch.from_numpy(array)
+def sent(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An array, or a tensor of the host, as a tensor on a device. The host does not wait until a GPU has done what it
+    was asked before: the copy is from pinned memory."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

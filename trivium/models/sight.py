@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trivium.models.packed import Pack
+from trivium.models.placement import sent
 from trivium.models.vision import PixelReader, Pixels, PlacedImages, Vision
 from trivium.types import AnyArray, IntArray, Media
 
@@ -56,9 +57,7 @@ class Sight:
             places += [start - segment.first + own[i].astype(np.int64) for i in inside]
             start += len(here)
         device = packed.tokens.device
-        images = PlacedImages(
-            tuple(pixels), torch.from_numpy(np.concatenate(places)).to(device), tuple(map(len, places))
-        )
+        images = PlacedImages(tuple(pixels), sent(np.concatenate(places), device), tuple(map(len, places)))
         if not positions:
             return replace(packed, images=images)
-        return replace(packed, images=images, positions=torch.cat(positions, 1).to(device))
+        return replace(packed, images=images, positions=sent(torch.cat(positions, 1), device))

@@ -25,6 +25,7 @@ from torch import nn
 
 from trivium.errors import DataError
 from trivium.models.images import Images, images_of, join_pixels
+from trivium.models.placement import sent
 from trivium.types import IntArray, Media
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class Vision:
         features than of placeholders."""
         dtype, device = self.decoder.dtype, self.decoder.device
         joined = join_pixels(images.pixels)
-        moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in joined.items()}
+        moved = {name: sent(x, device).to(dtype if x.is_floating_point() else None) for name, x in joined.items()}
         output = cast(Any, self.base).get_image_features(**moved, return_dict=True)
         made = [len(each) for each in output.pooler_output]
         if len(made) != len(images.pixels):  # one entry for all of them: each tile has as many features

@@ -318,7 +318,7 @@ def collate(
     packed = pack([e.tokens for e in chosen], device, tree, skip_ends=skip_ends)
     if routers is not None:
         routing = routers.packed([e.extra.get("routing") for e in chosen], packed.segments)
-        packed = replace(packed, routing=None if routing is None else routing.to(device))
+        packed = replace(packed, routing=None if routing is None else sent(routing, device))
     trained = sent(np.flatnonzero(np.concatenate([e.response_mask for e in chosen])), device)
     return MicroBatch(
         pack=packed if sight is None else sight.shown(packed, chosen, blank=blank),
