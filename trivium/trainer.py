@@ -22,7 +22,8 @@ from trivium.explorer import check_failures, described_failure
 from trivium.loops import held_out_loss, train_loop, train_step
 from trivium.metrics import aggregate, declare_missing, declared
 from trivium.phases import TRAINER_LANE, activity, add_span, span
-from trivium.synchronizer import live_explorers, weights_requested
+from trivium.run_role import live_explorers
+from trivium.synchronizer import weights_requested
 from trivium.types import Group, RunningStatus, Sample, SyncStyle, capabilities_of
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ from trivium.engines.torch import TorchEngine
 from trivium.explorer import Explorer
 from trivium.loops import Parts, run_explorer
 from trivium.protocols import WeightChannel
+from trivium.run_role import live_explorers
 from trivium.runtime.build import algorithm_of
 from trivium.schedule import Schedule
 from trivium.sync.collective import CollectiveChannel
-from trivium.synchronizer import Synchronizer, live_explorers
+from trivium.synchronizer import Synchronizer
 from trivium.training.engine import TorchTrainEngine
 from trivium.types import TRAINER, Sampling
 

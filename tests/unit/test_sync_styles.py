@@ -20,8 +20,8 @@ from trivium.config import config_from_mapping
 from trivium.errors import ConfigError, VersionGone
 from trivium.evaluate import RemoteEvaluator
 from trivium.loops import train_loop
+from trivium.run_role import live_explorers
 from trivium.schedule import Cadence, Schedule
-from trivium.synchronizer import live_explorers
 from trivium.types import Capabilities, Group, RunningStatus, Sample, SyncStyle
 
 FIXED, BY_TRAINER, BY_EXPLORER = SyncStyle

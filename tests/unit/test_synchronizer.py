@@ -14,7 +14,8 @@ import pytest
 from trivium.board import MemoryBoard, SharedBoard, Values
 from trivium.buffers.database import Database, SqlTable
 from trivium.errors import ConfigError, RoleFailed, SyncError
-from trivium.synchronizer import Synchronizer, dead_explorers, live_explorers
+from trivium.run_role import dead_explorers, live_explorers
+from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 Make = Callable[..., Synchronizer]

@@ -24,8 +24,8 @@ from trivium.frontdoors.trinity.actors import forget, made_once
 from trivium.frontdoors.trinity.remote_calls import Shared, actor_like
 from trivium.frontdoors.trinity.translation import translate
 from trivium.protocols import WeightChannel
+from trivium.run_role import live_explorers
 from trivium.runtime.build import build_synchronizer, open_board, shares_buffer
-from trivium.synchronizer import live_explorers
 from trivium.types import TRAINER, RunningStatus, SyncStyle
 
 if TYPE_CHECKING:
