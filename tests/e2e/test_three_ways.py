@@ -1,5 +1,5 @@
-"""One recorded file trained three ways (one process, ranks of torchrun, ranks on Ray) and the live recipe beside it:
-equal losses, gradient norms and weights; a checkpoint of one way goes on in another."""
+"""One recorded file trained in several ways (one process, two, ranks of torchrun, ranks on Ray) and the live recipe
+beside it: equal losses, gradient norms and weights; a checkpoint of one way goes on in another."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ pytestmark = pytest.mark.slow
 
 CONFIG = Path(__file__).parent / "three_ways.yaml"
 STEPS = {"live": (1, 2), "recorded": (3, 4, 5, 6, 7)}
-WAYS = ("torchrun", "ray")
+WAYS = ("torchrun", "ray", "two processes")
 
 
 def arguments(directory: Path, way: str) -> list[str]:
     return ["run", str(CONFIG), f"run.dir={directory / way}", f"buffer.path={directory / 'played' / 'rollouts'}"]
 
 
-def here(directory: Path, way: str) -> None:
+def here(directory: Path, way: str, *overrides: str) -> None:
     """The command, in this process."""
-    before, sys.argv = sys.argv, ["trivium", *arguments(directory, way)]
+    before, sys.argv = sys.argv, ["trivium", *arguments(directory, way), *overrides]
     try:
         main()
     except SystemExit as done:
@@ -50,6 +50,7 @@ def directory(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     said = load_config(CONFIG, [f"run.dir={directory / 'played'}", "run.seed=5"]).model_dump(exclude_unset=True)
     run(config_from_mapping({**said, "stages": [], "buffer": {"kind": "memory"}}))
     here(directory, "alone")
+    here(directory, "two processes", "train.own_process=true")
     assert_ranks_end(0, directory / "torchrun", *arguments(directory, "torchrun")[2:], config=CONFIG)
     on_ray = ["cluster.kind=ray", f"cluster.address={ray_address}", "cluster.ranks=2"]
     command = Forked("ray", directory / "ray.out", trivium, *arguments(directory, "ray"), *on_ray)
@@ -91,6 +92,14 @@ def test_every_way_trains_the_same(way: str, directory: Path) -> None:
     assert {path.name for path in (directory / way / "checkpoints").iterdir()} == {
         path.name for path in (directory / "alone" / "checkpoints").iterdir()
     }
+
+
+def test_a_process_of_its_own_trains_the_same_bits(directory: Path) -> None:
+    mine, theirs = directory / "two processes", directory / "alone"
+    assert rows(mine) == rows(theirs)
+    for step in (2, 4, 6, 7):
+        expected = tensors(theirs, step)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(mine, step).items())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,7 +17,7 @@ from trivium.config import config_from_mapping, merged, plugin
 from trivium.errors import ConfigError, DataError
 from trivium.models.heads import VALUE_HEAD, ScoreModel
 from trivium.monitors.jsonl import JsonlMonitor
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.tasks.drawings import png
 from trivium.tasks.pictures import read_image
 from trivium.text import hf_processor, hf_tokenizer
@@ -27,7 +27,6 @@ from trivium.types import Batch, Experience, Message
 
 pytest.importorskip("ray")
 
-from trivium.cluster.stage_spec import StageSpec
 from trivium.frontdoors.verl import ActorRolloutRefWorker, RayPPOTrainer, RewardModelWorker, Role
 from trivium.frontdoors.verl.config_table import TABLE
 from trivium.frontdoors.verl.dashboard import Dashboard

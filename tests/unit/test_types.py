@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from trivium.types import (
     Task,
     Trajectory,
     Turn,
+    TurnSpan,
     capabilities_of,
     experiences_of,
 )
@@ -194,6 +197,24 @@ def test_columns_follow_their_experiences() -> None:
     picked = batch.select([1, 0, 1])
     assert [c.tolist() for c in picked.columns["advantages"]] == [[3, 4, 5, 6], [1, 2], [3, 4, 5, 6]]
     assert (len(picked), picked.num_tokens, picked.num_response_tokens) == (3, 10, 7)
+
+
+def test_a_pickled_batch_is_the_same_batch() -> None:
+    media = (Media("image/png", b"pixels", span=(0, 1)),)
+    first = experience(3, media=media, turns=(TurnSpan(0, 1, 3, 0.5, "start"),), rewards={"exact": 1.0})
+    second = experience(5, extra={"routing": np.ones((5, 2, 1), np.uint8)}, greedy_reward=0.25, index=4)
+    columns: Any = {"old": [[1, 2, 3], [4, 5, 6, 7, 8]], "top": [np.ones((n, 2, 2), np.float64) for n in (3, 5)]}
+    for batch in (Batch((first, second), columns, {"seen": 1.0}), Batch((), {"old": ()})):
+        copy = pickle.loads(pickle.dumps(batch))
+        assert (len(copy), copy.metrics, [*copy.columns]) == (len(batch), batch.metrics, [*batch.columns])
+        for mine, theirs in zip(copy.experiences, batch.experiences, strict=True):
+            for each in fields(Experience):
+                np.testing.assert_equal(getattr(mine, each.name), getattr(theirs, each.name))
+            assert mine.tokens.dtype == theirs.tokens.dtype and not mine.tokens.flags.writeable
+        for name, arrays in batch.columns.items():
+            for mine, theirs in zip(copy.columns[name], arrays, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+                assert mine.dtype == theirs.dtype and not mine.flags.writeable
 
 
 def test_columns_are_float32_unless_the_caller_works_in_float64() -> None:

@@ -10,9 +10,9 @@ import ray
 
 from trivium.cluster.actor_group import ActorGroup, put_inputs
 from trivium.cluster.pools import ResourcePool
-from trivium.cluster.stage_spec import SharedActors, StageSpec
+from trivium.cluster.shared_actors import SharedActors
 from trivium.runtime.build import algorithm_of
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import build_rank_engine
 from trivium.training.data_parallel import RankVerbs
 from trivium.training.engine import TorchTrainEngine

@@ -14,7 +14,7 @@ import ray
 
 from trivium.cluster.engines import EngineSpec, ReplicatedEngine
 from trivium.cluster.ranks import RayRanks
-from trivium.cluster.stage_spec import SharedActors, StageSpec
+from trivium.cluster.shared_actors import SharedActors
 from trivium.config import RunConfig
 from trivium.loops import run
 from trivium.protocols import Buffer, RolloutEngine
@@ -29,7 +29,7 @@ from trivium.runtime.build import (
     open_store,
 )
 from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import distributed_engine
 from trivium.viewer.report import send_report
 

@@ -27,10 +27,10 @@ from trivium.cluster.actors import (
     start_role,
 )
 from trivium.cluster.roles import explore, make_buffer, train, trains_on_gpus
-from trivium.cluster.stage_spec import BUFFER, SYNCHRONIZER, SharedActors, StageSpec
+from trivium.cluster.shared_actors import BUFFER, SYNCHRONIZER, SharedActors
 from trivium.cluster.weight_store import BoardAndWeights
 from trivium.errors import RoleFailed
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.types import TRAINER
 
 _log = logging.getLogger("trivium")

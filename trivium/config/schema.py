@@ -210,7 +210,8 @@ class RewardConfig(Plugin):
         return self.name or self.short_name
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
-        if is_only_here(self.kind) and (self.workers or run.cluster.kind == "ray"):
+        elsewhere = run.cluster.kind == "ray" or getattr(run.train, "own_process", False)
+        if is_only_here(self.kind) and (self.workers or elsewhere):
             yield Problem(
                 where,
                 f"the reward {self.kind} in other processes",

@@ -25,7 +25,8 @@ import torch
 from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
 from trivium.errors import SyncError, TriviumError
-from trivium.models.described import Described, described, type_name
+from trivium.models.described import Described, described
+from trivium.models.tensor_bytes import Named, header_of, parts_of, receive
 from trivium.policy import EngineFailure
 from trivium.protocols import DescribedWeights, RolloutEngine, TensorSpec, Weights
 from trivium.types import Capabilities, Completion, Request, capabilities_of
@@ -33,12 +34,8 @@ from trivium.types import Capabilities, Completion, Request, capabilities_of
 _log = logging.getLogger("trivium")
 _CLOSE_S = 60.0
 """How long an engine in another process may take to close."""
-_PART_BYTES = 2**24
-"""Tensors are sent in parts of this size, which are all that is in memory twice."""
 _TAKEN = "taken"
 """What a process answers to a load as often as its engine has taken a tensor."""
-
-Named = tuple[str, torch.Tensor]
 
 
 class _Arriving:
@@ -115,7 +112,7 @@ class EngineHost:
         """The next message that is not a tensor of the newest load; None where the other process is gone."""
         with suppress(EOFError, ConnectionError):
             while (message := pickle.loads(connection.recv_bytes()))[1] == "weight":
-                named = message[2] and _tensor(connection, *message[2])
+                named = message[2] and receive(connection, *message[2])
                 if self._arriving is not None:
                     self._arriving.put(named)
                 del named  # before the next one comes
@@ -137,20 +134,6 @@ class EngineHost:
     def _send(self, connection: Connection, answer: tuple[int, Any, Exception | None]) -> None:
         with self._sending, suppress(BrokenPipeError, ConnectionResetError):  # it is gone, as the reading thread finds
             connection.send_bytes(pickle.dumps(answer))
-
-
-def _tensor(connection: Connection, name: str, dtype: str, shape: tuple[int, ...]) -> Named:
-    """A tensor whose bytes are next."""
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    flat, size = _flat(tensor), 0
-    while size < len(flat):
-        size += connection.recv_bytes_into(flat, size)
-    return name, tensor
-
-
-def _flat(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, not a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _portable(error: Exception) -> Exception:
@@ -300,9 +283,7 @@ class _ProcessReplica(Replica):
             self._send(-1, "weight", None)
             return
         name, tensor = named
-        what, data = (name, type_name(tensor.dtype), tuple(tensor.shape)), _flat(tensor)
-        parts = (data[first : first + _PART_BYTES] for first in range(0, len(data), _PART_BYTES))
-        self._unsent.put((pickle.dumps((-1, "weight", what)), *parts))
+        self._unsent.put((pickle.dumps((-1, "weight", header_of(name, tensor))), *parts_of(tensor)))
 
     def _send_all(self) -> None:
         with suppress(OSError):  # the process is gone, as the other thread notices, which tells all who wait

@@ -63,7 +63,7 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
     task = loop.create_task(main, name="main")
     try:
         with _interruptible(loop, task) as signals:
-            with _watched(loop, deadline_s + GRACE_S), _process:
+            with _watched(loop, deadline_s + GRACE_S), interpreter_settings:
                 _drive(loop, task, signals)
                 _drive(loop, loop.create_task(_end(), name="end"), signals)
             executor.shutdown(wait=False)
@@ -74,34 +74,34 @@ def run_in_loop(main: Coroutine[Any, Any, T], deadline_s: float) -> T:
     return _result(task, signals.raised)
 
 
-class _Process:
-    """Settings of the whole process while at least one loop runs in it: the garbage collector searches seldom (unless
-    its first threshold is higher already, or 0: off), and a thread that computes gets the interpreter soon. Loops of
+class _InterpreterSettings:
+    """Settings of the whole process while at least one block of it runs: the garbage collector searches seldom (unless
+    its first threshold is higher already, or 0: off), and a thread that computes gets the interpreter soon. Blocks of
     several threads overlap in any order: the first changes the settings, the last restores them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loops = 0
+        self._blocks = 0
         self._before: tuple[tuple[int, int, int], float] = gc.get_threshold(), sys.getswitchinterval()
 
     def __enter__(self) -> None:
         with self._lock:
-            self._loops += 1
-            if self._loops == 1:
+            self._blocks += 1
+            if self._blocks == 1:
                 (first, *others), switch = self._before = gc.get_threshold(), sys.getswitchinterval()
                 gc.set_threshold(max(first, _COLLECT_AFTER) if first else 0, *others)
                 sys.setswitchinterval(min(switch, _SWITCH_S))
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._loops -= 1
-            if self._loops == 0:
+            self._blocks -= 1
+            if self._blocks == 0:
                 gc.set_threshold(*self._before[0])
                 sys.setswitchinterval(self._before[1])
 
 
-_process = _Process()
+interpreter_settings = _InterpreterSettings()
 
 
 def _result(task: asyncio.Task[T], raised: BaseException | None) -> T:

@@ -1,4 +1,4 @@
-"""A stage of a run: its config and where it stands in the run."""
+"""A stage of a run: its config and where it stands in the run; the same as plain data, for other processes."""
 
 from __future__ import annotations
 
@@ -48,6 +48,30 @@ class Stage:
     @property
     def renderer(self) -> Renderer:
         return renderer_of(self.model_dir, max_image_pixels=self.config.workflow.max_image_pixels)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage as plain data."""
+
+    config: dict[str, Any]
+    number: int
+    first_version: int
+    is_last: bool
+    run_dir: Path
+    model_dir: Path
+
+    @classmethod
+    def of(cls, stage: Stage) -> StageSpec:
+        # What the user did not set stays unset; some checks look for that.
+        config = stage.config.model_dump(mode="json", exclude_unset=True)
+        paths = stage.run_dir.resolve(), stage.model_dir.resolve()
+        return cls(config, stage.number, stage.first_version, stage.is_last, *paths)
+
+    def stage(self) -> Stage:
+        """The stage, its config read again: users' files are imported in the process that needs them."""
+        config = RunConfig.model_validate(self.config)
+        return Stage(config, self.number, self.first_version, self.is_last, self.run_dir, self.model_dir)
 
 
 TrainStage = Callable[[Stage, Checkpoint | None, dict[str, Any]], dict[str, Any]]

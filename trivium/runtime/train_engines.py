@@ -11,7 +11,7 @@ from trivium.config import RunConfig, build
 from trivium.errors import ConfigError
 from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.text import hf_tokenizer
 from trivium.training.ranks import Ranks, join_ranks, launched_ranks
 from trivium.types import capabilities_of
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 
 
 def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
-    """The train engine that the trainer drives: of this process, or of all ranks that torchrun started."""
+    """The train engine that the trainer drives: of this process, of one of its own, or of all ranks that torchrun
+    started."""
     if launched_ranks() == 1:
-        return build_rank_engine(stage, algorithm, channel)
+        if stage.config.cluster.kind != "local" or not getattr(stage.config.train, "own_process", False):
+            return build_rank_engine(stage, algorithm, channel)
+        from trivium.training.train_process import TrainProcess
+
+        process = TrainProcess("trivium.runtime.train_process_main", StageSpec.of(stage), channel)
+        return distributed_engine(process, stage, algorithm, channel)
     from trivium.training.torchrun import TorchrunRanks
 
     def make() -> tuple[Ranks, TrainEngine]:

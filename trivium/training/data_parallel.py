@@ -210,6 +210,8 @@ class DistributedTrainEngine(TrainEngine):
         return self._by_role.get(role, self._group)
 
     def _shares(self, units: list[list[int]], batch: Batch, group: RankGroup) -> list[list[int]]:
+        if group.data_size == 1:
+            return [[*range(len(batch))]]
         return (shares_of_groups if self._share_prefix else shares_of)(units, batch, group.data_size)
 
 

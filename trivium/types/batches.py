@@ -7,8 +7,9 @@ Legend: L tokens of one experience. Index t of every per-token array belongs to 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,8 @@ def _frozen_column(array: npt.ArrayLike) -> AnyArray:
 
 
 _FLOAT32 = np.dtype(np.float32)
+_NO_COLUMN = np.empty(0, _FLOAT32)
+"""The column of a batch without experiences."""
 
 
 class _Column(tuple[AnyArray, ...]):
@@ -87,7 +90,7 @@ _TOKEN_ARRAYS = {
     "rollout_log_prob": np.float32,
     "policy_version": np.int32,
 }
-"""The per-token arrays of an experience."""
+"""The per-token arrays of an experience: its first fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,9 @@ class Experience:
         return len(self.tokens)
 
 
+_OTHER_FIELDS = [field.name for field in fields(Experience) if field.name not in _TOKEN_ARRAYS]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Experiences and per-token columns that were computed for them; ragged, never padded on the driver."""
@@ -178,6 +184,14 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.experiences)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as one array for each kind of per-token array: thousands of small ones would take ten times as
+        long."""
+        tokens = {name: self.flat(name) for name in _TOKEN_ARRAYS}
+        columns = {name: np.concatenate(arrays or [_NO_COLUMN]) for name, arrays in self.columns.items()}
+        others = [tuple(getattr(each, name) for name in _OTHER_FIELDS) for each in self.experiences]
+        return _unpickled, (self.lengths, tokens, others, columns, dict(self.metrics))
 
     @property
     def lengths(self) -> list[int]:
@@ -230,6 +244,25 @@ class Batch:
             tuple(self.experiences[row] for row in chosen),
             {name: _Column([arrays[row] for row in chosen]) for name, arrays in self.columns.items()},
         )
+
+
+def _unpickled(
+    lengths: Sequence[int],
+    tokens: Mapping[str, AnyArray],
+    others: Sequence[tuple[Any, ...]],
+    columns: Mapping[str, AnyArray],
+    metrics: Mapping[str, float],
+) -> Batch:
+    """The inverse of `Batch.__reduce__`."""
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    for array in (*tokens.values(), *columns.values()):
+        array.setflags(write=False)  # nor are the parts below, which are not copied then
+    experiences = tuple(
+        Experience(*(array[place] for array in tokens.values()), *rest)
+        for place, rest in zip(places, others, strict=True)
+    )
+    return Batch(experiences, {name: [array[place] for place in places] for name, array in columns.items()}, metrics)
 
 
 def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:

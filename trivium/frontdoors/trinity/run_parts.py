@@ -23,7 +23,7 @@ from trivium.protocols import TrainEngine, WeightChannel
 from trivium.registry import resolve
 from trivium.runtime.build import algorithm_of, build_channel, claim_name, open_store, run_name
 from trivium.runtime.run_dir import as_saved, open_run_dir
-from trivium.runtime.stage import Stage
+from trivium.runtime.stage import Stage, StageSpec
 from trivium.runtime.train_engines import build_train_engine, distributed_engine
 from trivium.text import hf_tokenizer
 from trivium.training.engine import TorchTrainEngine
@@ -31,7 +31,7 @@ from trivium.types import TRAINER
 
 if TYPE_CHECKING:
     from trivium.cluster.ranks import RayRanks
-    from trivium.cluster.stage_spec import SharedActors
+    from trivium.cluster.shared_actors import SharedActors
 
 
 def run_config_of(config: object) -> RunConfig:
@@ -103,7 +103,7 @@ class RunParts:
         """What the processes of the run share on Ray; None without Ray."""
         if self.config.cluster.kind != "ray":
             return None
-        from trivium.cluster.stage_spec import SharedActors
+        from trivium.cluster.shared_actors import SharedActors
 
         namespace = f"{run_name(self.config)}-{uuid.uuid4().hex[:8]}"
         return SharedActors(self.synchronizer.host, None, namespace)  # the buffer is the trainer's own
@@ -115,7 +115,6 @@ class RunParts:
             return None
         from trivium.cluster.ranks import RayRanks
         from trivium.cluster.roles import trains_on_gpus
-        from trivium.cluster.stage_spec import StageSpec
 
         return RayRanks(self.stage, StageSpec.of(self.stage), self.shared, on_gpus=trains_on_gpus(self.stage.config))
 

@@ -30,6 +30,7 @@ from trivium.runtime.build import (
     shares_buffer,
 )
 from trivium.runtime.launch import carried
+from trivium.runtime.stage import StageSpec
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, RunningStatus
 
@@ -137,7 +138,6 @@ class Trainer:
         if run.shared is None:
             return await asyncio.to_thread(build_explorer, run.stage, name)
         from trivium.cluster.roles import start_engines
-        from trivium.cluster.stage_spec import StageSpec
 
         engine = await start_engines("explorer-0", run.stage, StageSpec.of(run.stage), run.shared.namespace)
         return await asyncio.to_thread(build_explorer, run.stage, name, engine)

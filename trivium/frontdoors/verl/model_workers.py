@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trivium.cluster.stage_spec import StageSpec
 from trivium.cluster.weights import Stored, store
 from trivium.engines.pool import EnginePool, Replica
 from trivium.errors import ConfigError, RolloutError, TriviumError, VersionGone
@@ -30,6 +29,7 @@ from trivium.phases import Phase
 from trivium.protocols import Algorithm, Objective, RestingEngine, RolloutEngine, TrainEngine, WeightHandle, Weights
 from trivium.registry import give
 from trivium.runtime.build import algorithm_of, build_engine
+from trivium.runtime.stage import StageSpec
 from trivium.runtime.train_engines import build_rank_engine, shares_prefixes, train_device
 from trivium.training.data_parallel import DistributedTrainEngine
 from trivium.training.engine import SCORED_BY

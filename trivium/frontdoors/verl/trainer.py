@@ -16,7 +16,6 @@ from trivium.algorithms.kl import KlController
 from trivium.board import MemoryBoard
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.cluster.session import connect
-from trivium.cluster.stage_spec import StageSpec
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig, build
 from trivium.config.resume import fingerprint
@@ -66,7 +65,7 @@ from trivium.runtime.build import (
 from trivium.runtime.launch import run
 from trivium.runtime.logs import logging_to
 from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.stage import Stage, TrainStage
+from trivium.runtime.stage import Stage, StageSpec, TrainStage
 from trivium.runtime.train_engines import attached, shares_prefixes
 from trivium.trainer import Trainer
 from trivium.types import Batch, Group, Metrics

@@ -1,15 +1,13 @@
-"""What a role in another process needs: the stage as plain data, and the actors that the roles share."""
+"""The actors that the roles of a stage share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trivium.board import SharedBoard
 from trivium.cluster.actors import Proxy
 from trivium.cluster.weights import ObjectStoreChannel
-from trivium.config import RunConfig
 from trivium.config.memory_estimate import kept_versions
 from trivium.registry import resolve
 from trivium.runtime.build import Endpoints, build_channel, build_synchronizer
@@ -18,30 +16,6 @@ from trivium.synchronizer import Synchronizer
 from trivium.types import capabilities_of
 
 SYNCHRONIZER, BUFFER = "synchronizer", "buffer"
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """A stage as plain data."""
-
-    config: dict[str, Any]
-    number: int
-    first_version: int
-    is_last: bool
-    run_dir: Path
-    model_dir: Path
-
-    @classmethod
-    def of(cls, stage: Stage) -> StageSpec:
-        # What the user did not set stays unset; some checks look for that.
-        config = stage.config.model_dump(mode="json", exclude_unset=True)
-        paths = stage.run_dir.resolve(), stage.model_dir.resolve()
-        return cls(config, stage.number, stage.first_version, stage.is_last, *paths)
-
-    def stage(self) -> Stage:
-        """The stage, its config read again: users' files are imported in the process that needs them."""
-        config = RunConfig.model_validate(self.config)
-        return Stage(config, self.number, self.first_version, self.is_last, self.run_dir, self.model_dir)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""A process that `TrainProcess` starts, whose rank does what a test asks for: see tests/unit/test_train_process.py."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import torch
+
+from trivium.errors import DataError
+from trivium.models.described import described
+from trivium.protocols import WeightChannel
+from trivium.training.data_parallel import RankVerbs
+from trivium.training.train_process import serve_driver
+
+WEIGHTS = [
+    ("wide", torch.arange(6.0).reshape(2, 3).T),
+    ("narrow", torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
+    ("empty", torch.empty(0, 4)),
+    ("number", torch.tensor(7)),
+    ("large", torch.arange(5_000_000, dtype=torch.int32)),
+]
+
+
+class Rank:
+    def __init__(self, spec: dict[str, str], channel: WeightChannel) -> None:
+        if "refuses" in spec:
+            raise DataError("a model", spec["refuses"], "choose another one")
+        self._spec, self._channel = spec, channel
+
+    def spec(self) -> dict[str, str]:
+        return self._spec
+
+    def refuse(self) -> None:
+        raise DataError("a short sequence", "a long one", "shorten it")
+
+    def divide(self, number: int) -> float:
+        return 1 / number
+
+    def offer(self, version: int) -> tuple[bool, str]:
+        delivered = self._channel.offer(version, described(WEIGHTS))
+        return delivered, cast(Any, self._channel).offered
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as connection:
+        serve_driver(connection, lambda spec, channel: cast(RankVerbs, Rank(spec, channel)))

@@ -1,0 +1,117 @@
+"""A rank in a process of its own: commands, errors, weights, and the end of either process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Generator, Iterable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.rank_on_trial import WEIGHTS
+from trivium.concurrency import ProcessLife
+from trivium.errors import DataError, RoleFailed, StorageError
+from trivium.protocols import DescribedWeights, WeightChannel
+from trivium.sync.memory import MemoryChannel
+from trivium.training.train_process import TrainProcess
+
+MODULE = "tests.rank_on_trial"
+
+
+class Switched:
+    """The channel of this process, which a test may replace."""
+
+    def __init__(self) -> None:
+        self.to: Any = MemoryChannel(keep=2)
+
+    @property
+    def offered(self) -> str:
+        return getattr(self.to, "offered", "")
+
+    def offer(self, version: int, weights: Iterable[Any]) -> bool:
+        return self.to.offer(version, weights)
+
+
+CHANNEL = Switched()
+
+
+def started(**spec: str) -> TrainProcess:
+    return TrainProcess(MODULE, spec, cast(WeightChannel, CHANNEL))
+
+
+@pytest.fixture(scope="module")
+def process() -> Generator[TrainProcess]:
+    process = started(name="one")
+    yield process
+    process.close()
+
+
+def test_commands_are_answered_in_turn(process: TrainProcess) -> None:
+    assert process.run_on_all_ranks("spec") == {"name": "one"}
+    assert process.scatter("divide", [(4,)]) == [0.25]
+
+
+def test_errors_are_raised_here_and_end_nothing(process: TrainProcess) -> None:
+    with pytest.raises(DataError, match="shorten it"):
+        process.run_on_all_ranks("refuse")
+    with pytest.raises(RoleFailed, match="ZeroDivisionError: division by zero"):
+        process.run_on_all_ranks("divide", 0)
+    assert process.run_on_all_ranks("divide", 2) == 0.5
+
+
+def test_weights_go_through_the_channel_of_this_process(process: TrainProcess) -> None:
+    assert process.run_on_all_ranks("offer", 3) == (True, CHANNEL.offered)
+    collected = CHANNEL.to.collect(3)
+    assert [each.name for each in collected.tensors] == [name for name, _ in WEIGHTS]
+    for (name, tensor), (expected_name, expected) in zip(collected, WEIGHTS, strict=True):
+        assert name == expected_name and tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+
+
+class Reluctant:
+    """A channel that reads one tensor, and then refuses or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def offer(self, version: int, weights: Iterable[Any]) -> bool:
+        assert isinstance(weights, DescribedWeights)
+        next(iter(weights))
+        if self._error is not None:
+            raise self._error
+        return False
+
+
+def test_a_channel_need_not_read_all_weights(process: TrainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CHANNEL, "to", Reluctant())
+    assert process.run_on_all_ranks("offer", 1) == (False, "")
+    assert process.run_on_all_ranks("divide", 2) == 0.5
+
+
+def test_an_error_of_the_channel_is_raised(process: TrainProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CHANNEL, "to", Reluctant(StorageError("write version 1", "the disk is full", "free some")))
+    with pytest.raises(StorageError, match="the disk is full"):
+        process.run_on_all_ranks("offer", 1)
+    assert process.run_on_all_ranks("divide", 2) == 0.5
+
+
+def test_a_rank_that_cannot_be_built_is_an_error_of_the_first_command_and_ends_when_it_is_closed() -> None:
+    process = started(refuses="none")
+    life = ProcessLife.of(process.pid)
+    with pytest.raises(DataError, match="choose another one"):
+        process.run_on_all_ranks("spec")
+    assert life()
+    process.close()
+    assert not life()
+
+
+def test_its_death_is_named() -> None:
+    process = started()
+    process.run_on_all_ranks("spec")
+    os.kill(process.pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(RoleFailed, match="trainer's process failed: it ended with exit code -9"):
+            process.run_on_all_ranks("spec")
+    process.close()

@@ -1,0 +1,160 @@
+"""A train engine in a process of its own, on the machine of the process that drives it.
+
+Python runs one thread of a process at a time: beside thousands of rollouts, the threads of an update would wait for it
+at every operation. Commands and results are pickled: both ends are one program, over a socket that they alone have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any, cast
+
+from trivium.errors import RoleFailed, TriviumError
+from trivium.models.described import Described
+from trivium.models.tensor_bytes import Named, header_of, parts_of, receive
+from trivium.protocols import DescribedWeights, WeightChannel, Weights
+from trivium.training.data_parallel import RankVerbs
+
+_log = logging.getLogger("trivium")
+_NAME = "trainer's process"
+_CLOSE_S = 60.0
+"""How long the process may take to end: it completes a checkpoint in progress."""
+
+
+class TrainProcess:
+    """The `RankGroup` of a single rank. Its process ends with this one."""
+
+    data_size = 1
+
+    def __init__(self, module: str, spec: object, channel: WeightChannel) -> None:
+        """Starts `python -m module DESCRIPTOR`, which calls `serve_driver` with its end of the connection; `spec` is
+        what it makes the engine from. The weights it offers go to `channel`, which stays in this process."""
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C ends the run by this process alone
+            )
+        self.pid = self._process.pid
+        self._channel, self._calls = channel, Lock()
+        self._send(spec)
+
+    def run_on_all_ranks(self, method: str, *args: object) -> Any:
+        with self._calls:
+            self._send((method, args))
+            while (answer := self._receive())[0] == "offer":
+                self._send(self._offer(*answer[1:]))
+        kind, result = answer
+        if kind == "error":
+            raise result
+        return result
+
+    def scatter(self, method: str, shares: Sequence[tuple[Any, ...]], *args: object) -> list[Any]:
+        return [self.run_on_all_ranks(method, *shares[0], *args)]
+
+    def close(self) -> None:
+        """Returns once the process has ended."""
+        self._connection.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("the %s has not ended after %.0f s: it is killed", _NAME, _CLOSE_S)
+            self._process.kill()
+            self._process.wait()
+
+    def _offer(self, version: int, tensors: tuple[Any, ...] | None) -> tuple[bool, str] | Exception:
+        """Offers weights that are read from the connection; (whether they were delivered, their hash), or the error."""
+        arriving = self._arriving()
+        try:
+            delivered = self._channel.offer(version, arriving if tensors is None else Described(tensors, arriving))
+        except TriviumError as error:
+            return error
+        finally:
+            for _ in arriving:  # the channel may not have asked for all
+                pass
+        return delivered, getattr(self._channel, "offered", "")
+
+    def _arriving(self) -> Iterator[Named]:
+        while (header := self._receive()) is not None:
+            yield receive(self._connection, *header)
+
+    def _send(self, message: object) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `_receive` raises
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            code = self._process.wait(_CLOSE_S)
+            raise RoleFailed(_NAME, f"it ended with exit code {code}") from error
+
+
+class _DriversChannel:
+    """The channel of the engine: what it offers goes to the channel of the driving process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.offered = ""
+
+    def offer(self, version: int, weights: Weights) -> bool:
+        _send(self._connection, ("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
+        for name, value in weights:
+            tensor = value.detach().cpu().contiguous()
+            _send(self._connection, header_of(name, tensor))
+            for part in parts_of(tensor):
+                self._connection.send_bytes(part)
+        _send(self._connection, None)
+        answer = pickle.loads(self._connection.recv_bytes())
+        if isinstance(answer, Exception):
+            raise answer
+        delivered, self.offered = answer
+        return delivered
+
+
+def serve_driver(connection: Connection, make: Callable[[Any, WeightChannel], RankVerbs]) -> None:
+    """Does what the driving process says, until it closes the connection or is gone. `make` builds the engine from
+    its spec, with the channel to offer weights to."""
+    made: RankVerbs | Exception | None = None
+    with suppress(EOFError, ConnectionError):
+        spec = pickle.loads(connection.recv_bytes())
+        try:
+            made = make(spec, cast(WeightChannel, _DriversChannel(connection)))
+        except Exception as error:  # raised in the driving process by its first command
+            made = _portable(error)
+        while True:
+            method, args = pickle.loads(connection.recv_bytes())
+            _send(connection, ("error", made) if isinstance(made, Exception) else _answer(made, method, args))
+
+
+def _answer(verbs: RankVerbs, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "result", getattr(verbs, method)(*args)
+    except (EOFError, ConnectionError):
+        raise
+    except Exception as error:  # raised in the driving process
+        return "error", _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that the other process can unpickle: an error of Trivium as it is, any other as the role's failure."""
+    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
+        return error
+    _log.error("the %s failed", _NAME, exc_info=error)
+    return RoleFailed(_NAME, f"{type(error).__name__}: {error}")
+
+
+def _send(connection: Connection, message: object) -> None:
+    connection.send_bytes(pickle.dumps(message))
