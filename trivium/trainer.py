@@ -179,8 +179,8 @@ class Trainer:
             if self.before_learning is not None:
                 await self.before_learning()
             metrics = await self._learned(groups, version + 1)
-            if self.keep and self.keep_updates and (seen := self.engine.take_updates()) is not None:
-                await asyncio.to_thread(self.keep_updates, version + 1, groups, seen)
+            if self.keep and self.keep_updates:
+                await asyncio.to_thread(self._keep_seen, partial(self.keep_updates, version + 1, groups))
         self.score = None  # this step has not been evaluated yet
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         if changed := num_changed_fields(self.record, version):
@@ -227,6 +227,11 @@ class Trainer:
             raise TriviumError(f"train step {step}", "the run ends for another reason", "see its error")
         if self.keep is not None:
             self.keep(step, groups, batch)
+
+    def _keep_seen(self, keep: Callable[[Batch], None]) -> None:
+        """Keeps what the updates of the step recorded. Blocks."""
+        if (seen := self.engine.take_updates()) is not None:
+            keep(seen)
 
     def _learn(self, groups: Sequence[Group], keep: Callable[[Batch], None] | None) -> Metrics:
         """Trains on a step's groups: one new version. Blocks."""

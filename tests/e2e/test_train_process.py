@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ STEPS = 5 + 40
 def arguments(run_dir: Path, own_process: bool = True) -> list[str]:
     how = f"stages.1.train.own_process={str(own_process).lower()}"
     return ["run", str(TINY), f"run.dir={run_dir}", how, f"stages.1.schedule.steps={STEPS - 5}", "evaluation.every=0"]
+
+
+def text_of(command: Forked) -> str:
+    return command.text
 
 
 def has_trained(run_dir: Path, step: int) -> bool:
@@ -38,7 +43,7 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
         assert whole.wait(120) == 0, whole.text
         for step, victim in ((12, "trainer"), (25, "run")):
             command = start(victim, *arguments(tmp_path / "killed"))
-            eventually(lambda step=step: has_trained(tmp_path / "killed", step), 120, lambda: command.text, command)
+            eventually(partial(has_trained, tmp_path / "killed", step), 120, partial(text_of, command), command)
             (trainer,) = trainers_of(command)
             os.kill(trainer if victim == "trainer" else command.pid, signal.SIGKILL)
             assert command.wait(60) == (1 if victim == "trainer" else -9), command.text

@@ -66,7 +66,8 @@ def test_weights_go_through_the_channel_of_this_process(process: TrainProcess) -
     collected = CHANNEL.to.collect(3)
     assert [each.name for each in collected.tensors] == [name for name, _ in WEIGHTS]
     for (name, tensor), (expected_name, expected) in zip(collected, WEIGHTS, strict=True):
-        assert name == expected_name and tensor.dtype == expected.dtype
+        assert name == expected_name
+        assert tensor.dtype == expected.dtype
         assert torch.equal(tensor, expected)
 
 

@@ -210,11 +210,13 @@ def test_a_pickled_batch_is_the_same_batch() -> None:
         for mine, theirs in zip(copy.experiences, batch.experiences, strict=True):
             for each in fields(Experience):
                 np.testing.assert_equal(getattr(mine, each.name), getattr(theirs, each.name))
-            assert mine.tokens.dtype == theirs.tokens.dtype and not mine.tokens.flags.writeable
+            assert mine.tokens.dtype == theirs.tokens.dtype
+            assert not mine.tokens.flags.writeable
         for name, arrays in batch.columns.items():
             for mine, theirs in zip(copy.columns[name], arrays, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
-                assert mine.dtype == theirs.dtype and not mine.flags.writeable
+                assert mine.dtype == theirs.dtype
+                assert not mine.flags.writeable
 
 
 def test_columns_are_float32_unless_the_caller_works_in_float64() -> None:

@@ -8,8 +8,9 @@ parts: sums of them do not depend on which was done first, nor on how many run a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from threading import Barrier
 from typing import TypeVar
 
@@ -37,20 +38,18 @@ class WorkerThreads:
         """
         pool = self._pool = self._pool or self._started()
         waiting: deque[Future[Result]] = deque()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > self.number:
+        with one_thread():
+            try:
+                for item in items:
+                    waiting.append(pool.submit(function, item))
+                    if len(waiting) > self.number:
+                        yield waiting.popleft().result()
+                while waiting:
                     yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-            wait(waiting)
-            torch.set_num_threads(threads)
+            finally:
+                for future in waiting:
+                    future.cancel()
+                wait(waiting)
 
     def _started(self) -> ThreadPoolExecutor:
         pool, threads = ThreadPoolExecutor(self.number, "trivium-worker"), torch.get_num_threads()
@@ -64,6 +63,18 @@ class WorkerThreads:
         list(pool.map(start, range(self.number)))
         torch.set_num_threads(threads)  # threads that start later take what was set last
         return pool
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """The caller's operations in the block are not split: threads of one operation wait for each other, and where other
+    work has the cores, for milliseconds, which is longer than a small operation takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def size_of(module: nn.Module) -> int:

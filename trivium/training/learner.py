@@ -23,7 +23,7 @@ from trivium.models.prefixes import Tree
 from trivium.models.routing import check_routed
 from trivium.models.sight import Sight
 from trivium.models.vision import pixel_reader, refuse_images
-from trivium.models.worker_threads import WorkerThreads, size_of
+from trivium.models.worker_threads import WorkerThreads, one_thread, size_of
 from trivium.protocols import Objective
 from trivium.training.batching import (
     MicroBatch,
@@ -202,7 +202,8 @@ class Learner:
         tally = self._backward(batch, objective, totals, step)
         self.seen = tally.tokens(batch) if self.keeps_tokens else {}
         rate = self.optimizer.lr if lr is None else lr
-        norm = self.optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
+        with nullcontext() if self._workers is None else one_thread():
+            norm = self.optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         self.optimizer.zero_grad()
         return {
             **objective.derived(tally.metrics(self.name, totals, self.ranks)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -258,11 +259,9 @@ def _unpickled(
     places = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     for array in (*tokens.values(), *columns.values()):
         array.setflags(write=False)  # nor are the parts below, which are not copied then
-    experiences = tuple(
-        Experience(*(array[place] for array in tokens.values()), *rest)
-        for place, rest in zip(places, others, strict=True)
-    )
-    return Batch(experiences, {name: [array[place] for place in places] for name, array in columns.items()}, metrics)
+    rows = [(*(array[place] for array in tokens.values()), *rest) for place, rest in zip(places, others, strict=True)]
+    parts = {name: tuple(array[place] for place in places) for name, array in columns.items()}
+    return Batch(tuple(starmap(Experience, rows)), parts, metrics)
 
 
 def experiences_of(group: Group, trajectory: Trajectory) -> tuple[Experience, ...]:
