@@ -224,7 +224,8 @@ class ClusterSection(BaseConfig):
     max_restarts: int = free(2, ge=0)
     """How often explorers and engines that died are started again before their death ends the run."""
     threads: int = free(0, ge=0)
-    """Threads for model work of each role; 0 takes every core. Results are bit-equal only at equal thread counts."""
+    """Threads for model work of each role; 0 takes every core, or half of them each where engine and trainer compute at
+    the same time (`train.own_process`). Results are bit-equal only at equal thread counts."""
 
 
 class ServeSection(BaseConfig):

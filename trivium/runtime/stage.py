@@ -13,7 +13,7 @@ from trivium.config import RunConfig
 from trivium.protocols import Renderer
 from trivium.registry import resolve
 from trivium.text.renderer import renderer_of
-from trivium.training.ranks import ranks_here
+from trivium.training.ranks import launched_ranks, ranks_here
 from trivium.types import capabilities_of
 
 
@@ -43,7 +43,15 @@ class Stage:
 
     @property
     def threads(self) -> int:
-        return self.config.cluster.threads or max(1, usable_cores() // ranks_here())
+        # An engine and a train engine in two processes compute at the same time; in one they mostly take turns.
+        at_once = 2 if self.own_process and self.config.max_staleness else 1
+        return self.config.cluster.threads or max(1, usable_cores() // (ranks_here() * at_once))
+
+    @property
+    def own_process(self) -> bool:
+        """Whether the train engine has a process of its own (`train.own_process`)."""
+        local = self.config.cluster.kind == "local" and launched_ranks() == 1
+        return local and getattr(self.config.train, "own_process", False)
 
     @property
     def renderer(self) -> Renderer:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightChannel) -> TrainEngine:
     """The train engine that the trainer drives: of this process, of one of its own, or of all ranks that torchrun
     started."""
-    if launched_ranks() == 1:
-        if stage.config.cluster.kind != "local" or not getattr(stage.config.train, "own_process", False):
-            return build_rank_engine(stage, algorithm, channel)
+    if stage.own_process:
         from trivium.training.train_process import TrainProcess
 
         process = TrainProcess("trivium.runtime.train_process_main", StageSpec.of(stage), channel)
         return distributed_engine(process, stage, algorithm, channel)
+    if launched_ranks() == 1:
+        return build_rank_engine(stage, algorithm, channel)
     from trivium.training.torchrun import TorchrunRanks
 
     def make() -> tuple[Ranks, TrainEngine]:
