@@ -41,6 +41,7 @@ CORE_DEPENDENCIES = {"numpy", "pydantic", "yaml", "safetensors.numpy"}
 
 MAY_CATCH_EVERYTHING = {
     "trivium.engines.processes": (1, "an engine's error goes to the process that asked, which raises it"),
+    "trivium.training.train_process": (2, "an error goes to the process that drives this one, which raises it"),
     "trivium.errors": (1, "the text of an error names what its __str__ raised"),
     "trivium.trainer": (1, "a save after a failure that fails as well must not hide it"),
     "trivium.explorer": (1, "the rollout boundary: a failed rollout is data, judged by max_failed_fraction"),
@@ -61,6 +62,7 @@ MAY_CATCH_EVERYTHING = {
 MAY_PICKLE = {
     "trivium.rewards.forked": "a process and its own fork, over a socket that nobody else has",
     "trivium.engines.processes": "ranks of one run, over connections that take a key that they alone have",
+    "trivium.training.train_process": "a process and the one that it started, over a socket that they alone have",
 }
 
 MAY_PRINT = {"trivium.cli", "trivium.monitors.console", "trivium.frontdoors.lightrft.strategy"}
