@@ -51,4 +51,6 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
             assert "trainer's process failed: it ended with exit code -9" in command.text or victim == "run"
         last = start("last", *arguments(tmp_path / "killed"))
         assert last.wait(120) == 0, last.text
+        replay = start("replay", "replay", str(tmp_path / "killed"), "--step", "30")
+        assert replay.wait(120) == 0, replay.text
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")

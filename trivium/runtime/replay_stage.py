@@ -80,10 +80,12 @@ def replayed_stage(run: RecordedRun, step: int, scratch: Path, left_out: Collect
         "sync": config.sync.model_copy(update={"method": SyncMethod.MEMORY}),
         "cluster": config.cluster.model_copy(update={"kind": "local", "threads": min(threads, 4 * usable_cores())}),
     }
-    for section in () if torch.cuda.is_available() else ("engine", "train"):
+    for section in ("engine", "train"):
         part: Any = getattr(config, section)
-        if getattr(part, "device", "cpu").startswith("cuda"):
-            update[section] = part.model_copy(update={"device": "cpu"})
+        elsewhere = getattr(part, "device", "cpu").startswith("cuda") and not torch.cuda.is_available()
+        changed = {"device": "cpu"} if elsewhere else {}
+        changed |= {"own_process": False} if hasattr(part, "own_process") else {}
+        update[section] = part.model_copy(update=changed)
     return Stage(config.model_copy(update=update), number, first, True, scratch, run.model_dir(step))
 
 
