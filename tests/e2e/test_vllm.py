@@ -253,13 +253,13 @@ async def test_an_adapter_alone_is_what_merged_weights_are(ran: Ran) -> None:
     module = attach(load_lm(ran.models[0], dtype=torch.float32), LoraConfig(rank=4, alpha=6), seed=0)
     for seed, version in ((1, old - 1), (2, old)):
         await ran.engine.load(version, change(module, seed))
-        for index in range(4):
-            request = asked(prompt, index, min_new_tokens=20)
-            done = await ran.engine.generate(request)
+        requests = [asked(prompt, index, min_new_tokens=20) for index in range(4)]
+        completions = [await ran.engine.generate(request) for request in requests]
+        for request, done in zip(requests, completions, strict=True):
             check_log_probs(ran, module, request, done)
             assert set(done.policy_version.tolist()) == {version}
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
-            check_log_probs(ran, load_lm(ran.models[0], dtype=torch.float32), request, done)
+            check_log_probs(ran, load_lm(ran.models[0], dtype=torch.float32), requests[-1], completions[-1])
     requests = [asked(prompt, index, max_new_tokens=90, min_new_tokens=90) for index in range(8)]
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
     await asyncio.sleep(0.1)
@@ -313,23 +313,44 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(ran: R
     assert (await ran.engine.generate(asked([5]))).policy_version[0] == STEPS + 1
 
 
-async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights(ran: Ran) -> None:
+def pid_of(process: str) -> int:
+    """`EngineCore`, which this process started, or `Worker`, which that one started."""
+    [core] = [child.pid or 0 for child in multiprocessing.active_children() if "EngineCore" in child.name]
+    if process == "EngineCore":
+        return core
+    children = (path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == core)
+    [worker] = [each for each in children if "VLLM::Worker" in (each / "cmdline").read_text()]
+    return int(worker.name)
+
+
+def parent_of(stat: Path) -> int:
+    """0 where the process has ended meanwhile."""
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+@pytest.mark.parametrize("process", ["EngineCore", "Worker"])
+async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights(ran: Ran, process: str) -> None:
     await ran.engine.load(STEPS + 2, weights_of(ran.models[1]).items())
     requests = [asked([5, 6, 7], i, max_new_tokens=90, min_new_tokens=90) for i in range(8)]
     allowed, ran.engine.config = ran.engine.config, ran.engine.config.model_copy(update={"max_restarts": 0})
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
     await asyncio.wait(calls, timeout=0.05)
-    [core] = [child.pid or 0 for child in multiprocessing.active_children() if "EngineCore" in child.name]
-    os.kill(core, signal.SIGSTOP)  # it dies before it has adopted anything
+    victim = pid_of(process)
+    os.kill(victim, signal.SIGSTOP)  # it dies before it has adopted anything
     adopting = asyncio.ensure_future(ran.engine.load(99, weights_of(ran.models[0]).items(), in_flight="update"))
     async with asyncio.timeout(120):
         while not ran.engine._exclusive.locked():
             await asyncio.sleep(0.01)
-        os.kill(core, signal.SIGKILL)
-        for asked_of_it in (adopting, ran.engine.generate(requests[0])):
-            with pytest.raises(EngineFailure, match=r"(?s)died 1 time.*engine.max_restarts"):
+        assert not any(call.done() for call in calls)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        for asked_of_it in (adopting, *calls, ran.engine.generate(requests[0])):
+            with pytest.raises(EngineFailure, match=r"(?s)died \d time.*engine.max_restarts"):
                 await asked_of_it
-    await asyncio.wait(calls)
+        assert time.monotonic() - killed < 30
     ran.engine.config = allowed
     calls = [asyncio.ensure_future(ran.engine.generate(request)) for request in requests]
     model = load_lm(ran.models[1], dtype=torch.float32)
