@@ -41,7 +41,8 @@ from trivium.training.batching import first_pass
 from trivium.training.device import precision_note
 from trivium.training.flops import WorkDone, measured_peak, utilisation
 from trivium.training.fsdp import shard
-from trivium.training.learner import Learner, TrainableObjective, checkpoint_gradients
+from trivium.training.gradient_checkpointing import checkpoint_gradients
+from trivium.training.learner import Learner, TrainableObjective
 from trivium.training.optim import Optimizer, OptimizerConfig, learning_rate
 from trivium.training.ranks import ALONE, Ranks
 from trivium.training.section import TorchTrainConfig

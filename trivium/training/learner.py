@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from trivium.errors import DataError, TriviumError
+from trivium.errors import DataError
 from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
@@ -39,10 +38,11 @@ from trivium.training.batching import (
 from trivium.training.fsdp import reshard
 from trivium.training.optim import Optimizer
 from trivium.training.ranks import ALONE, Ranks
+from trivium.training.tally import Tally
 from trivium.types import AnyArray, Batch, Metrics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 Result = TypeVar("Result")
@@ -232,7 +232,7 @@ class Learner:
             norm = {f"train/grad_norm/{self.name}": self.optimizer.norm()}
             self.optimizer.zero_grad()
             return {**objective.derived(tally.metrics(self.name, totals, self.ranks)), **norm}
-        tally = _Tally()
+        tally = Tally()
         compute = partial(self._outputs, batch, objective, totals, step)
         with torch.no_grad():
             for outputs, entropy in self._map(torch.no_grad()(compute), self._passes(batch, objective.unit)):
@@ -240,11 +240,11 @@ class Learner:
         reshard(self.model)
         return objective.derived(tally.metrics(self.name, totals, self.ranks))
 
-    def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> _Tally:
+    def _backward(self, batch: Batch, objective: TrainableObjective, totals: LossDenominators, step: int) -> Tally:
         """Computes the gradient of the loss over the whole batch into the parameters, which held none of an earlier
         one."""
         assert self.optimizer is not None, f"{self.name} is frozen"
-        tally = _Tally(self.keeps_tokens)
+        tally = Tally(self.keeps_tokens)
         self.optimizer.zero_grad()
         compute = partial(self._outputs, batch, objective, totals, step)
         parts = [*self._passes(batch, objective.unit)]
@@ -409,7 +409,7 @@ class Learner:
         return LossInputs(micro.response_mask, micro.policy_version, micro.columns, step=step, **outputs)
 
 
-def _not_finite(batch: Batch, tally: _Tally) -> str:
+def _not_finite(batch: Batch, tally: Tally) -> str:
     """Names the inputs, else the losses, that are not finite; empty if all are finite."""
     for name, arrays in batch.columns.items():
         trained = zip(batch.experiences, arrays, strict=True)
@@ -417,87 +417,3 @@ def _not_finite(batch: Batch, tally: _Tally) -> str:
         if wrong:
             return f"{name} of {wrong} of {len(batch)} sequences are not finite"
     return tally.not_finite()
-
-
-class _Tally:
-    """Sums the losses and metrics of micro-batches on the device, until the last one is done."""
-
-    def __init__(self, keeps_tokens: bool = False) -> None:
-        self._keeps_tokens = keeps_tokens
-        self._tokens: list[tuple[Sequence[int], Mapping[str, torch.Tensor]]] = []
-        self._loss: list[torch.Tensor] = []
-        self._sums: dict[str, list[torch.Tensor]] = {}
-        self._maxima: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, outputs: LossOutputs, entropy: torch.Tensor | None, rows: Sequence[int] = ()) -> None:
-        self._loss.append(outputs.loss.detach())
-        if self._keeps_tokens:
-            self._tokens.append((rows, outputs.tokens))
-        if entropy is not None:
-            self._sums.setdefault("train/entropy", []).append(entropy.detach().sum())
-        for tally, values in ((self._sums, outputs.sums), (self._maxima, outputs.maxima)):
-            for key, value in values.items():
-                tally.setdefault(key, []).append(value.detach())
-
-    def tokens(self, batch: Batch) -> dict[str, list[AnyArray]]:
-        """The per-token columns of the losses for the batch, leading axis L."""
-        seen: dict[str, list[AnyArray | None]] = {}
-        lengths = batch.lengths
-        for rows, values in self._tokens:
-            for name, grid in values.items():
-                numbers = grid.float().cpu().numpy()
-                numbers.setflags(write=False)  # columns copy arrays that are writable
-                column = seen.setdefault(name, [None] * len(batch))
-                for row, of_row in zip(rows, numbers, strict=True):
-                    column[row] = of_row[: lengths[row]]
-        return {
-            name: [
-                np.full(length, np.nan, np.float32) if array is None else array
-                for length, array in zip(lengths, column, strict=True)
-            ]
-            for name, column in seen.items()
-        }
-
-    def not_finite(self) -> str:
-        """Names the losses and sums that are not finite; empty if all are finite."""
-        losses = sum(not each.isfinite() for each in self._loss)
-        sums = [key for key, values in self._sums.items() if not all(each.isfinite() for each in values)]
-        also = f", and {', '.join(sums)}" if sums else ""
-        return f"the loss of {losses} of {len(self._loss)} micro-batches is not finite{also}" if losses else ""
-
-    def metrics(self, name: str, totals: LossDenominators, ranks: Ranks) -> Metrics:
-        """Sums and maxima over all micro-batches of all ranks; a rank may have had none."""
-        loss = {f"train/loss/{name}": float(torch.stack(self._loss).sum())} if self._loss else {}
-        sums = {key: float(torch.stack(values).sum()) for key, values in self._sums.items()}
-        maxima = {key: float(torch.stack(values).max()) for key, values in self._maxima.items()}
-        losses, all_sums, all_maxima = zip(*ranks.all_gather((loss, sums, maxima)), strict=True)
-        return {
-            **_merged(losses, sum),
-            **{key: value / totals.tokens for key, value in _merged(all_sums, sum).items()},
-            **_merged(all_maxima, max),
-        }
-
-
-def _merged(by_rank: Sequence[Mapping[str, float]], merge: Callable[[Iterable[float]], float]) -> Metrics:
-    """One number per key that any rank has."""
-    keys = dict.fromkeys(key for each in by_rank for key in each)
-    return {key: merge([each[key] for each in by_rank if key in each]) for key in keys}
-
-
-def checkpoint_gradients(module: PreTrainedModel) -> None:
-    """Keeps one activation per layer and computes the others again in the backward pass.
-
-    transformers would do so in train mode only, which would also turn dropout on; so the layers are wrapped here.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if not layers:
-        raise TriviumError(
-            "train.gradient_checkpointing",
-            f"{type(module).__name__} has no layers that transformers knows how to checkpoint",
-            "turn it off and lower train.max_tokens_per_micro_batch instead",
-        )
-    for layer in layers:
-        forward: Any = layer.forward
-        layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

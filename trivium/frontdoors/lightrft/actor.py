@@ -22,7 +22,7 @@ from trivium.frontdoors.lightrft.per_action import per_action
 from trivium.frontdoors.lightrft.placing import pieces_of
 from trivium.models.heads import LanguageModel
 from trivium.models.vision import Vision
-from trivium.training.learner import checkpoint_gradients
+from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.ranks import ALONE, Ranks
 from trivium.training.snapshot import full_weights
 

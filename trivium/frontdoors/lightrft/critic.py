@@ -20,7 +20,7 @@ from trivium.frontdoors.lightrft.opening import Options, open_model, sharing
 from trivium.frontdoors.lightrft.per_action import per_action
 from trivium.models.heads import VALUE_HEAD, ValueModel
 from trivium.models.vision import Vision
-from trivium.training.learner import checkpoint_gradients
+from trivium.training.gradient_checkpointing import checkpoint_gradients
 from trivium.training.ranks import ALONE, Ranks
 
 
