@@ -122,7 +122,7 @@ class MemoryPlan:
         return items and {**items, "runtime": RUNTIME}
 
     def summary(self, machine: Machine) -> dict[str, Any]:
-        """For the plan: MiB by item, sums, and what there is."""
+        """For the plan: MiB by item, what is needed in all, and what is available."""
         shown: dict[str, Any] = {"each rank": _mib(self.rank) | {"device": self.device, "ranks": self.processes}}
         if self.rank_host and self.device != "cpu":
             shown["each rank, host"] = _mib(self.rank_host)
@@ -131,11 +131,11 @@ class MemoryPlan:
         if self.recorded:
             shown["rollouts, host"] = _mib(self.recorded)
         needed: dict[str, Any] = {"host": round(sum(self.host.values()) / MIB)}
-        there: dict[str, Any] = {"host": round(machine.memory / MIB) if machine.memory else "unknown"}
+        available: dict[str, Any] = {"host": round(machine.memory / MIB) if machine.memory else "unknown"}
         if self.gpu:
             needed["gpu"] = round(sum(self.gpu.values()) / MIB)
-            there["gpus"] = [round(gpu / MIB) for gpu in machine.gpus]
-        return {"unit": "MiB", **shown, "needed": needed, "there": there}
+            available["gpus"] = [round(gpu / MIB) for gpu in machine.gpus]
+        return {"unit": "MiB", **shown, "needed": needed, "available": available}
 
 
 def _mib(items: Mapping[str, int]) -> dict[str, Any]:

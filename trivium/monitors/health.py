@@ -230,7 +230,7 @@ def truncation(evidence: Evidence) -> tuple[str, str] | None:
     part = evidence.recent("rollout/truncated")
     if part is None or part <= 0.5 or evidence.early("rollout/truncated") is None:
         return None
-    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: a final answer after it is never seen"
+    found = f"{part:.0%} of rollouts end at the length limit, above 50 %: what comes after it is lost"
     return found, "raise engine.sampling.max_new_tokens; algorithm.mask_truncated; shaping with overlong_penalty"
 
 

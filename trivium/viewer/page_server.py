@@ -57,7 +57,9 @@ class Guarded:
             return _plain(405, "the page only reads")
         token = scope["path"].removeprefix("/").partition("/")[0]
         if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return _plain(404, "the address lacks the token, or has another one: `trivium view` printed it whole")
+            return _plain(
+                404, "the token in the address is missing or wrong: open the whole address that `trivium view` printed"
+            )
         return None
 
 
