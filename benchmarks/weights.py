@@ -38,8 +38,9 @@ from trivium.models.described import described
 from trivium.protocols import RolloutEngine, WeightChannel
 from trivium.sync.collective import CollectiveChannel
 from trivium.sync.files import FileChannel
+from trivium.sync.hashes import digests
 from trivium.sync.memory import MemoryChannel
-from trivium.sync.tensors import BUCKET_BYTES, digests
+from trivium.sync.tensors import BUCKET_BYTES
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 
@@ -176,7 +177,7 @@ def measure(folder: Path, gigabytes: float, repeats: int, dtype: torch.dtype) ->
         "copy": lambda: [into.copy_(tensor) for into, (_, tensor) in zip(copies, named, strict=True)],
         "file": file(folder, named),
         "broadcast": broadcast(named),
-        "hash": lambda: digests([tensor for _, tensor in named]),
+        "hash": lambda: digests(named),
         "memory": through(MemoryChannel(), named),
         "checkpoint": through(files, named),
         "nccl (gloo)": collective(named),

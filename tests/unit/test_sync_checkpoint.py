@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from trivium.loops import follow_weights
 from trivium.schedule import Schedule
 from trivium.sync import files as checkpoint
 from trivium.sync.files import FileChannel
-from trivium.sync.tensors import digest
+from trivium.sync.hashes import digest
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Sampling
 
@@ -189,6 +190,29 @@ def test_damage_is_named(file: str, damage: Callable[[Path], object], said: str,
     assert not isinstance(caught.value, VersionGone)
 
 
+BLAKE2B = {
+    "embed": "529400181dfd26b479010175234a1a3e",
+    "norm": "b8abb15f88f5344e5f7c63e644aa62e4",
+    "head": "2aa459dbbe16aae1ab8b2e3f01b6a6ef",
+}
+"""What commit d56e776 noted of WEIGHTS plus one."""
+
+
+def test_a_version_with_the_hashes_of_earlier_commits_is_read_and_verified(ends: Ends) -> None:
+    ends.publish(1)
+    path = ends.directory / "version-000001" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["hash"]
+    for entry in content["tensors"]:
+        entry["hash"] = BLAKE2B[entry["name"]]
+    of_all = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    path.write_text(json.dumps({**content, "hash": of_all}))
+    assert ends.holds(1)
+    flip(ends.directory / "version-000001" / "weights-00000.safetensors", -1)
+    with pytest.raises(SyncError, match="'norm' of version 1"):
+        list(ends.explorer.collect(1))
+
+
 def test_what_an_earlier_life_left_is_never_delivered(ends: Ends, tmp_path: Path) -> None:
     ends.publish(5, 6, 7)
     (ends.directory / ".version-000008.writing").mkdir()
@@ -232,9 +256,10 @@ class Slow(FileChannel):
 async def follow(ends: Ends, meanwhile: tuple[int, ...]) -> list[int]:
     """The versions that an explorer adopts that is late for version 1."""
     nobody: Any = None
+    no_tasks: Any = ()
     engine = ScriptedEngine(ScriptedEngine.Config(replies=((3,),)), eos_token_ids=frozenset({1}), decode=str)
     explorer = Explorer(engine, nobody, nobody, nobody, Sampling(4), 64, 1.0, 1)
-    schedule = Schedule(tasks=(), seed=0, max_staleness=1)
+    schedule = Schedule(tasks=no_tasks, seed=0, max_staleness=1)
     buffer = FileBuffer(
         FileBuffer.Config(), schedule=schedule, rollouts=ends.directory, renderer=nobody, deadline_s=1.0
     )

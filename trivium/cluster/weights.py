@@ -14,18 +14,9 @@ import torch
 from trivium.cluster.actors import Proxy
 from trivium.models.described import spec, type_name
 from trivium.protocols import TensorSpec, Weights
+from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.memory import read_versions, write_version
-from trivium.sync.tensors import (
-    BUCKET_BYTES,
-    Named,
-    digest,
-    drained,
-    joined,
-    parts,
-    raw,
-    type_named,
-    verify,
-)
+from trivium.sync.tensors import BUCKET_BYTES, Named, drained, parts, raw, type_named
 
 
 @dataclass(frozen=True)
@@ -49,14 +40,14 @@ def store(version: int, weights: Weights) -> Stored:
     """Copies weights into the object store. Raises SyncError for a name that comes twice."""
     hashes, refs, tensors = dict[str, str](), list[Any](), list[TensorSpec]()
     for part in parts(weights, BUCKET_BYTES):
+        hashes |= (own := digests(part))
         packed = [
-            (name, type_name(tensor.dtype), tuple(tensor.shape), digest(tensor), raw(tensor).cpu().numpy())
+            (name, type_name(tensor.dtype), tuple(tensor.shape), own[name], raw(tensor).cpu().numpy())
             for name, tensor in part
         ]
         refs.append(ray.put(packed))
         tensors += [spec(name, tensor) for name, tensor in part]
         part.clear()
-        hashes |= {name: each for name, _, _, each, _ in packed}
         del packed  # before the next part is made
     return Stored(version, tuple(tensors), tuple(refs), joined(hashes))
 
@@ -68,10 +59,9 @@ def _unpacked(version: int, packed: Sequence[tuple[str, str, tuple[int, ...], st
             (name, torch.from_numpy(data).view(type_named(kind)).reshape(shape))
             for name, kind, shape, _, data in packed
         ]
-    hashes = [expected for _, _, _, expected, _ in packed]
     verify(
         named,
-        hashes,
+        {name: expected for name, _, _, expected, _ in packed},
         version,
         "its bytes are not those that were offered",
         "do not write to tensors that came from the channel",

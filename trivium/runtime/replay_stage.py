@@ -15,7 +15,7 @@ import torch
 from trivium.board import MemoryBoard
 from trivium.buffers.memory import MemoryBuffer
 from trivium.buffers.rollouts import kept_steps, read_groups, read_rollouts
-from trivium.buffers.step_log import Taken
+from trivium.buffers.step_log import StepRecord, Taken
 from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.concurrency import usable_cores
 from trivium.config import RunConfig
@@ -36,6 +36,7 @@ from trivium.runtime.build import (
 from trivium.runtime.recorded_run import RecordedRun
 from trivium.runtime.stage import Stage
 from trivium.schedule import Schedule
+from trivium.sync.hashes import CONDENSED, hash_of
 from trivium.sync.memory import MemoryChannel
 from trivium.tasks.served import ServedTasks
 from trivium.trainer import Trainer
@@ -294,9 +295,10 @@ class ReplayedTrainer:
         return self._rows.row, self._batch
 
     def _note_hash(self) -> None:
-        """Offers the weights to the channel, whose hash is the one that runs record."""
+        """Offers the weights to the channel, and notes their hash in the form of the one that the run recorded."""
         if self.trainer.engine.sync_weight():
-            self.hashes[self.version] = self.trainer.engine.offered_hash()
+            record = self.run.steps.get(self.version, StepRecord(self.version))
+            self.hashes[self.version] = hash_of(self.channel.collect(self.version), record.weights or CONDENSED)
 
     def close(self) -> None:
         self.trainer.engine.close()

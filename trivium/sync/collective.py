@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from trivium.errors import RoleFailed, SyncError, VersionGone
 from trivium.models.described import Described, type_name
 from trivium.protocols import TensorSpec, Weights
+from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.process_group import (
     ALL_BUCKETS,
     ExchangeAborted,
@@ -34,18 +35,7 @@ from trivium.sync.process_group import (
     own_address,
     refuses_connections,
 )
-from trivium.sync.tensors import (
-    BUCKET_BYTES,
-    Named,
-    digests,
-    drained,
-    joined,
-    on_host,
-    raw,
-    type_named,
-    unique,
-    verify,
-)
+from trivium.sync.tensors import BUCKET_BYTES, Named, drained, raw, type_named, unique
 from trivium.synchronizer import Exchange, Synchronizer, dead_explorers
 from trivium.types import TRAINER, Capabilities
 
@@ -291,10 +281,10 @@ def _send_bucket(group: ExchangeGroup, version: int, number: int, bucket: _Bucke
         {"version": version, "number": number, "bytes": bucket.flat.nbytes, "tensors": bucket.entries}
     )
     wait = group.broadcast_async(bucket.flat.to(group.device))
-    hashes = digests([tensor for _, tensor in _unpacked(bucket.entries, on_host(bucket.flat))])  # while it is sent
+    hashes = digests(_unpacked(bucket.entries, bucket.flat))  # while it is sent
     wait()
     group.broadcast_object(hashes)
-    return {entry["name"]: each for entry, each in zip(bucket.entries, hashes, strict=True)}
+    return hashes
 
 
 def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> list[Named]:
@@ -302,10 +292,10 @@ def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> 
     they are refused."""
     if header["version"] != version:
         raise ExchangeAborted(f"the trainer sends version {header['version']}")
-    flat = _received_bytes(group, header["bytes"])
+    named = _unpacked(header["tensors"], _received_bytes(group, header["bytes"]))
     try:
         verify(
-            _unpacked(header["tensors"], on_host(flat)),
+            named,
             group.receive_object(),
             version,
             "its bytes changed between the trainer and here",
@@ -314,7 +304,7 @@ def _received(group: ExchangeGroup, version: int, header: Mapping[str, Any]) -> 
     except SyncError as error:
         group.acknowledge(header["number"], error.found)
         raise
-    return _unpacked(header["tensors"], flat)
+    return named
 
 
 def _received_bytes(group: ExchangeGroup, size: int) -> torch.Tensor:

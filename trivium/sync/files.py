@@ -27,17 +27,8 @@ from trivium.concurrency import ProgressDeadline
 from trivium.errors import SyncError, VersionGone
 from trivium.models.described import Described, type_name
 from trivium.protocols import TensorSpec, Weights
-from trivium.sync.tensors import (
-    BUCKET_BYTES,
-    Named,
-    digests,
-    drained,
-    joined,
-    parts,
-    raw,
-    type_named,
-    verify,
-)
+from trivium.sync.hashes import copied, joined, verify
+from trivium.sync.tensors import BUCKET_BYTES, Named, drained, parts, raw, type_named
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER
 
@@ -175,17 +166,17 @@ def _write(folder: Path, version: int, weights: Weights) -> str:
     """Writes the files of a version, the manifest last; returns the hash of all tensors. At most those of one file are
     in memory."""
     entries: list[dict[str, Any]] = []
-    copied = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights)
-    for number, part in enumerate(parts(copied, FILE_BYTES)):
-        entries += _write_file(folder / f"weights-{number:05d}.safetensors", part)
+    hashes = dict[str, str]()
+    for number, part in enumerate(parts(copied(weights, hashes), FILE_BYTES)):
+        entries += _write_file(folder / f"weights-{number:05d}.safetensors", part, hashes)
         part.clear()
     content = {"version": version, "tensors": entries}
     manifest = {**content, "hash": _hash_of(content)}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    return joined({entry["name"]: entry["hash"] for entry in entries})
+    return joined(hashes)
 
 
-def _write_file(file: Path, part: Sequence[Named]) -> list[dict[str, Any]]:
+def _write_file(file: Path, part: Sequence[Named], hashes: Mapping[str, str]) -> list[dict[str, Any]]:
     """Writes a file; returns the manifest's entries of its tensors."""
     save_file(dict(part), file)
     starts = _starts(file)
@@ -197,9 +188,9 @@ def _write_file(file: Path, part: Sequence[Named]) -> list[dict[str, Any]]:
             "bytes": tensor.nbytes,
             "file": file.name,
             "at": starts[name],
-            "hash": digest,
+            "hash": hashes[name],
         }
-        for (name, tensor), digest in zip(part, digests([tensor for _, tensor in part]), strict=True)
+        for name, tensor in part
     ]
 
 
@@ -220,7 +211,7 @@ def _read(
             named = [(entry["name"], _tensor(version, entry, files[entry["file"]])) for entry in entries]
             verify(
                 named,
-                [entry["hash"] for entry in entries],
+                {entry["name"]: entry["hash"] for entry in entries},
                 version,
                 f"its bytes in {entries[0]['file']} are not what was offered",
                 "check the disk or the file system; the trainer writes each version anew",

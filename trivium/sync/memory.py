@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from trivium.errors import VersionGone
 from trivium.models.described import Described, spec
 from trivium.protocols import Weights
-from trivium.sync.tensors import Named, digests, joined, unique, verify
+from trivium.sync.hashes import copied, joined, verify
+from trivium.sync.tensors import Named
 from trivium.synchronizer import Synchronizer
 from trivium.types import TRAINER, Capabilities
 
@@ -37,15 +38,15 @@ class MemoryChannel:
     ) -> None:
         del directory, synchronizer, role  # both sides are this process
         self._keep = keep
-        self._versions: dict[int, tuple[list[Named], list[str]]] = {}
-        """(tensors, their hashes) by version."""
+        self._versions: dict[int, tuple[list[Named], dict[str, str]]] = {}
+        """(tensors, their hashes by name) by version."""
         self._lock = Lock()
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        copies = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in unique(weights)]
-        hashes = digests([tensor for _, tensor in copies])
-        self.offered = joined({name: each for (name, _), each in zip(copies, hashes, strict=True)})
+        hashes = dict[str, str]()
+        copies = [*copied(weights, hashes)]
+        self.offered = joined(hashes)
         with self._lock:
             self._versions[version] = copies, hashes
             for old in sorted(self._versions)[: -self._keep]:
@@ -94,7 +95,7 @@ def read_versions(directory: Path) -> Iterator[tuple[int, Weights]]:
             yield int(path.stem), [(name, file.get_tensor(name)) for name in json.loads(file.metadata()["order"])]
 
 
-def _verified(version: int, copies: Sequence[Named], hashes: Sequence[str]) -> Iterator[Named]:
+def _verified(version: int, copies: Sequence[Named], hashes: Mapping[str, str]) -> Iterator[Named]:
     verify(
         copies,
         hashes,

@@ -1,17 +1,12 @@
-"""What every channel does with tensors: their bytes, their hashes, parts of a model that travel together."""
+"""What every channel does with tensors: their bytes, parts of a model that travel together."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import torch
 
-from trivium.concurrency import usable_cores
 from trivium.errors import SyncError
-from trivium.models.described import type_name
 from trivium.protocols import Weights
 
 Named = tuple[str, torch.Tensor]
@@ -19,14 +14,6 @@ Named = tuple[str, torch.Tensor]
 BUCKET_BYTES = 2**28
 """The size of a bucket, unless it holds one larger tensor: what a process that sends or reads weights needs beside
 them."""
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where its bytes can be hashed: itself on the CPU, else a copy in pinned memory, which a GPU writes to
-    directly."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def drained(named: list[Named]) -> Iterator[Named]:
@@ -39,32 +26,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes in logical order, (B,) uint8; no copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """128 bits of blake2b over dtype, shape and bytes."""
-    header = f"{type_name(tensor.dtype)} {list(tensor.shape)}\n".encode()
-    hasher = hashlib.blake2b(header, digest_size=16)
-    hasher.update(raw(tensor).cpu().numpy().data)
-    return hasher.hexdigest()
-
-
-def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """The digest of each, on every core: hashing is the slowest part of the transfer, and releases the GIL."""
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        return list(pool.map(digest, tensors))
-
-
-def verify(named: Sequence[Named], expected: Sequence[str], version: int, found: str, do: str) -> None:
-    """Raises SyncError, with this cause and advice, for the first tensor whose digest is not the expected one."""
-    for (name, _), before, now in zip(named, expected, digests([tensor for _, tensor in named]), strict=True):
-        if before != now:
-            raise SyncError(f"collect {name!r} of version {version}", found, do)
-
-
-def joined(hashes: Mapping[str, str]) -> str:
-    """One hash of all tensors of a version, from theirs by name."""
-    return hashlib.blake2b(json.dumps(dict(sorted(hashes.items()))).encode(), digest_size=16).hexdigest()
 
 
 def type_named(name: str) -> torch.dtype:
