@@ -212,7 +212,7 @@ def test_a_sum_misses_a_change_as_rarely_as_promised(change: Change) -> None:
         differ = (rows[0] != rows[1]).any(1)
         sums = [each[differ][:40].long() @ of_round for each in rows]
         equal, compared = equal + int((sums[0] == sums[1]).sum()), compared + sums[0].numel()
-    assert compared > 1000
+    assert compared > 500
     assert equal / compared < 1 / 64
 
 
