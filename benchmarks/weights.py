@@ -7,7 +7,8 @@ read and verified; nothing loads them. Both ends are threads of one process, exc
 socket of this machine). `checkpoint` writes to the disk that temporary files are on, and waits for it; what is read
 comes from the system's cache. The methods take turns, and what is printed is the best of each: seconds for a GB, and
 how many times the floor that is. The floor is what the method cannot do without: a copy in memory, a file that is
-written and read, a raw broadcast of gloo. Hashing is that of all bytes, once for each end, on all cores.
+written and read, a raw broadcast of gloo. Hashing is that of all weights, once for each end, by as many threads as the
+channels have. In the end, what a tensor of some sizes takes to hash, by one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from trivium.models.described import described
 from trivium.protocols import RolloutEngine, WeightChannel
 from trivium.sync.collective import CollectiveChannel
 from trivium.sync.files import FileChannel
-from trivium.sync.hashes import digests
+from trivium.sync.hashes import digest, digests
 from trivium.sync.memory import MemoryChannel
 from trivium.sync.tensors import BUCKET_BYTES
 from trivium.synchronizer import Synchronizer
@@ -199,6 +200,12 @@ def measure(folder: Path, gigabytes: float, repeats: int, dtype: torch.dtype) ->
         print(f"{name:14} {best[name]:6.3f}  {best[name] / best[floor]:.1f} x {floor}{share}")
 
 
+def hashed(size: int) -> float:
+    """Seconds that one thread takes to hash a tensor of so many bytes."""
+    tensor, repeats = torch.randn(size // 4), max(1, 2**24 // size)
+    return min(seconds(lambda: [digest(tensor) for _ in range(repeats)]) for _ in range(5)) / repeats
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=0.5)
@@ -209,6 +216,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="weights-"))
     try:
         measure(folder, asked.gigabytes, asked.repeats, getattr(torch, asked.dtype))
+        torch.set_num_threads(1)
+        for size in (2**10, 2**16, 2**22, 2**28):
+            print(f"a hash of {size:11,} bytes: {hashed(size) * 1e6:9,.0f} us")
     finally:
         shutil.rmtree(folder)
     return 0
