@@ -267,7 +267,7 @@ def test_a_gpu_computes_the_same_and_its_host_waits_once_for_each(gpu: EmulatedG
     gpu.waits.clear()
     assert digests(there) == expected
     assert sum(gpu.waits.values()) == len(there)
-    condensed = hashes._condensed(there[-1][1].view(torch.int8), hashes._keys(there[-1][1].device)[0])
+    condensed = hashes._condensed(there[-1][1].view(torch.uint8), hashes._keys(there[-1][1].device)[0])
     assert condensed.is_cuda
     of_copies = dict[str, str]()
     assert all(not tensor.is_cuda for _, tensor in copied(there, of_copies))

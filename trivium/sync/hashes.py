@@ -42,7 +42,7 @@ _ROW, _SUMS, _ROUNDS = 2048, 16, 2
 _SHORT = 2**15
 """Fewer bytes go to blake2b as they are, which is as quick."""
 _ROWS_ON_CPU, _ROWS_ON_GPU = 2**8, 2**12
-"""Rows that are made floating-point numbers at a time, of four times their size: what a cache holds."""
+"""Rows that are multiplied at a time: what a cache holds, with copies of them in other types."""
 _PART_BYTES = 2**22
 """What a thread hashes at a time: to hand it a small tensor takes longer than to hash it."""
 _MAX_THREADS = 4
@@ -51,10 +51,10 @@ _MAX_THREADS = 4
 
 def digest(tensor: torch.Tensor, like: str = CONDENSED) -> str:
     """The hash of a tensor's type, shape and bytes, in the form of this recorded hash."""
-    data = raw(tensor).view(torch.int8)
+    data = raw(tensor)
     form = CONDENSED if like.startswith(CONDENSED) else ""
     for keys in _keys(data.device) if form else ():
-        if len(data) >= _SHORT:
+        if data.numel() >= _SHORT:
             data = _condensed(data, keys)
     hasher = hashlib.blake2b(f"{type_name(tensor.dtype)} {list(tensor.shape)}\n".encode(), digest_size=16)
     hasher.update(data.cpu().numpy().data)
@@ -117,10 +117,11 @@ def _hashed(weights: Iterable[Named], hashes: dict[str, str], forms: Mapping[str
 
 
 def _condensed(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """(B,) int8 -> (B // 2048 * 64 + B % 2048,) int8: the sums of each row, then the bytes that fill no row."""
-    rows, rest = data[: len(data) // _ROW * _ROW].view(-1, _ROW), data[len(data) // _ROW * _ROW :]
+    """(B,) uint8 -> (B // 2048 * 64 + B % 2048,) uint8: the sums of each row, then the bytes that fill no row."""
+    whole, at_once = data.numel() // _ROW * _ROW, _ROWS_ON_CPU if data.device.type == "cpu" else _ROWS_ON_GPU
     product = integer_product if _multiplies_integers(data.device) else float_product
-    return torch.cat([product(rows, keys.T).view(-1).view(torch.int8), rest])
+    rows = data[:whole].view(torch.int8).view(-1, _ROW)
+    return torch.cat([*(raw(product(part, keys)) for part in rows.split(at_once)), data[whole:]])
 
 
 def integer_product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -132,8 +133,7 @@ def integer_product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def float_product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The same in floating point. Every number on the way is whole and at most 2^24 (128 * 64 * 2,048), so float32 is
     exact in any order, and so is TF32: it has the 8 bits of the factors."""
-    wide, at_once = keys.float(), _ROWS_ON_CPU if rows.device.type == "cpu" else _ROWS_ON_GPU
-    return torch.cat([(part.float() @ wide).int() for part in rows.split(at_once)])
+    return (rows.float() @ keys.float()).int()
 
 
 @cache
@@ -144,8 +144,8 @@ def _multiplies_integers(device: torch.device) -> bool:
 
 
 @cache
-def _keys(device: torch.device) -> torch.Tensor:
-    """(rounds, 16, 2048) int8 in [-64, 64): 7 bits each from a fixed stream of random bytes."""
+def _keys(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """For each round (2048, 16) int8 in [-64, 64): 7 bits each from a fixed stream of random bytes."""
     stream = hashlib.shake_128(b"trivium.sync.hashes").digest(_ROUNDS * _SUMS * _ROW)
     keys = torch.frombuffer(bytearray(stream), dtype=torch.int8).bitwise_and(0x7F).sub(64)
-    return keys.view(_ROUNDS, _SUMS, _ROW).to(device)
+    return tuple(each.T for each in keys.view(_ROUNDS, _SUMS, _ROW).to(device))
