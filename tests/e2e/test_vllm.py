@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -28,6 +29,7 @@ from tests.unit.vision_parts import by_transformers, picture, tiny, user
 from trivium.config import config_from_mapping
 from trivium.engines.endpoint import EndpointEngine
 from trivium.engines.vllm import VllmEngine
+from trivium.engines.vllm_process import dead_error, unless_dead
 from trivium.errors import RolloutError, SyncError
 from trivium.models.load import load_lm
 from trivium.models.lora import LoraConfig, adapter_state, attach, merged_state, pushed_adapter
@@ -357,6 +359,20 @@ async def test_vllm_that_is_killed_is_named_or_replaced_with_the_current_weights
     for request, done in zip(requests, await asyncio.gather(*calls), strict=True):
         assert set(done.policy_version.tolist()) == {STEPS + 2}
         check_log_probs(ran, model, request, done)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_call_that_fails_since_a_worker_died_is_a_death(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM fails the call, and ends soon after."""
+    monkeypatch.setattr("trivium.engines.vllm_process._DEATH_S", 0.5)
+
+    async def failing() -> None:
+        raise RuntimeError("Call to collective_rpc method failed: cancelled")
+
+    llm: Any = SimpleNamespace(output_handler=asyncio.ensure_future(asyncio.sleep(0.05 if dies else 60)))
+    with pytest.raises(dead_error() if dies else RuntimeError):
+        await unless_dead(llm, failing())
+    llm.output_handler.cancel()
 
 
 async def test_the_contract(ran: Ran) -> None:

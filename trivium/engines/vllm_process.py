@@ -30,6 +30,8 @@ _log = logging.getLogger("trivium")
 
 OWNER = "TRIVIUM_VLLM_OWNER"
 """The variable of the environment that names the process that vLLM's processes work for."""
+_DEATH_S = 15.0
+"""How long vLLM may take to end after a worker that died; it waits 9 s for the other workers."""
 _WATCH_S = 1.0
 """How often a worker looks whether it is still needed."""
 
@@ -91,11 +93,16 @@ def dead_error() -> type[Exception]:
 
 async def unless_dead(llm: AsyncLLM, calling: Coroutine[Any, Any, T]) -> T:
     """What a call of vLLM's process returns. Raises vLLM's EngineDeadError where that dies meanwhile: the call
-    by itself would wait for ever. `llm.output_handler` ends when the process does."""
-    call = asyncio.ensure_future(calling)
+    by itself would wait for ever. `llm.output_handler` ends when the process does.
+
+    The death of a worker fails the call first, like an error of its own, and the process after it."""
+    call, death = asyncio.ensure_future(calling), llm.output_handler
     try:
-        await asyncio.wait({call, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
+        await asyncio.wait({call, death}, return_when=asyncio.FIRST_COMPLETED)
+        if call.done() and call.exception() is None:
+            return call.result()
+        await asyncio.wait({death}, timeout=_DEATH_S)
+        if death.done():
             raise dead_error()()
         return call.result()
     finally:
