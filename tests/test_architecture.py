@@ -231,7 +231,7 @@ def swallowed_exceptions(modules: list[Module]) -> list[str]:
     found: list[str] = []
     for module in modules:
         here: list[str] = []
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             swallows = isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and not _passes_on(node)
             suppresses = (
                 isinstance(node, ast.Call) and _name(node.func) == "suppress" and any(map(_catches_all, node.args))
@@ -270,7 +270,7 @@ def prints(modules: list[Module]) -> list[str]:
         f"{module.name}:{node.lineno}: print"
         for module in modules
         if module.name not in MAY_PRINT
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -280,13 +280,13 @@ def unread_config_fields(modules: list[Module]) -> list[str]:
     read = {
         node.attr
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     return [
         f"{module.name}:{field.lineno}: no code reads {section.name}.{field.target.id}"
         for module in modules
-        for section in ast.walk(module.tree)
+        for section in module.nodes
         if isinstance(section, ast.ClassDef) and _is_section(section) and section.name not in PRINTED_WHOLE
         for field in section.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -309,7 +309,7 @@ def pickles(modules: list[Module]) -> list[str]:
             if item.target.partition(".")[0] in ("pickle", "dill", "cloudpickle", "shelve", "joblib", "marshal")
             and module.name not in MAY_PICKLE
         ]
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.save", "torch.load"):
                 found.append(f"{module.name}:{node.lineno}: {ast.unparse(node.func)}")
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":

@@ -108,7 +108,7 @@ def signature_types(function: Function) -> Iterator[str]:
 
 def config_fields(modules: Iterable[Module]) -> Iterator[str]:
     """The public fields of the class `Config` and of every class that derives from it, by the names of the bases."""
-    classes = [node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)]
     sections, before = {"BaseConfig", "Config"}, 0
     while len(sections) > before:
         before = len(sections)

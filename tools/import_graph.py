@@ -41,6 +41,11 @@ class Module:
         return ast.parse(self.source)
 
     @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, in the order of `ast.walk`."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def imports(self) -> tuple[Import, ...]:
         """All of them, from inside and outside the package, in the order of the file."""
         return tuple(self._imports(self.tree.body, "module"))
