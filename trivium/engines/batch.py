@@ -47,7 +47,7 @@ class Ticket:
     kept_count: list[int] = field(default_factory=list[int], repr=False)
 
     def asks(self, what: str) -> bool:
-        """Whether the request wants this recorded."""
+        """Whether the request asks for this quantity to be recorded."""
         return what in self.request.sampling.extra
 
 

@@ -173,7 +173,7 @@ def task_of_row(where: str, row: object, config: RowTasks.Config, taskset: str) 
 
 
 def missing_package(where: str, module: str, error: MissingPackage) -> Iterator[Problem]:
-    """The error as a problem of the section `where`, unless the module is there; nothing is imported."""
+    """A problem of the section `where` if the module is not installed, else nothing. Imports no module."""
     if importlib.util.find_spec(module) is None:
         yield Problem(where, error.asked, error.found, error.do)
 

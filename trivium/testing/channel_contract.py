@@ -1,4 +1,4 @@
-"""What a weight channel promises."""
+"""The contract tests of a weight channel."""
 
 from __future__ import annotations
 

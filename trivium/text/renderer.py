@@ -211,7 +211,7 @@ class ChatRenderer:
         return content or [{"type": "text", "text": ""}]
 
     def _takes_parts(self) -> bool:
-        """Whether the template reads a content that is a list of parts: one for text alone writes it as it is."""
+        """Whether the template supports content that is a list of parts; a template for text prints the list."""
         marker = _unused_marker(())
         conversation = [{"role": "user", "content": [{"type": "text", "text": marker}]}]
         try:

@@ -151,7 +151,7 @@ class Optimizer:
         return full_scalar(torch.nn.utils.get_total_norm(gradients))
 
     def _origin(self, origin: Callable[[], str] | None) -> str:
-        """What was the first to be not finite: before the gradient, else in it; of this rank."""
+        """Names what became non-finite first on this rank: the inputs or losses, else the gradient."""
         if before := origin() if origin is not None else "":
             return f", because {before}"
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

@@ -83,7 +83,7 @@ class WatchedRun:
         }
 
     def state(self) -> dict[str, Any]:
-        """How far it is: `age_s` since the last row of metrics, and whether it ended."""
+        """The progress of the run: `age_s`, seconds since the last row of metrics, and whether the run ended."""
         rows, path = self.metrics.refresh(), self.path / "metrics.jsonl"
         return {
             "rows": len(rows),

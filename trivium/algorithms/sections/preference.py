@@ -27,7 +27,7 @@ ScoreLossPlugin = Annotated[SerializeAsAny[Plugin], BeforeValidator(plugin("scor
 
 
 class PairsConfig(PassesConfig):
-    """What algorithms have that learn from pairs: a file's rows, or the best and the worst member of each group."""
+    """Options of algorithms over preference pairs: rows of a file, or the best and the worst member of each group."""
 
     def problems(self, run: RunConfig, where: str) -> Iterator[Problem]:
         yield from super().problems(run, where)
@@ -64,7 +64,7 @@ class PairsConfig(PassesConfig):
 
 
 class PreferenceConfig(PairsConfig):
-    """Preferences that teach the policy itself."""
+    """Algorithms that train the policy on preferences directly."""
 
     pair_loss: PairLossPlugin
     """The loss of a pair: `{kind: dpo, ...}`, or a function of yours."""

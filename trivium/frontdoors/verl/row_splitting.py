@@ -78,7 +78,7 @@ def num_rows(value: object) -> int | None:
 
 
 def common_rows(values: Mapping[Any, Any]) -> int | None:
-    """The rows of all named values that have any. Raises DataError where they differ."""
+    """The number of rows, which all named values that have rows must agree on; else raises DataError."""
     counts = {name: rows for name, value in values.items() if (rows := num_rows(value)) is not None}
     if len(set(counts.values())) > 1:
         raise DataError(

@@ -64,7 +64,7 @@ Table = Mapping[str, Sequence[Any]]
 
 
 def _table(group: Group, extra_of: Mapping[tuple[str, int], Mapping[str, Any]]) -> Table:
-    """The variables that every sample of a task has."""
+    """The variables that all samples of a task have a value for."""
     rows = [
         {"reward": member.reward, **extra_of[group.group_id, member.index]} if member.failure is None else None
         for member in group.trajectories
