@@ -159,7 +159,7 @@ class Experiences(Sequence[Experience]):
 
     @property
     def group_ids(self) -> list[str]:
-        """The task id of each experience."""
+        """The group id of each experience."""
         return [e.group_id for e in self]
 
     @property
