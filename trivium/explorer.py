@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -292,7 +292,9 @@ class Explorer:
     async def _verdict(self, task: Task, judging: Awaitable[T], left_s: float) -> T | RolloutError:
         """The result of a judge, or its error: a failed reward fails the trajectory and never counts as 0."""
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            # A deadline takes longer than brief rewards, which are not waited for.
+            brief = getattr(self.judge, "is_brief", False)
+            async with nullcontext() if brief else asyncio.timeout(max(0.0, left_s)):
                 with self._rewarding:
                     return await judging
         except TimeoutError:

@@ -48,14 +48,14 @@ class RewardCall:
         self._label, self._limit = label, limit
         self._forked: InProcesses | None = None
         self.is_async = _is_async(function)
-        self._is_brief = not self.is_async and getattr(function, "brief", False) is True
+        self.is_brief = not self.is_async and getattr(function, "brief", False) is True
 
     async def __call__(self, /, **arguments: object) -> object:
         """What the function returned, or the exception that it ended with.
 
         Cancelling the call gives up its thread, which cannot be stopped, and kills its process.
         """
-        if self._is_brief:
+        if self.is_brief:
             result, error = outcome_of(functools.partial(self._function, **arguments))
             return result if error is None else error
         if self._patience_s is None:

@@ -133,6 +133,8 @@ class Judge:
     def __init__(self, components: Sequence[_Component]) -> None:
         self._components = tuple(components)
         self._comparing = [component for component in components if component.compares]
+        self.is_brief = all(component.call.is_brief for component in components)
+        """Whether every reward takes microseconds and says so (`trivium.rewards.calls`): none is waited for."""
 
     @property
     def labels(self) -> tuple[str, ...]:

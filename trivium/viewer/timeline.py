@@ -34,6 +34,7 @@ def read_spans(run_dir: Path) -> list[Span]:
     for path in sorted((run_dir / SPANS).glob("*.jsonl")):
         about = path.stat()
         spans += _of_process(path, about.st_size, about.st_mtime_ns)
+    spans.reverse()  # what surrounds others is written after them, and may begin in the same moment of the clock
     return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
