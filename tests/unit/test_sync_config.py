@@ -32,7 +32,7 @@ SQL = {"kind": "sql", "url": "sqlite:///run.db"}
 @pytest.mark.parametrize("mode", ["explore", "train"])
 def test_halves_in_two_commands_need_a_buffer_and_a_channel_that_both_reach(mode: str, tmp_path: Path) -> None:
     run = {"mode": mode}
-    assert "never exchange groups" in problems(tmp_path, run=run)["buffer.kind"]
+    assert "could not exchange groups" in problems(tmp_path, run=run)["buffer.kind"]
     assert "within one process" in problems(tmp_path, run=run, buffer=SQL)["sync.method"]
     for method in ("checkpoint", "nccl"):
         assert problems(tmp_path, run=run, buffer=SQL, sync={"method": method}) == {}
