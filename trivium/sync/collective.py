@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from trivium.errors import RoleFailed, SyncError, VersionGone
 from trivium.models.described import Described, type_name
 from trivium.protocols import TensorSpec, Weights
+from trivium.run_role import dead_explorers
 from trivium.sync.hashes import digests, joined, verify
 from trivium.sync.process_group import (
     ALL_BUCKETS,
@@ -36,7 +37,7 @@ from trivium.sync.process_group import (
     refuses_connections,
 )
 from trivium.sync.tensors import BUCKET_BYTES, Named, drained, raw, type_named, unique
-from trivium.synchronizer import Exchange, Synchronizer, dead_explorers
+from trivium.synchronizer import Exchange, Synchronizer
 from trivium.types import TRAINER, Capabilities
 
 _log = logging.getLogger("trivium")
