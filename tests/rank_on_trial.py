@@ -20,6 +20,7 @@ WEIGHTS = [
     ("empty", torch.empty(0, 4)),
     ("number", torch.tensor(7)),
     ("large", torch.arange(5_000_000, dtype=torch.int32)),
+    ("last", torch.tensor([True])),
 ]
 
 

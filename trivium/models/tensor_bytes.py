@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -35,6 +35,43 @@ def receive(connection: Connection, name: str, dtype: str, shape: tuple[int, ...
     while size < len(flat):
         size += connection.recv_bytes_into(flat, size)
     return name, tensor
+
+
+def send_together(connection: Connection, named: Sequence[Named]) -> None:
+    """The bytes of a group (`groups`) whose headers were sent: a group of several tensors is one message. Where other
+    threads want the interpreter, each read of the other end may wait for it."""
+    if len(named) > 1:
+        connection.send_bytes(b"".join(part for _, tensor in named for part in parts_of(tensor)))
+        return
+    for part in parts_of(named[0][1]):
+        connection.send_bytes(part)
+
+
+def receive_together(connection: Connection, headers: Sequence[Header]) -> Iterator[Named]:
+    """The tensors of these headers, whose bytes are next."""
+    if len(headers) == 1:
+        yield receive(connection, *headers[0])
+        return
+    data, start = memoryview(connection.recv_bytes()), 0
+    for name, dtype, shape in headers:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        flat = _flat(tensor)
+        flat[:] = data[start : start + len(flat)]
+        start += len(flat)
+        yield name, tensor
+
+
+def groups(weights: Iterable[Named]) -> Iterator[list[Named]]:
+    """The tensors in order, in lists that are one part together, or hold one larger tensor."""
+    group, size = list[Named](), 0
+    for name, tensor in weights:
+        if group and size + tensor.nbytes > _PART_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor))
+        size += tensor.nbytes
+    if group:
+        yield group
 
 
 def _flat(tensor: torch.Tensor) -> memoryview:

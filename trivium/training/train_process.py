@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from trivium.errors import RoleFailed, TriviumError
 from trivium.models.described import Described
-from trivium.models.tensor_bytes import Named, header_of, parts_of, receive
+from trivium.models.tensor_bytes import Named, groups, header_of, receive_together, send_together
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
 from trivium.training.data_parallel import RankVerbs
 
@@ -87,8 +87,8 @@ class TrainProcess:
         return delivered, getattr(self._channel, "offered", "")
 
     def _arriving(self) -> Iterator[Named]:
-        while (header := self._receive()) is not None:
-            yield receive(self._connection, *header)
+        while (headers := self._receive()) is not None:
+            yield from receive_together(self._connection, headers)
 
     def _send(self, message: object) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `_receive` raises
@@ -111,11 +111,9 @@ class _DriversChannel:
 
     def offer(self, version: int, weights: Weights) -> bool:
         _send(self._connection, ("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
-        for name, value in weights:
-            tensor = value.detach().cpu().contiguous()
-            _send(self._connection, header_of(name, tensor))
-            for part in parts_of(tensor):
-                self._connection.send_bytes(part)
+        for group in groups((name, value.detach().cpu().contiguous()) for name, value in weights):
+            _send(self._connection, [header_of(*named) for named in group])
+            send_together(self._connection, group)
         _send(self._connection, None)
         answer = pickle.loads(self._connection.recv_bytes())
         if isinstance(answer, Exception):
