@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -35,6 +36,12 @@ class Rank:
 
     def refuse(self) -> None:
         raise DataError("a short sequence", "a long one", "shorten it")
+
+    def reach(self, host: str) -> None:
+        raise ConnectionRefusedError(host)
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def divide(self, number: int) -> float:
         return 1 / number

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -15,6 +17,7 @@ from trivium.concurrency import ProcessLife
 from trivium.errors import DataError, RoleFailed, StorageError
 from trivium.protocols import DescribedWeights, WeightChannel
 from trivium.sync.memory import MemoryChannel
+from trivium.training import train_process
 from trivium.training.train_process import TrainProcess
 
 MODULE = "tests.rank_on_trial"
@@ -58,6 +61,8 @@ def test_errors_are_raised_here_and_end_nothing(process: TrainProcess) -> None:
         process.run_on_all_ranks("refuse")
     with pytest.raises(RoleFailed, match="ZeroDivisionError: division by zero"):
         process.run_on_all_ranks("divide", 0)
+    with pytest.raises(RoleFailed, match="ConnectionRefusedError: storage"):  # not the end of this connection
+        process.run_on_all_ranks("reach", "storage")
     assert process.run_on_all_ranks("divide", 2) == 0.5
 
 
@@ -116,3 +121,14 @@ def test_its_death_is_named() -> None:
         with pytest.raises(RoleFailed, match="trainer's process failed: it ended with exit code -9"):
             process.run_on_all_ranks("spec")
     process.close()
+
+
+def test_a_call_that_does_not_end_is_ended_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = started()
+    process.run_on_all_ranks("spec")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(process.run_on_all_ranks, "rest", 600.0)
+        monkeypatch.setattr(train_process, "_CLOSE_S", 0.5)
+        time.sleep(0.2)  # the call has begun; where it has not, it finds the connection closed
+        process.close()
+        assert isinstance(call.exception(30), RoleFailed | OSError)

@@ -11,8 +11,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -65,14 +65,14 @@ class TrainProcess:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
 
     def close(self) -> None:
-        """Returns once the process has ended."""
-        self._connection.close()
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            _log.warning("the %s has not ended after %.0f s: it is killed", _NAME, _CLOSE_S)
+        """Returns once the process has ended. A call in progress is waited for, and then ended."""
+        if not (is_idle := self._calls.acquire(timeout=_CLOSE_S)):
             self._process.kill()
-            self._process.wait()
+            is_idle = self._calls.acquire(timeout=_CLOSE_S)
+        self._connection.close()
+        if is_idle:
+            self._calls.release()
+        self._exit_code()
 
     def _offer(self, version: int, tensors: tuple[Any, ...] | None) -> tuple[bool, str] | Exception:
         """Offers weights that are read from the connection; (whether they were delivered, their hash), or the error."""
@@ -98,24 +98,62 @@ class TrainProcess:
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            code = self._process.wait(_CLOSE_S)
-            raise RoleFailed(_NAME, f"it ended with exit code {code}") from error
+            raise RoleFailed(_NAME, f"it ended with exit code {self._exit_code()}") from error
+
+    def _exit_code(self) -> int:
+        """Waits for the end of the process, whose connection is closed."""
+        try:
+            return self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("the %s has not ended after %.0f s: it is killed", _NAME, _CLOSE_S)
+            self._process.kill()
+            return self._process.wait()
+
+
+class _DriverGone(Exception):
+    """The driving process has closed the connection, or has ended."""
+
+
+class _Driver:
+    """The driving process, as its train process sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, message: object) -> None:
+        with self._watched():
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def send_tensors(self, group: Sequence[Named]) -> None:
+        with self._watched():
+            send_together(self._connection, group)
+
+    def receive(self) -> Any:
+        with self._watched():
+            return pickle.loads(self._connection.recv_bytes())
+
+    @contextmanager
+    def _watched(self) -> Generator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            raise _DriverGone from error
 
 
 class _DriversChannel:
     """The channel of the engine: what it offers goes to the channel of the driving process."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, driver: _Driver) -> None:
+        self._driver = driver
         self.offered = ""
 
     def offer(self, version: int, weights: Weights) -> bool:
-        _send(self._connection, ("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
+        self._driver.send(("offer", version, weights.tensors if isinstance(weights, DescribedWeights) else None))
         for group in groups((name, value.detach().cpu().contiguous()) for name, value in weights):
-            _send(self._connection, [header_of(*named) for named in group])
-            send_together(self._connection, group)
-        _send(self._connection, None)
-        answer = pickle.loads(self._connection.recv_bytes())
+            self._driver.send([header_of(*named) for named in group])
+            self._driver.send_tensors(group)
+        self._driver.send(None)
+        answer = self._driver.receive()
         if isinstance(answer, Exception):
             raise answer
         delivered, self.offered = answer
@@ -125,22 +163,22 @@ class _DriversChannel:
 def serve_driver(connection: Connection, make: Callable[[Any, WeightChannel], RankVerbs]) -> None:
     """Does what the driving process says, until it closes the connection or is gone. `make` builds the engine from
     its spec, with the channel to offer weights to."""
-    made: RankVerbs | Exception | None = None
-    with suppress(EOFError, ConnectionError):
-        spec = pickle.loads(connection.recv_bytes())
+    driver = _Driver(connection)
+    with suppress(_DriverGone):
+        spec = driver.receive()
         try:
-            made = make(spec, cast(WeightChannel, _DriversChannel(connection)))
+            made: RankVerbs | Exception = make(spec, cast(WeightChannel, _DriversChannel(driver)))
         except Exception as error:  # raised in the driving process by its first command
             made = _portable(error)
         while True:
-            method, args = pickle.loads(connection.recv_bytes())
-            _send(connection, ("error", made) if isinstance(made, Exception) else _answer(made, method, args))
+            method, args = driver.receive()
+            driver.send(("error", made) if isinstance(made, Exception) else _answer(made, method, args))
 
 
 def _answer(verbs: RankVerbs, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
     try:
         return "result", getattr(verbs, method)(*args)
-    except (EOFError, ConnectionError):
+    except _DriverGone:
         raise
     except Exception as error:  # raised in the driving process
         return "error", _portable(error)
@@ -152,7 +190,3 @@ def _portable(error: Exception) -> Exception:
         return error
     _log.error("the %s failed", _NAME, exc_info=error)
     return RoleFailed(_NAME, f"{type(error).__name__}: {error}")
-
-
-def _send(connection: Connection, message: object) -> None:
-    connection.send_bytes(pickle.dumps(message))
