@@ -134,6 +134,13 @@ class RoleFailed(TriviumError):
         return type(self), (self.role, self.cause)  # by its own arguments, where it travels between processes
 
 
+def portable(error: Exception, otherwise: Callable[[str], TriviumError]) -> Exception:
+    """An error that any process can unpickle: one of Trivium as it is, any other as `otherwise` of its text."""
+    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
+        return error
+    return otherwise(f"{type(error).__name__}: {error}")
+
+
 def text_of(value: object, limit: int = 4000, text: Callable[[Any], str] = str) -> str:
     """`str(value)` (or `repr`) as text that can be stored and printed, whatever the value is: shortened beyond `limit`
     characters, lone surrogates escaped; where `str` itself raises, the text says so."""

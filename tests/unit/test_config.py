@@ -297,6 +297,21 @@ def test_somebody_must_judge_what_is_explored(folder: Path) -> None:
     load(folder, "rewards: []\nbuffer: {kind: memory}")  # the workflow may earn
 
 
+def test_cores_are_divided_where_engine_and_trainer_compute_at_the_same_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivium.runtime.stage.usable_cores", lambda: 8)
+
+    def threads(change: str) -> int:
+        return Stage(load(folder, change), 0, 0, True, folder, folder).threads
+
+    ahead, apart = "schedule: {max_staleness: 1}\n", "train: {kind: torch, own_process: true}\n"
+    assert (threads(""), threads(ahead), threads(apart)) == (8, 8, 8)
+    assert threads(ahead + apart) == 4
+    assert threads(ahead + apart + "cluster: {threads: 3}\n") == 3
+    assert threads(ahead + apart + "cluster: {kind: ray}\n") == 8
+
+
 def test_a_users_buffer_that_declares_nothing_has_explorers_everywhere(folder: Path) -> None:
     """The checks, a run in one process and a run on Ray read one declaration with one default."""
     (folder / "mine.py").write_text(

@@ -55,6 +55,8 @@ def test_what_other_processes_cannot_have_is_refused() -> None:
         configured(CONFIG, inner, None)
     with pytest.raises(ConfigError, match="in other processes"):
         configured({**CONFIG, "cluster": {"kind": "ray"}}, [lambda prompt, completion: 1.0], None)
+    with pytest.raises(ConfigError, match="in other processes"):
+        configured({**CONFIG, "train": {"own_process": True}}, [lambda prompt, completion: 1.0], None)
 
 
 def test_classes_functions_and_paths_in_a_config(tmp_path: Path) -> None:

@@ -265,16 +265,16 @@ async def test_where_all_who_had_begun_are_gone_the_version_is_offered_anew(monk
 
 
 async def test_an_exchange_that_breaks_off_in_the_middle_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are read once; who was there before gets the rest in the same breath, who came meanwhile gets them
+    """The weights are read once; an explorer that was there before gets the rest, one that came meanwhile gets them
     anew."""
     monkeypatch.setattr(collective, "BUCKET_BYTES", 600)
     sent: list[int] = []
     original = process_group.ExchangeGroup.broadcast_object
 
-    def tell(self: Any, said: Any) -> None:
-        if isinstance(said, dict) and "number" in said:
-            sent.append(said["number"])
-        original(self, said)
+    def tell(self: Any, message: Any) -> None:
+        if isinstance(message, dict) and "number" in message:
+            sent.append(message["number"])
+        original(self, message)
 
     monkeypatch.setattr(process_group.ExchangeGroup, "broadcast_object", tell)
     run, made = Run(), iter(Reading(9))

@@ -211,7 +211,8 @@ class ClusterSection(BaseConfig):
     """Where the roles run and what they may use."""
 
     kind: Literal["local", "ray"] = free("local")
-    """`local` keeps the roles of this command in its process; `ray` makes each an actor."""
+    """`local` keeps the roles of this command in its process (`train.own_process` gives the models that are trained
+    another one); `ray` makes each an actor."""
     address: str | None = free(None)
     """A running Ray cluster (`auto`, `host:port`, `ray://...`); unset starts one on this machine for the run."""
     explorers: int = free(1, ge=1)

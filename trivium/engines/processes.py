@@ -24,7 +24,7 @@ import torch
 
 from trivium.concurrency import gather_or_cancel
 from trivium.engines.pool import EnginePool, Replica, load_in_time
-from trivium.errors import SyncError, TriviumError
+from trivium.errors import SyncError, portable
 from trivium.models.described import Described, described
 from trivium.models.tensor_bytes import Named, header_of, parts_of, receive
 from trivium.policy import EngineFailure
@@ -128,7 +128,9 @@ class EngineHost:
         try:
             answer = number, await call(), None
         except Exception as error:  # raised in the other process, which may not know its class
-            answer = number, None, _portable(error)
+            if (answered := portable(error, _failed)) is not error:
+                _log.error("the engine of this process failed", exc_info=error)
+            answer = number, None, answered
         self._send(connection, answer)
 
     def _send(self, connection: Connection, answer: tuple[int, Any, Exception | None]) -> None:
@@ -136,12 +138,8 @@ class EngineHost:
             connection.send_bytes(pickle.dumps(answer))
 
 
-def _portable(error: Exception) -> Exception:
-    """An error that any process can unpickle: an error of Trivium as it is, any other as an EngineFailure."""
-    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
-        return error
-    _log.error("the engine of this process failed", exc_info=error)
-    return EngineFailure("a completion", f"{type(error).__name__}: {error}", "look at the log of its process")
+def _failed(text: str) -> EngineFailure:
+    return EngineFailure("a completion", text, "look at the log of its process")
 
 
 def _send_at_once(connection: Connection) -> None:

@@ -61,11 +61,11 @@ def receive_together(connection: Connection, headers: Sequence[Header]) -> Itera
         yield name, tensor
 
 
-def groups(weights: Iterable[Named]) -> Iterator[list[Named]]:
-    """The tensors in order, in lists that are one part together, or hold one larger tensor."""
+def groups(weights: Iterable[Named], limit: int = _PART_BYTES) -> Iterator[list[Named]]:
+    """The tensors in order, in lists of at most `limit` bytes, or of one larger tensor."""
     group, size = list[Named](), 0
     for name, tensor in weights:
-        if group and size + tensor.nbytes > _PART_BYTES:
+        if group and size + tensor.nbytes > limit:
             yield group
             group, size = [], 0
         group.append((name, tensor))

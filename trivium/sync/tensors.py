@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from trivium.errors import SyncError
+from trivium.models.tensor_bytes import Named, groups
 from trivium.protocols import Weights
-
-Named = tuple[str, torch.Tensor]
 
 BUCKET_BYTES = 2**28
 """The size of a bucket, unless it holds one larger tensor: what a process that sends or reads weights needs beside
@@ -49,13 +48,6 @@ def unique(weights: Weights) -> Iterator[Named]:
 
 
 def parts(weights: Weights, limit: int) -> Iterator[list[Named]]:
-    """The weights in order, in lists of at most `limit` bytes, or of one larger tensor."""
-    part, size = list[Named](), 0
-    for name, tensor in unique(weights):
-        if part and size + tensor.nbytes > limit:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
+    """The weights in order, in lists of at most `limit` bytes, or of one larger tensor. Raises SyncError for a name
+    that occurs twice."""
+    return groups(unique(weights), limit)

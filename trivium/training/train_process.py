@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any, cast
 
-from trivium.errors import RoleFailed, TriviumError
+from trivium.errors import RoleFailed, TriviumError, portable
 from trivium.models.described import Described
 from trivium.models.tensor_bytes import Named, groups, header_of, receive_together, send_together
 from trivium.protocols import DescribedWeights, WeightChannel, Weights
@@ -185,8 +186,6 @@ def _answer(verbs: RankVerbs, method: str, args: tuple[Any, ...]) -> tuple[str, 
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that the other process can unpickle: an error of Trivium as it is, any other as the role's failure."""
-    if isinstance(error, TriviumError) and type(error).__module__.partition(".")[0] == "trivium":
-        return error
-    _log.error("the %s failed", _NAME, exc_info=error)
-    return RoleFailed(_NAME, f"{type(error).__name__}: {error}")
+    if (answer := portable(error, partial(RoleFailed, _NAME))) is not error:
+        _log.error("the %s failed", _NAME, exc_info=error)
+    return answer
