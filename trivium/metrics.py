@@ -157,6 +157,12 @@ declare(
     aggregation="sum",
 )
 declare(
+    "rollout/discarded",
+    "groups of an earlier session that are rolled out again: the weights that sampled them are not this session's",
+    aggregation="sum",
+    better="down",
+)
+declare(
     "rollout/evicted",
     "finished groups removed because they became too stale; their slots are issued again",
     aggregation="sum",

@@ -77,6 +77,9 @@ class Trainer:
     """Called in the same way after the updates, with the columns of `take_updates`, if the engine recorded them."""
     published: Callable[[int, str], None] | None = None
     """Called with (version, hash of its weights) for every published version."""
+    recorded_weights: Mapping[int, str] | None = None
+    """The hash of each version that earlier sessions published in this stage: the rollouts that they left count only
+    if this session's weights are the same. None: they count without a check."""
     before_learning: Callable[[], Awaitable[None]] | None = None
     """Called once the groups of a step have arrived: a rollout engine frees the device that it shares."""
     record: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -106,6 +109,12 @@ class Trainer:
         """The last step at which the held-out loss was measured."""
         self._reached = False
         """Whether the threshold of `schedule.until` has been crossed."""
+        self._unverified = dict(self.recorded_weights or {})
+        """Of `recorded_weights`, the versions that this session has not reached."""
+        self._offered_hash = ""
+        """The hash of the weights of `last_sync_step`."""
+        self._discarded = 0
+        """Groups of earlier sessions that were discarded since the last row of metrics."""
         self._started = time.monotonic()
 
     def prepare(self) -> None:
@@ -131,6 +140,12 @@ class Trainer:
         """Restores the buffer, publishes the version that explorers start from; evaluates at the start of a stage."""
         state: Mapping[str, Any] = self.resume.state if self.resume is not None else {}
         await self.buffer.restore(state.get("buffer"), self.train_step_num)
+        if self.recorded_weights is not None:
+            await self._discard(
+                max((self.train_step_num, *self._unverified)) + 1, "no hash of their weights is recorded"
+            )
+        if not self.schedule.ordered:  # its buffer restores nothing that newer versions sampled
+            self._unverified = {v: h for v, h in self._unverified.items() if v == self.train_step_num}
         await self.strategy.restore(state.get("strategy", {}))
         self._counts = state.get("counts", {})  # later counts belong to the next step's row
         held = self.channel.versions
@@ -185,6 +200,8 @@ class Trainer:
         metrics |= sampled | self._staleness(fresh, version) | await self._counted()
         if changed := num_changed_fields(self.record, version):
             metrics["train/changed_fields"] = changed
+        if self._discarded:
+            metrics["rollout/discarded"], self._discarded = self._discarded, 0
         metrics |= {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["time/step"] = time.monotonic() - started
         metrics["perf/idle"] = self._seconds.get("wait", 0.0) / max(metrics["time/step"], 1e-9)
@@ -243,6 +260,10 @@ class Trainer:
         wanted = missing = self.schedule.groups_per_step
         algorithm, rows = self.engine.algorithm, list[dict[str, float]]()
         groups, fresh = list[Group](), list[Group]()
+        recorded = self._unverified.pop(version, None)
+        if recorded is not None and (self.last_sync_step, self._offered_hash) != (version, recorded):
+            self._unverified.clear()
+            await self._discard(version, f"version {version} has other weights in this session")
         for refills in reversed(range(algorithm.refill + 1)):
             sample = await self._sample(missing, version)
             groups += sample.groups
@@ -257,6 +278,11 @@ class Trainer:
         if missing == wanted:
             _log.warning("step %d: all %d groups were refused, there is nothing to learn", version + 1, len(groups))
         return groups, fresh, aggregate(rows) | _origin(groups)
+
+    async def _discard(self, version: int, cause: str) -> None:
+        if count := await self.buffer.discard(version):
+            _log.warning("%d groups of an earlier session are discarded and rolled out again: %s", count, cause)
+            self._discarded += count
 
     async def _check_failures(self, fresh: Sequence[Group], version: int) -> None:
         """Raises RolloutsFailing if too many trajectories of the step failed; a resumed run retries them."""
@@ -299,7 +325,7 @@ class Trainer:
 
     def _sync_due(self, values: Values) -> bool:
         offered = self.last_sync_step == self.train_step_num
-        if self.evaluation_due and not offered:
+        if not offered and (self.evaluation_due or self.train_step_num in self._unverified):
             return True
         explorers = live_explorers(values).values()
         if self.synchronizer.collective and any(entry.get("version") is None for entry in explorers):
@@ -325,9 +351,10 @@ class Trainer:
         with self._timed("sync"):
             if not self.engine.sync_weight():
                 return
+            self._offered_hash = self.engine.offered_hash()
+            if self.published is not None:  # before any rollout of this version can be journaled
+                self.published(self.train_step_num, self._offered_hash)
             self.synchronizer.publish(self.train_step_num, self.channel.versions)
-            if self.published is not None:
-                self.published(self.train_step_num, self.engine.offered_hash())
         self.last_sync_step = self.last_trainer_sync_step = self.train_step_num
         self._show_examples()
 

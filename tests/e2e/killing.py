@@ -135,14 +135,14 @@ def launches(config: Path, run_dir: Path, kills: Sequence[Kill] = (), overrides:
 
     Fails when the last one does not finish.
     """
-    arguments = ("run", str(config), f"run.dir={run_dir}", *overrides)
-    output = run_dir.with_name(f"{run_dir.name}.out")
-    outcomes = [_launch(arguments, kill, output) for kill in (*kills, None)]
-    assert outcomes[-1] == "finished", (outcomes, output.read_text())
+    outcomes = [launch(config, run_dir, kill, overrides) for kill in (*kills, None)]
+    assert outcomes[-1] == "finished", (outcomes, run_dir.with_name(f"{run_dir.name}.out").read_text())
     return outcomes
 
 
-def _launch(arguments: Sequence[str], kill: Kill | None, output: Path) -> str:
+def launch(config: Path, run_dir: Path, kill: Kill | None, overrides: Sequence[str] = ()) -> str:
+    """One `trivium run`: the moment it was killed at, `finished`, or its exit code."""
+    arguments, output = ("run", str(config), f"run.dir={run_dir}", *overrides), run_dir.with_name(f"{run_dir.name}.out")
     reading, writing = fork_server().Pipe(duplex=False)
     with reading, writing:
         process = Forked("trivium", output, _command, arguments, kill, writing)

@@ -92,6 +92,8 @@ class MemoryBuffer:
         """The attempt number of slots that are not at their first."""
         self._recorded: dict[int, Group] = {}
         """Groups of an earlier session whose rewards are to be computed again, by slot."""
+        self._restored: set[int] = set()
+        """The slots of finished groups of an earlier session; some have been taken since."""
         self._trains = schedule.first_version
         """The version that the next `take` is for."""
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -240,10 +242,33 @@ class MemoryBuffer:
                     self._attempts[group.slot] = group.attempt
             for group in journaled:
                 self._keep(group)
+            self._restored = {*self._groups}
             issued = {*self._consumed, *self._groups, *self._attempts, *self._recorded}
             self._next = max(issued, default=self._floor - 1) + 1
             self._freed = [slot for slot in range(self._floor, self._next) if not self._is_done(slot)]
             self._changed.notify_all()
+
+    async def discard(self, version: int) -> int:
+        async with self._changed:
+            finished = {slot: self._groups[slot] for slot in self._restored & self._groups.keys()}
+            lost = {slot for slot, group in (finished | self._recorded).items() if group.newest_version >= version}
+            if lost:
+                self._journal.strike(
+                    self.schedule.step_of(self._floor) - 1,
+                    lambda group: group.slot in lost or group.newest_version > version,
+                )
+            for slot in lost:
+                if self._groups.pop(slot, None) is not None:
+                    heapq.heappush(self._freed, slot)
+                elif (active := self._leases.pop(slot, None)) is not None:  # its rewards are being computed again
+                    self._cancelled.setdefault(active.owner, []).append(active.lease)
+                    self._retry(slot)
+                self._recorded.pop(slot, None)
+            self._restored -= lost
+            self._first_unfinished = min((self._first_unfinished, *lost))
+            self._num_ready = sum(slot < self._first_unfinished for slot in self._groups)
+            self._changed.notify_all()
+            return len(lost)
 
     def _journaled(self, state: SlotsState, version: int) -> list[Group]:
         """The groups in the journal that a run resumed at `version` keeps, one for each slot."""
@@ -362,6 +387,7 @@ class MemoryBuffer:
     def _retry(self, slot: int) -> None:
         """Issues a slot again after a failed attempt, or gives it up."""
         self._recorded.pop(slot, None)
+        self._restored.discard(slot)
         attempt = next_attempt(self.schedule, self._attempts.get(slot, 0))
         if attempt is None:
             self._counts["given_up"] += 1

@@ -34,6 +34,9 @@ class ReadOnlyBuffer:
 
     async def advance(self, owner: str, version: int) -> None: ...
 
+    async def discard(self, version: int) -> int:
+        return 0
+
     async def close(self) -> None: ...
 
 

@@ -87,6 +87,8 @@ class SqlBuffer:
         self._database.create(MEDIA_TABLES)
         self._media = MediaRows(self._database, name)
         self._session: str | None = None
+        self._restored = 0
+        """Groups with a lower number of arrival are of an earlier session."""
         """The id of the trainer's `restore` that this buffer belongs to; None until it is known."""
         self._idle: list[str] = []
         """Caller names that no call is using; the database keeps one result per name."""
@@ -214,7 +216,7 @@ class SqlBuffer:
         Only the trainer calls it. Rows that another run left under the same name are gone afterwards, if `overwrite`
         allows it; otherwise ConfigError.
         """
-        run, session = await asyncio.to_thread(_run_id, self._rollouts), uuid.uuid4().hex
+        run, session, arrivals = await asyncio.to_thread(_run_id, self._rollouts), uuid.uuid4().hex, 0
         place = {
             **dict.fromkeys((column.name for column in BUFFERS.columns), 0),
             "name": self._name,
@@ -224,6 +226,7 @@ class SqlBuffer:
         }
 
         def work(connection: sa.Connection) -> None:
+            nonlocal arrivals
             connection.execute(self._database.insert(BUFFERS, place))
             head = self._head(connection, lock=True)
             assert head is not None
@@ -236,12 +239,17 @@ class SqlBuffer:
                 slots.wipe()
             slots.forget_callers()
             slots.restore(state, version)
+            arrivals = slots.head["arrivals"]
             slots.head |= {"run": run, "session": session, "closed": False}
             self._save(connection, slots)
 
         await asyncio.to_thread(self._database.transact, work)
         self._media.forget()
+        self._restored = arrivals
         self._session = session  # not before it is committed: explorers of this process look at the same moment
+
+    async def discard(self, version: int) -> int:
+        return await self._change(lambda slots: slots.discard(version, self._restored), joins=True)
 
     async def close(self) -> None:
         def close(slots: Slots) -> None:

@@ -283,6 +283,20 @@ class Slots:
         free = (slot for slot in range(floor, self.head["next_slot"]) if slot not in others)
         self._insert({**self._key(slot, attempts.get(slot, 0)), "state": SlotState.FREE} for slot in free)
 
+    def discard(self, version: int, before: int) -> int:
+        """Removes the groups that arrived `before` this number, were sampled with `version` or a newer one and are not
+        trained on; returns their number."""
+        lost = (self._mine, _s.arrival < before, _s.newest >= version, _s.state.in_(_OPEN))
+        rows = self._connection.execute(sa.select(_s.slot, _s.attempt, _s.state).where(*lost)).all()
+        self._delete_groups(rows)
+        self._mark(rows, arrival=None)
+        self._mark([row for row in rows if row.state == SlotState.FINISHED], state=SlotState.FREE)
+        for row in rows:
+            if row.state == SlotState.LEASED:  # its rewards are being computed again
+                self._retry(row.slot, row.attempt, SlotState.CANCELLED)
+        self.head |= _UNKNOWN
+        return len(rows)
+
     def _undamaged(self, rows: Iterable[sa.Row]) -> dict[int, sa.Row]:
         """The last of these rows of each slot whose group is as it was written; the others are rolled out again."""
         kept = {row.slot: row for row in rows}

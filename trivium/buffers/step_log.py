@@ -8,7 +8,7 @@ earlier rows say of its step and of later ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class StepLog:
 
     def __init__(self, run_dir: Path, schedule: Schedule, machine: Mapping[str, str]) -> None:
         self.schedule = schedule
+        self.recorded_weights = {
+            row["step"]: row["weights"] for row in _rows(run_dir) if "weights" in row and row["stage"] == schedule.stage
+        }
+        """The hash of each version of the stage as an earlier attempt at the run last published it."""
         self._path, self._machine = run_dir / STEPS, machine
         self._started = False
 
@@ -74,9 +78,8 @@ class StepLog:
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
     """What is noted of each step, in order; empty for a run of a version that noted nothing."""
-    path, records, machine = run_dir / STEPS, dict[int, StepRecord](), dict[str, str]()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        row = _row(line)
+    records, machine = dict[int, StepRecord](), dict[str, str]()
+    for row in _rows(run_dir):
         machine = row.get("machine", machine)
         if "step" not in row:
             continue
@@ -89,6 +92,11 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
         else:
             records[step] = replace(known, weights=row["weights"], machine=known.machine or machine)
     return dict(sorted(records.items()))
+
+
+def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    path = run_dir / STEPS
+    return map(_row, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
 
 
 def _row(line: str) -> dict[str, Any]:

@@ -85,6 +85,13 @@ class Buffer(Protocol):
         """Continues from a checkpoint of `version`, or from the start of the stage where there is none."""
         ...
 
+    async def discard(self, version: int) -> int:
+        """Removes the groups of an earlier session that were sampled with `version` or a newer one and are not trained
+        on yet: the weights of that version are not those of this session. Reissues their slots; returns their number.
+
+        Called before `take` for `version`."""
+        ...
+
     async def close(self) -> None:
         """Wakes every waiter; `lease` and `take` raise StopAsyncIteration from now on."""
         ...

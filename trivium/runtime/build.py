@@ -208,6 +208,7 @@ def build_trainer(
         keep=keep if explored and not capabilities_of(buffer).shared else None,
         keep_updates=partial(keep_updates, stage.run_dir, schedule) if config.run.keep == "tokens" else None,
         published=log.published,
+        recorded_weights=log.recorded_weights if explored else None,
         record=record,
         name=TRAINER,
     )

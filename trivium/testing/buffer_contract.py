@@ -39,6 +39,7 @@ async def check_buffer(make: MakeBuffer, *, shared: bool = False, patience_s: fl
         _check_refused,
         _check_cancelled_waits,
         _check_restored,
+        _check_discarded,
         _check_lost_future,
         _check_retries,
         _check_close,
@@ -262,6 +263,31 @@ async def _check_restored(make: MakeBuffer) -> None:
     require(await _lease(again) == Lease(4), "what was put after the checkpoint is not issued again")
     first = await _opened(make, "restored", schedule)
     require(_slots(await first.take(4, 0)) == [0, 1, 2, 3], "without a checkpoint the stage begins with what was put")
+
+
+async def _check_discarded(make: MakeBuffer) -> None:
+    schedule = _schedule(max_staleness=1, deterministic=True)
+    buffer = await _opened(make, "discarded", schedule)
+    for version in range(3):
+        await buffer.advance("e", version)
+        for lease in [await _lease(buffer) for _ in range(4 if version == 0 else 2)]:
+            await buffer.put("e", _group(lease, version=version))
+        await buffer.take(2, version)
+    again = await _opened(make, "discarded", schedule)
+    require(await again.discard(3) == 0, "groups of older versions stay")
+    await again.take(2, 0)
+    await again.advance("e", 1)
+    require(await again.discard(1) == 4, "groups of the version and of newer ones are discarded")
+    require(await again.discard(1) == 0, "they are discarded once")
+    require(_slots(await again.take(2, 1)) == [2, 3], "what older versions sampled stays")
+    held = [await _lease(again) for _ in range(2)]
+    require(held == [Lease(4), Lease(5)], "the slots of discarded groups are issued again, as they were")
+    for lease in held:
+        await again.put("e", _group(lease, version=1))
+    require(await again.discard(1) == 0, "groups of this session stay")
+    require(_slots(await again.take(2, 2)) == [4, 5], "new groups take the places of the discarded ones")
+    resumed = await _opened(make, "discarded", schedule)
+    require(_slots(await resumed.take(6, 0)) == [*range(6)], "a discarded group does not return in a later session")
 
 
 async def _check_lost_future(make: MakeBuffer) -> None:
