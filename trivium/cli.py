@@ -140,7 +140,7 @@ def check(
         from trivium.training.device import machine, training_ranks
 
         here = machine() if described is None else read_machine(described)
-        for warning in ready(loaded, here):
+        for warning in ready(loaded, here).warnings:
             print(f"warning: {warning}", file=sys.stderr)
         ranks = training_ranks(loaded, here)
         print(plan_run(loaded, usable_cores(), here, ranks).to_yaml(), end="")

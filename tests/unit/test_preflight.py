@@ -283,7 +283,7 @@ def test_ranks_on_other_machines_need_no_gpu_of_this_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(launch, "machine", lambda: Machine(1 << 34, (1 << 34,) * 2))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert launch.ready(config) == []
+    assert launch.ready(config).warnings == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="there are 2"):
         launch.ready(config)

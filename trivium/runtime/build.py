@@ -281,9 +281,9 @@ def build_tasks(config: RunConfig, name: str) -> TaskSource:
     return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
 
 
-def holds_tasks(tasks: TaskSource) -> bool:
-    """Whether the source holds its tasks in memory, and does not make each one on access."""
-    return isinstance(tasks, RowTasks)
+def digest_of(tasks: TaskSource) -> str:
+    """The number and hash of the rows that the source read; empty if it makes its tasks on access."""
+    return tasks.digest if isinstance(tasks, RowTasks) else ""
 
 
 def build_engine(stage: Stage) -> RolloutEngine:

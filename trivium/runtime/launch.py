@@ -15,7 +15,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, Problem, RunDirError
+from trivium.errors import ConfigError, RunDirError
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
 from trivium.protocols import RestingEngine
@@ -38,7 +38,7 @@ from trivium.runtime.build import (
 from trivium.runtime.checkpoint_eval import evaluate
 from trivium.runtime.logs import BEGINS, logging_to
 from trivium.runtime.main_loop import run_in_loop
-from trivium.runtime.preflight import preflight
+from trivium.runtime.preflight import Findings, preflight
 from trivium.runtime.run_dir import as_saved, open_run_dir, recorded_changes, refuse_another_run
 from trivium.runtime.sampling_ranks import engine_over_ranks, samples_here, serve_train_rank
 from trivium.runtime.stage import Stage, TrainStage
@@ -83,9 +83,9 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
     if open_session is None:
         open_session = _ray_session if config.cluster.kind == "ray" else _local_session
     config = as_saved(config)
-    notes = ready(config)
-    with open_run_dir(config) as run_dir:
-        for note in notes:
+    findings = ready(config)
+    with open_run_dir(config, findings.rows) as run_dir:
+        for note in findings.warnings:
             _log.warning("%s", note)
         claim_name(config, run_dir)
         store = open_store(config, run_dir)
@@ -120,14 +120,15 @@ def run(config: RunConfig, open_session: OpenSession | None = None) -> dict[str,
         return {**summary, "run_dir": str(run_dir)}
 
 
-def ready(config: RunConfig, here: Machine | None = None) -> list[Problem]:
-    """Warnings before a run starts. Raises ConfigError with everything that prevents the run here, or on the machine
-    given, and what `run` raises for a run directory that belongs to another run."""
+def ready(config: RunConfig, here: Machine | None = None) -> Findings:
+    """What the checks before a run found: warnings, and which rows it reads. Raises ConfigError with everything that
+    prevents the run here, or on the machine given, and what `run` raises for a run directory that belongs to another
+    run."""
     ranks = training_ranks(config, here) if here is not None or config.cluster.kind == "ray" else ranks_here()
     findings = preflight(config, here or machine(), ranks)
     findings.refuse()
-    refuse_another_run(config, Path(config.run.dir))
-    return findings.warnings
+    refuse_another_run(config, Path(config.run.dir), findings.rows)
+    return findings
 
 
 def _connect_ranks(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from trivium.registry import resolve
 from trivium.rewards.judge import make_judge
 from trivium.rewards.model import ModelReward
 from trivium.rewards.recipe import changed
-from trivium.runtime.build import build_schedule, build_tasks, holds_tasks, shares_buffer
+from trivium.runtime.build import build_schedule, build_tasks, digest_of, shares_buffer
 from trivium.runtime.stage import Stage
 from trivium.runtime.stage_models import stage_problems
 from trivium.runtime.train_engines import check_vocabulary
@@ -66,6 +66,8 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list[Problem])
     warnings: list[Problem] = field(default_factory=list[Problem])
+    rows: dict[str, str] = field(default_factory=dict[str, str])
+    """The `RowTasks.digest` of each task source that reads rows, by its place in the config."""
 
     def refuse(self) -> None:
         """Raises ConfigError with all problems, if there are any."""
@@ -97,6 +99,7 @@ def preflight(config: RunConfig, here: Machine, ranks: int) -> Findings:
             own.attempt("serve.key_variable", lambda stage=stage: read_key(stage.serve.key_variable))
         _inspect(stage, number, own, sources)
         prefix = f"stages[{number}]." if config.stages else ""
+        findings.rows |= {prefix + where: digest for where, digest in own.rows.items()}
         for into, problems in ((findings.problems, own.problems), (findings.warnings, own.warnings)):
             known = {problem[1:] for problem in into}  # by an earlier stage
             into += [Problem(prefix + p.where, p.asked, p.found, p.do) for p in problems if p[1:] not in known]
@@ -128,6 +131,8 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
         tasks = sources.get(key)
         if tasks is None:
             continue
+        if digest := digest_of(tasks):
+            findings.rows[f"tasks.{name}"] = digest
         if judge is not None and _is_rolled_out(config, name):
             seen = _seen(tasks)
             lacking = [text for place in seen if (text := judge.lacking(tasks[place].columns))]
@@ -156,7 +161,7 @@ def _trains_here(config: RunConfig) -> bool:
 
 def _seen(tasks: TaskSource) -> range:
     """The indices of the tasks to check."""
-    return range(len(tasks) if holds_tasks(tasks) else min(len(tasks), _MADE_TASKS))
+    return range(len(tasks) if digest_of(tasks) else min(len(tasks), _MADE_TASKS))
 
 
 def _count(

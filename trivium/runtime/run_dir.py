@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
 from trivium.config.plan import plan_run
 from trivium.config.resume import Difference, as_begun, resume_changes, resume_differences, to_yaml
-from trivium.errors import ConfigError, RunDirError, first_cause, one_line
+from trivium.errors import ConfigError, Problem, RunDirError, first_cause, one_line
 from trivium.phases import SPANS
 from trivium.runtime.logs import ENDED, logging_to
 from trivium.training.device import machine, training_ranks
@@ -31,13 +31,16 @@ _log = logging.getLogger("trivium")
 ADOPTED = "taken_up.txt"
 """Names the checkpoint of another run that this directory started from, whose config does not apply to this run."""
 _CHANGES = "changes.jsonl"
+_ROWS = "rows.json"
+"""The number and hash of the rows that each task source of the run reads."""
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """Files that exist before the first step."""
 
 
 @contextmanager
-def open_run_dir(config: RunConfig) -> Generator[Path]:
-    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place.
+def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Generator[Path]:
+    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place. `rows` says what
+    its task sources read (`preflight`).
 
     Raises RunDirError where another process holds it or its config is lost, ConfigError where it is another run's.
     """
@@ -50,7 +53,7 @@ def open_run_dir(config: RunConfig) -> Generator[Path]:
                 f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
             ) from error
         with logging_to(run_dir, "log.txt"):
-            _claim(config, run_dir)
+            _claim(config, run_dir, rows or {})
             try:
                 yield run_dir
             except Exception as error:
@@ -68,14 +71,13 @@ def recorded_changes(run_dir: Path) -> list[dict[str, Any]]:
     """The changes made with `--change`, in order: the last `step` before, and `changes`, by field: [value before,
     after]."""
     path = run_dir / _CHANGES
-    try:
-        return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    except ValueError as error:
-        raise RunDirError(f"read {path}", f"it is damaged: {error}", "put it back, or remove the row") from error
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+    return [_read_json(row, path) for row in lines]
 
 
-def refuse_another_run(config: RunConfig, run_dir: Path) -> None:
-    """Raises RunDirError or ConfigError for a directory that holds a run that this config does not continue."""
+def refuse_another_run(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
+    """Raises RunDirError or ConfigError for a directory that holds a run that this config does not continue, or that
+    began with other `rows`."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         if _holds_a_run(run_dir) and not (run_dir / ADOPTED).is_file():
@@ -83,30 +85,52 @@ def refuse_another_run(config: RunConfig, run_dir: Path) -> None:
         return
     if not config.run.resume:
         raise RunDirError(f"a new run in {run_dir}", "it holds a run", "choose another run.dir, or allow run.resume")
-    problems = resume_differences(_saved_config(path), config)
+    problems = _differences(run_dir, config, rows)
     if problems and _has_steps(run_dir):
         raise ConfigError(
             f"continue the run in {run_dir}",
-            "it began with another config",
+            "it began with another config, or other rows",
             "choose another run.dir, or put these back:",
             problems,
         )
 
 
-def _claim(config: RunConfig, run_dir: Path) -> None:
+def _differences(run_dir: Path, config: RunConfig, rows: Mapping[str, str]) -> list[Problem]:
+    """What differs from the config and the rows that the run in the directory began with."""
+    path = run_dir / _ROWS
+    began: Mapping[str, str] = _read_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
+    return resume_differences(_saved_config(run_dir / "config.yaml"), config) or [
+        Problem(where, found, f"the run began with {began[where]}", "put the rows back, or start another run.dir")
+        for where, found in rows.items()
+        if began.get(where, found) != found
+    ]
+
+
+def _read_json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RunDirError(
+            f"read {path}", f"it is damaged: {error}", "put it back, or remove what is damaged"
+        ) from error
+
+
+def _claim(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
     """Writes the config into a new run directory; in an old one, checks that the run is the same."""
-    refuse_another_run(config, run_dir)
+    refuse_another_run(config, run_dir, rows)
     path = run_dir / "config.yaml"
     if path.is_file():
-        _continue(config, run_dir, _saved_config(path))
+        _continue(config, run_dir, rows)
+    if rows:
+        atomic_write(run_dir / _ROWS, json.dumps(rows, indent=1))
     atomic_write(path, to_yaml(config))
     atomic_write(run_dir / "plan.yaml", plan_run(config, usable_cores(), machine(), training_ranks(config)).to_yaml())
 
 
-def _continue(config: RunConfig, run_dir: Path, saved: dict[str, Any]) -> None:
-    """Records the differences of `config` from `saved`; removes the files of an aborted start."""
-    if not resume_differences(saved, config):
-        _record(run_dir, resume_changes(saved, config))
+def _continue(config: RunConfig, run_dir: Path, rows: Mapping[str, str]) -> None:
+    """Records the differences of `config` from the saved one; removes the files of an aborted start."""
+    if not _differences(run_dir, config, rows):
+        _record(run_dir, resume_changes(_saved_config(run_dir / "config.yaml"), config))
         return
     _log.warning("the run in %s ended before its first step: it begins anew, with this config", run_dir)
     for name in _OF_A_START:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -123,6 +124,15 @@ class RowTasks(ABC):
 
     def __getitem__(self, index: int) -> Task:
         return self._tasks[index]
+
+    @cached_property
+    def digest(self) -> str:
+        """The number of tasks and a hash of their content, images included: what a run that continues must read."""
+        digest = hashlib.blake2b(digest_size=8)
+        for task in self._tasks:
+            prompt = [[m.role, m.content, [item.sha256 for item in m.media]] for m in task.prompt]
+            digest.update(json.dumps([task.task_id, prompt, task.columns], sort_keys=True).encode())
+        return f"{len(self._tasks)} rows, hash {digest.hexdigest()}"
 
     @property
     @abstractmethod
