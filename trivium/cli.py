@@ -67,7 +67,9 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Builds a tiny model, warms it up, trains it with RL: offline, on the CPU, in a few minutes."""
-    with Outcome(debug) as outcome:
+    from trivium.monitors.console import unbreakable_output
+
+    with unbreakable_output(), Outcome(debug) as outcome:
         outcome.log_dir = dir
         from trivium.runtime.demo import demo as run_demo
 
@@ -103,7 +105,9 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Trains what CONFIG describes; a run directory that holds a checkpoint is continued."""
-    with Outcome(debug) as outcome:
+    from trivium.monitors.console import unbreakable_output
+
+    with unbreakable_output(), Outcome(debug) as outcome:
         values = [*(overrides or ()), *([] if resume is None else [f"run.resume={str(resume).lower()}"])]
         values += [] if linger is None else [f"serve.linger_s={linger}"]
         values += ["run.change=true"] if change else []
@@ -423,12 +427,21 @@ class Outcome:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+            print(f"interrupted; {self._continuation()}", file=sys.stderr)
             raise typer.Exit(130) from None
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code >= 128:
             return  # a signal ended it
         if error is not None and not isinstance(error, typer.Exit):
             raise typer.Exit(self._report(error)) from None
+
+    def _continuation(self) -> str:
+        """Where the same command goes on."""
+        from trivium.checkpoint.store import CheckpointStore
+
+        steps = CheckpointStore(self.log_dir / "checkpoints").steps() if self.log_dir is not None else []
+        if steps:
+            return f"the same command continues after step {steps[-1]}"
+        return "there is no checkpoint: the same command begins with the first step"
 
     def _report(self, error: BaseException) -> int:
         """Prints the first cause; the traceback goes to the log, or to stderr where there is no log."""

@@ -223,9 +223,8 @@ async def train_loop(trainer: TrainerProtocol) -> None:
                         await asyncio.to_thread(trainer.sync_weight)
                     await trainer.end_step()
                 await trainer.finish()
-            except BaseException as error:
-                if isinstance(error, Exception) or "failed" in synchronizer.board.read():
-                    await trainer.save_after_failure()
+            except BaseException:
+                await trainer.save_before_end()
                 await trainer.wait_for_save()  # however the run ends, the checkpoint in progress is completed
                 raise
             await buffer.close()

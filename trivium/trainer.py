@@ -43,7 +43,7 @@ _log = logging.getLogger("trivium")
 _GRACE_S = 0.2
 """How long a trainer waits for groups before an explorer may be given weights ahead of `sync.interval`."""
 _STEP_ENDS_S = 10.0
-"""How long a save after a failure waits for the thread of a train step."""
+"""How long the end of a run waits for the thread of a train step."""
 
 
 @dataclass
@@ -102,6 +102,8 @@ class Trainer:
         """The version that the train step in progress starts from; None between steps."""
         self._learning: asyncio.Future[Metrics] | None = None
         """What the thread of the last train step computes."""
+        self._ends = False
+        """Whether the run was cancelled while the thread of a train step updated the weights."""
         self._before: Mapping[str, Any] = {}
         """The state before that step of what the step changes; empty if that version has a checkpoint."""
         self._evaluated_step: int | None = None
@@ -175,6 +177,8 @@ class Trainer:
             self._before = copy.deepcopy(await self._moving_state())
         await self.train_step()
         self._stepping_from = None
+        if self._ends:
+            raise asyncio.CancelledError
 
     async def train_step(self) -> bool:
         """Takes groups, trains on them, logs. Returns whether to continue: False at the stage's last step and at the
@@ -227,7 +231,7 @@ class Trainer:
 
     async def _learned(self, groups: Sequence[Group], step: int) -> Metrics:
         """The metrics of a train step, which a thread takes. A thread cannot be cancelled: when this call is, the
-        thread ends before its first update, or runs to the end of the step."""
+        thread ends before its first update, or runs to the end of the step, and `take_step` is cancelled after it."""
         cancelled = threading.Event()
         keep = partial(self._before_updates, cancelled, step, groups)
         self._learning = asyncio.ensure_future(asyncio.to_thread(self._learn, groups, keep))
@@ -236,7 +240,11 @@ class Trainer:
         except asyncio.CancelledError:
             cancelled.set()
             self._learning.add_done_callback(lambda learning: learning.cancelled() or learning.exception())
-            raise
+            ended, _ = await asyncio.wait({self._learning}, timeout=_STEP_ENDS_S)
+            if not ended or self._learning.exception() is not None:
+                raise
+            self._ends = True
+            return self._learning.result()
 
     def _before_updates(self, cancelled: threading.Event, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Called by the thread of a train step once nothing but the updates is left to do."""
@@ -426,12 +434,14 @@ class Trainer:
             "algorithm": self.engine.algorithm.state(),
         }
 
-    async def save_after_failure(self) -> None:
-        """Saves the last complete step, unless it has a checkpoint: after a failed train step the step before it, if
-        the engine still holds its weights. An error of the save is logged, so that it does not replace the first."""
+    async def save_before_end(self) -> None:
+        """Saves the last complete step of a run that fails or is interrupted, unless it has a checkpoint.
+
+        After a failed train step this is the step before it, if the engine still holds its weights. An error of the
+        save is logged, so that it does not replace the first."""
         try:
             await self.wait_for_save()
-            if self._learning is not None and not (await asyncio.wait({self._learning}, timeout=_STEP_ENDS_S))[0]:
+            if self._learning is not None and not self._learning.done():
                 _log.warning("step %d is not saved: the thread of the next one still computes", self.train_step_num)
                 return
             version, from_version = self.train_step_num, self._stepping_from
@@ -439,13 +449,13 @@ class Trainer:
             made = from_version not in (None, version)  # the step updated the weights, and failed before it was logged
             if saved or made or not self.engine.holds_version():
                 return
-            _log.warning("saving step %d, the last one before the failure", version)
+            _log.warning("saving step %d, the last complete one", version)
             await self._save(
                 self._before if from_version == version else {**await self._moving_state(), "interrupted": True}
             )
             await self.wait_for_save()
         except Exception as error:
-            _log.error("the step before the failure could not be saved: %s", error)
+            _log.error("the last complete step could not be saved: %s", error)
 
     async def wait_for_save(self) -> None:
         """Waits for the save in progress; raises its error."""

@@ -263,6 +263,27 @@ def test_groups_are_judged_each_by_itself(variant: Variant) -> None:
     )
 
 
+@pytest.mark.parametrize("variant", [variant for variant in CENTRED if str(variant) not in EXCEPT], ids=str)
+def test_rewards_that_differ_by_rounding_teach_nothing(variant: Variant) -> None:
+    """Equal sums of float32 components, added in another order: no estimator blows their difference up."""
+    which = estimator(variant)
+    for reward in (0.3, 0.7, 25.0):
+        near = float(np.nextafter(np.float32(reward), np.float32(100)))
+        members = [member(i, near if i % 2 else reward, i, length=2) for i in range(8)]
+        x = inputs(which, [group(0, *members), group(1, member(0, 0.0, 8), member(1, 1.0, 9))])
+        of_group = x.group == x.group[0]
+        assert which.function(x).advantages[of_group].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("variant", [variant for variant in CENTRED if str(variant) not in EXCEPT], ids=str)
+def test_one_reward_apart_from_equal_ones_neither_explodes_nor_vanishes(variant: Variant) -> None:
+    which = estimator(variant)
+    for odd, others in ((0.0, 0.95), (0.95, 0.0)):
+        x = inputs(which, [group(0, *(member(i, others if i else odd, i, length=2) for i in range(8)))])
+        tie_at_the_top = variant.kind == "grpo_passk" and odd < others
+        assert (0.0 if tie_at_the_top else 0.05) <= which.function(x).advantages.abs().max() < 20
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_extreme_rewards_stay_finite(variant: Variant) -> None:
     which = estimator(variant)

@@ -145,9 +145,11 @@ def test_a_decode_step_waits_once_and_samples_as_a_cpu(
         actual = decoded(model, dtype, "cuda", gpu)
     kernels = " ".join(gpu.operators)
     assert ("_varlen_attn" in kernels) == (dtype == torch.bfloat16)
-    for one, other in zip(expected, actual, strict=True):
+    for how, one, other in zip(HOW, expected, actual, strict=True):
+        # Logits in bfloat16 tie often: a cut between equal ones keeps a token more, or less.
+        near = 0.3 if how.keys() & {"top_p", "top_k", "min_p"} else 0.02
         assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5 if dtype == torch.float32 else 0.02)
+        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5 if dtype == torch.float32 else near)
 
 
 def test_sampling_goes_on_where_kernels_are_to_be_deterministic(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from trivium.config import config_from_mapping, merged
 from trivium.config.machine import Machine
@@ -113,6 +115,19 @@ def test_images_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert "missing or damaged image" in found
     fatal = look(tmp_path, [damaged(5)], change)
     assert ["1 of 1 do not" in p.found for p in fatal.problems] == [True]
+
+
+def test_a_damaged_image_in_a_late_row_is_found_or_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JPEG that is cut off has whole headers, and no checksum."""
+    file = io.BytesIO()
+    Image.effect_noise((28, 28), 80).save(file, "JPEG")
+    late = {**pictured(9), "images": [base64.b64encode(file.getvalue()[:-300]).decode()]}
+    rows = [*(pictured(n % 200) for n in range(399)), late]
+    (found,) = (w.found for w in look(tmp_path, rows, VISION).warnings)
+    assert "1 of 400 do not" in found
+    monkeypatch.setattr("trivium.runtime.preflight._DECODING_S", 0.0)
+    (found,) = (w.found for w in look(tmp_path, rows, VISION).warnings)
+    assert "400 tasks have images of which only headers and checksums were checked" in found
 
 
 def test_images_for_a_model_that_reads_text_are_a_problem(tmp_path: Path) -> None:

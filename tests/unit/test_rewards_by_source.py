@@ -424,6 +424,7 @@ def test_its_limits_are_those_of_the_config(tmp_path: Path) -> None:
         ("numina_olympiads", "\\boxed{50\\%}", "1/2", 1.0),
         ("numina_olympiads", "\\boxed{1000}", "10", 0.0),
         ("numina_olympiads", "we get 2 apples", "2", 1.0),
+        ("numina_olympiads", "**2**", "2", 1.0),
         ("hiyouga/geometry3k", "<think>a</think>\\boxed{\\sqrt{9}}", "3", 1.0),
     ],
 )
@@ -432,3 +433,21 @@ def test_where_graders_differ_from_verls(source: str, completion: str, truth: st
     pytest.importorskip("math_verify")
     given = default_compute_score(source, completion, truth)
     assert (given["score"] if isinstance(given, dict) else given) == score
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "score"),
+    [
+        ("\\frac{\\sqrt{505}}{7}", "\\frac{\\sqrt{505}}{7}", 1.0),
+        ("Therefore the answer is \\frac{\\sqrt{505}}{7}.", "\\frac{\\sqrt{505}}{7}", 1.0),
+        ("We add: x = 3 + 4 = 7", "7", 1.0),
+        ("The final answer is $\\frac{1}{2}$. I am sure.", "\\frac12", 1.0),
+        ("so x = 7, and the answer is 8", "7", 0.0),
+        ("The answer is \\boxed{3}, not = 4", "3", 1.0),
+        ("The answer is \\boxed{3}, not = 4", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_an_answer_without_a_box_is_what_the_completion_states_last(completion: str, truth: str, score: float) -> None:
+    pytest.importorskip("math_verify")
+    assert default_compute_score("numina_aops_forum", completion, truth) == score

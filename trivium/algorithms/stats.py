@@ -13,6 +13,9 @@ from torch import Tensor
 
 from trivium.errors import DataError
 
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""The relative error of a reward that a few components in float32 were added to, in another order."""
+
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     """Sum where the mask is true. Shapes (B, L); NaN outside the mask does not leak."""
@@ -66,12 +69,15 @@ def group_statistics(scores: Tensor, group: Tensor) -> GroupStatistics:
     """Statistics of `scores` (T,) among the members with an equal entry in `group` (T,).
 
     Sums run over distances to the group's lowest score: equal scores are at distance 0, so neither their mean nor their
-    standard deviation can pick up rounding.
+    standard deviation can pick up rounding. Scores that differ by no more than float32 rounds them count as equal.
     """
     ids, inverse, members = distinct(group)
     count = members.to(scores.dtype)
     lowest = scores.new_full((len(ids),), torch.inf).scatter_reduce(0, inverse, scores, "amin")
+    largest = scores.new_zeros(len(ids)).scatter_reduce(0, inverse, scores.abs(), "amax")
     distance = scores - lowest[inverse]
+    spread = scores.new_zeros(len(ids)).scatter_reduce(0, inverse, distance, "amax")
+    distance = torch.where((spread <= _ROUNDING * largest)[inverse], 0.0, distance)
     zeros = scores.new_zeros(len(ids))
     mean_distance = zeros.index_add(0, inverse, distance) / count
     centred = distance - mean_distance[inverse]

@@ -174,7 +174,7 @@ def _opened(media: Media, max_pixels: int) -> Generator[Image]:
             f"{_described(media)}: {error}",
             "make it smaller, or raise workflow.max_image_pixels",
         ) from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as error:  # what decoders raise
+    except Exception as error:  # a decoder raises whatever the damaged bytes lead it to: struct.error, IndexError, ...
         problem = f"none of {', '.join(_FORMATS)}" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(
             f"decode {_described(media)}, {len(media.data)} bytes",

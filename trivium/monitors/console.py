@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import yaml
 from pydantic import Field
@@ -21,6 +24,7 @@ from rich.text import Text
 from trivium.config import Plugin
 from trivium.phases import Activity, watch
 
+_log = logging.getLogger("trivium")
 Row = dict[str, float]
 
 _QUIET_S = 60.0
@@ -79,6 +83,51 @@ def cells(row: Row) -> list[str]:
     return ["" if number is None else pattern.format(number) for number, pattern in values]
 
 
+class Unbreakable:
+    """A text stream that a run does not depend on. When it cannot be written any more (its reader is gone, the disk is
+    full), the log says so once, and what follows is discarded."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._replace(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._replace(error)
+
+    def _replace(self, error: OSError) -> None:
+        """What the stream still holds is written as Python exits: its descriptor leads nowhere from now on."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        _log.warning("%s cannot be written (%s): the run goes on without it", self._stream.name, error.strerror)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def unbreakable_output() -> Generator[None]:
+    """Inside this block nothing that is printed can end the run."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, Unbreakable(stream)) if stream is not None else None for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
 class ConsoleMonitor:
     """Shows the newest steps, and what goes on. What several logs say of one step shares a line in the live table."""
 
@@ -88,7 +137,7 @@ class ConsoleMonitor:
         """Steps that the live table shows."""
 
     def __init__(self, config: Config, *, run_dir: Path, resume_step: int, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or Console(file=sys.stdout and cast(TextIO, Unbreakable(sys.stdout)))
         self._rows = config.rows
         self._steps: dict[int, Row] = {}
         self._title = str(run_dir)

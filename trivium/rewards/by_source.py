@@ -15,7 +15,7 @@ from trivium.config import RewardConfig
 from trivium.errors import DataError
 from trivium.rewards.functions import gsm8k_score, last_tag
 from trivium.rewards.isolated import Isolated, require
-from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo, same_math
+from trivium.rewards.mathematics import last_boxed, math_boxed, math_dapo, same_math, stated_answer
 from trivium.rewards.programs import program_score
 from trivium.rewards.sandbox import Limits, Sandbox
 
@@ -92,8 +92,14 @@ def _math_dapo(text: str, truth: object, limits: GraderLimits) -> Score:
 
 
 def _boxed_or_verified(text: str, truth: object, limits: GraderLimits) -> float:
-    """Right as it is written, or else by computing."""
-    return 1.0 if math_boxed(text, str(truth)) else _math_verify(text, truth, limits)
+    """Right as it is written, or else by computing: the last box, or what a completion without one states last."""
+    boxed = last_boxed(text)
+    answer = stated_answer(text) if boxed is None else boxed
+    if same_math(answer, str(truth)):
+        return 1.0
+    return _math_verify(text, truth, limits) or float(
+        boxed is None and _math_verify(f"\\boxed{{{answer}}}", truth, limits)
+    )
 
 
 def _math_verify(text: str, truth: object, limits: GraderLimits) -> float:

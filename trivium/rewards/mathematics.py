@@ -32,6 +32,13 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def stated_answer(text: str) -> str:
+    """What a completion without a box states last: the text after its last `answer is`, `=` or the like, to the end of
+    the sentence (PRIME, Cui et al. 2025)."""
+    last = re.split(r"(?i)\banswers?\b\s*(?:is|are|:)|\b(?:be|is|are|get)\s|=|:\s", text.strip())[-1]
+    return last.split(". ")[0].strip().rstrip(".").strip("$ ")
+
+
 def math_boxed(text: str, answer: str) -> bool:
     """Whether the last box holds the answer, written this way or another (MATH)."""
     boxed = last_boxed(text)

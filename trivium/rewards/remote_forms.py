@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trivium.errors import described, text_of
+from trivium.errors import DataError, described, text_of
 from trivium.policy import finite_number
 from trivium.rewards.isolated import require
 from trivium.types import Media
@@ -122,9 +122,14 @@ def jpeg(image: Media) -> bytes:
     require("PIL", "pillow", "vision", "send images as JPEG")
     from PIL import Image
 
-    written = io.BytesIO()
-    with Image.open(io.BytesIO(image.data)) as picture:
-        picture.convert("RGB").save(written, format="JPEG", quality=95)
+    from trivium.models.images import decoded
+
+    written, picture = io.BytesIO(), decoded(image)
+    try:  # only the pixels: metadata may be damaged
+        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(written, format="JPEG", quality=95)
+    except OSError as error:
+        found = f"{picture.width} x {picture.height} pixels: {error}"
+        raise DataError("send an image as JPEG", found, "make it smaller, or use the `trivium` protocol") from error
     return written.getvalue()
 
 
@@ -186,6 +191,8 @@ def _one_each(value: Mapping[str, Any], key: str, count: int) -> Sequence[Any]:
 
 
 def _score(reward: object, metrics: Mapping[str, Any]) -> Scored:
+    if isinstance(reward, bool):
+        return f"{described(reward)}, where a number is wanted"
     try:
         return RemoteScore(finite_number(reward), {name: finite_number(number) for name, number in metrics.items()})
     except ValueError as error:

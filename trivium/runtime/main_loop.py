@@ -17,7 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_int, c_void_p
 from dataclasses import dataclass
 from types import FrameType
@@ -192,7 +192,8 @@ def _interruptible(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signals.raised = KeyboardInterrupt()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"interrupted: the run ends; Ctrl-C again ends it at once\n")
+        with suppress(OSError):  # its reader may be gone
+            os.write(2, b"interrupted: the run ends; Ctrl-C again ends it at once\n")
         loop.call_soon_threadsafe(task.cancel)
 
     if not signals.handled:

@@ -68,7 +68,10 @@ def read_image(value: object, where: str, root: Path | None = None) -> Media:
     save = getattr(value, "save", None)
     if save is not None and hasattr(value, "getbands"):  # a PIL image, without importing it
         file = io.BytesIO()
-        save(file, "PNG")
+        try:
+            save(file, "PNG")
+        except Exception as error:  # what its decoder raises, which reads the pixels only now
+            raise DataError(f"an image at {where}", str(error), "give a whole image, in RGB") from error
         return Media("image/png", file.getvalue())
     raise DataError(
         f"an image at {where}",
@@ -90,7 +93,7 @@ def _text(value: str, where: str, root: Path | None) -> Media:
     data = _base64(value)
     if data is not None and _mime(data) is not None:
         return _media(data, where)
-    return _file(unquote_to_bytes(value[7:]).decode() if value.startswith("file://") else value, where, root)
+    return _file(os.fsdecode(unquote_to_bytes(value[7:])) if value.startswith("file://") else value, where, root)
 
 
 def _data_uri(value: str, where: str) -> Media:

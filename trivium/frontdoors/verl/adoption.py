@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from trivium.buffers.step_log import STEPS
 from trivium.checkpoint.atomic import MANIFEST, atomic_write
 from trivium.checkpoint.store import CheckpointStore
 from trivium.errors import RunDirError
 from trivium.runtime.run_dir import ADOPTED
 
-_HISTORY = ("metrics.jsonl", "tables", "rollouts", "order")
+_HISTORY = ("metrics.jsonl", STEPS, "tables", "rollouts", "order")
 """What a run directory holds that a checkpoint refers to."""
 
 
