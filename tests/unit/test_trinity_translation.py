@@ -346,7 +346,7 @@ def test_a_users_engine_gets_advantages_unless_the_estimator_reads_a_model(
         assert reads_a_model or all(each.advantages is not None for each in batch)
 
 
-ARRAYS = ([5, 6, 7], [8, 9], [-1.0, -2.0], [0, 0])
+ARRAYS = np.array([5, 6, 7]), np.array([8, 9]), np.array([-1.0, -2.0]), np.zeros(2)
 
 
 def rolled_out() -> list[Group]:
@@ -356,7 +356,7 @@ def rolled_out() -> list[Group]:
         members = [
             Trajectory(
                 index,
-                (Turn(*(np.array(each) for each in ARRAYS), StopReason.EOS, "12", reward=index % 2, state="start"),),
+                (Turn(*ARRAYS, StopReason.EOS, "12", reward=index % 2, state="start"),),
                 {"reward": float(index % 2)},
             )
             for index in range(5)
