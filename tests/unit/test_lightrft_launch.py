@@ -115,7 +115,7 @@ def test_a_script_with_several_launches_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_found_at_once_with_what_was_meant(given: dict[str, Any]) -> None:
-    words = ["--pretrain", "m", "--train_batchsize", "8", "--use_fire", "--top_p", "0.9", "--l2", "x", "--bf16", "yes"]
+    words = ["--pretrain", "m", "--train_batchsize", "8", "--use_fire", "--top_p", "p", "--l2", "x", "--bf16", "yes"]
     wrong = refused([*words, "--max_len", "64", "--adam_betas", "0.9"])
     assert set(wrong) == {"train_batchsize", "use_fire", "top_p", "l2", "bf16", "max_len", "adam_betas"}
     assert "train_batch_size" in wrong["train_batchsize"]
@@ -132,6 +132,8 @@ def test_flags_of_openrlhf_that_share_a_name_are_taken(given: dict[str, Any]) ->
     translation = translate({**given, "rollout.temperature": "0.5", "algo.advantage.lambd": 1.0, "ds.zero_stage": 2})
     config = translation.config
     assert (config["engine"]["sampling"]["temperature"], config["algorithm"]["advantage"]["lam"]) == (0.5, 1.0)
+    cut = translate({**given, "rollout.top_p": 0.9, "eval_data": given["prompt_data"]}).config
+    assert cut["engine"]["sampling"]["top_p"] == cut["evaluation"]["sampling"]["top_p"] == 0.9
     assert any("OpenRLHF" in note for note in translation.notes)
     assert "rollout.temprature" in refused({**given, "rollout.temprature": 1.0})
 

@@ -45,6 +45,7 @@ from trivium.text.tiny_vision import TinyVisionModel
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.fsdp import full_tensor
 from trivium.training.learner import Learner
+from trivium.types import Batch
 
 DOCUMENT = {
     "ema_beta": 0.992,
@@ -135,7 +136,7 @@ def test_missing_attributes_of_args_are_one_error(model: Path, args: Namespace) 
         ({"n_samples_per_prompt": 1}, {}, "n_samples_per_prompt is 1"),
         ({"kl_estimator": "k9"}, {"reference": True}, "kl_estimator"),
         ({"overlong_buffer": True, "overlong_buffer_len": 9}, {}, "overlong buffer"),
-        ({}, {"top_p": 0.9}, "top_p"),
+        ({}, {"min_new_tokens": 3}, "max_new_tokens 2, min_new_tokens 3"),
         ({}, {"eps_clip": -1.0}, "objective"),
         ({}, {"micro_train_batch_size": 0}, "micro_train_batch_size 0"),
         ({}, {"micro_rollout_batch_size": 0, "ema_beta": 2.0}, "ema_beta 2.0"),
@@ -695,6 +696,36 @@ def test_a_row_without_a_trained_token_changes_nothing(model: Path, args: Namesp
         assert np.isfinite(status["policy_loss"])
         trained.append(weights(trainer))
     assert distance(*trained) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "how", [{"min_new_tokens": 8}, {"top_p": 0.7}, {"top_k": 3}, {"top_p": 0.9, "top_k": 9, "min_new_tokens": 5}]
+)
+def test_what_tokens_were_sampled_among_is_replayed(model: Path, args: Namespace, how: dict[str, Any]) -> None:
+    """Engine and trainer agree, and the first update sees ratios of 1; over the whole vocabulary they would not."""
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.8, "prompt_max_len": 16, **how}
+    trainer = make_trainer(model, args, reference=True, **options)
+    sampling: dict[str, Any] = {"samples": SAMPLES, "sampling": trainer.sampling}
+    groups = trainer.experience_maker.generate(next(iter(loader())), 0, purpose="train", version=0, **sampling)
+    experiences = trainer.experience_maker.make_experience_list(groups, 3)
+    joined = ExperienceVL.join([row for each in experiences for row in each.split()])
+    for experience in (*experiences, joined):
+        batch = experience.to_batch()
+        rolled_out = [e.rollout_log_prob for e in batch.experiences]
+        gaps = [
+            np.abs(one - other)[e.response_mask].max()
+            for e, one, other in zip(batch.experiences, rolled_out, batch.columns["old_log_prob"], strict=True)
+        ]
+        assert max(gaps) < 2e-5
+        assert experience.kl is not None
+        assert float(experience.kl.abs().max()) < 1e-6, "the reference is the same model, over the same tokens"
+        bare = Batch(tuple(replace(e, extra={}) for e in batch.experiences))
+        scored = trainer.experience_maker.models.score(bare, "old")
+        rows = zip(bare.experiences, rolled_out, scored, strict=True)
+        assert max(np.abs(a - b)[e.response_mask].max() for e, a, b in rows) > 1e-3
+    trainer.replay_buffer.append(joined)
+    assert abs(trainer.ppo_train(1)["ppo_kl"]) < 1e-6
+    trainer.close()
 
 
 def test_a_gradient_that_is_not_finite_is_refused(model: Path, args: Namespace) -> None:

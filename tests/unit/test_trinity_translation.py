@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trivium.config import RunConfig, config_from_mapping
@@ -14,11 +16,13 @@ from trivium.config.resume import fingerprint
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden
 from trivium.frontdoors.tables import Mapped, Restricted, Table
+from trivium.frontdoors.trinity import Trainer
 from trivium.frontdoors.trinity.algorithm_section import ALGORITHMS
 from trivium.frontdoors.trinity.config_table import TABLE, TRAINER_CONFIG
 from trivium.frontdoors.trinity.keys_of_data import EXPERIENCE_BUFFER, TASKSET
 from trivium.frontdoors.trinity.translation import translate
 from trivium.text.tiny import TinyModel
+from trivium.types import Group, Message, StopReason, Task, Trajectory, Turn
 
 ROWS = 40
 WHERE = "buffer.explorer_input.taskset"
@@ -273,8 +277,8 @@ def test_a_key_becomes(folder: Path, changes: Overrides, path: str, value: Any) 
     assert found == pytest.approx(value) if isinstance(value, float) else found == value
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_is_one_here(folder: Path, name: str) -> None:
+def changes_for(folder: Path, name: str) -> Overrides:
+    """A config of this algorithm_type."""
     more: Overrides = {"algorithm.algorithm_type": name}
     if name in ("sft", "dpo"):
         more = rows_of(folder, name, format={"prompt_type": "messages", "messages_key": "messages"})
@@ -295,12 +299,71 @@ def test_every_algorithm_is_one_here(folder: Path, name: str) -> None:
             f"{WHERE}.default_workflow_type": "on_policy_distill_workflow",
             "explorer.auxiliary_models": [{"model_path": str(folder / "model")}],
         }
-    config = config_of(folder, more)
+    return more
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_is_one_here(folder: Path, name: str) -> None:
+    config = config_of(folder, changes_for(folder, name))
     if name in ("mix", "mix_chord"):
         stored = config.buffer.strategy.num_stored(config.schedule.groups_per_step)
         assert (stored, config.schedule.groups_per_step) == (8, 16), "8 of 40 experiences are the expert's: 8 groups"
     kl = getattr(getattr(config.algorithm, "kl", None), "coef", 0.0)
     assert kl == (0.001 if ALGORITHMS[name].kl == "k2" and name != "dpo" else 0.0)
+
+
+OWN_ENGINE = """
+from trivium.frontdoors.trinity import TrainEngineWrapper
+
+class Own(TrainEngineWrapper):
+    train_step_num = 0
+
+    def __init__(self, config): ...
+    def prepare(self): ...
+    def train_step(self, batch): ...
+    def save_checkpoint(self, block_until_saved=False): ...
+    def sync_weight(self): ...
+    def upload_state_dict(self): ...
+    def save_state_dict(self): ...
+"""
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "dpo"}))
+def test_a_users_engine_gets_advantages_unless_the_estimator_reads_a_model(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
+    """A KL in the loss needs a reference, which is the engine's: the advantages do not."""
+    (tmp_path / "own.py").write_text(OWN_ENGINE)
+    changes: Overrides = {"checkpoint_root_dir": str(tmp_path), "trainer.trainer_type": f"{tmp_path / 'own.py'}:Own"}
+    reads_a_model = name in ("ppo", "on_policy_distill", "jsd")
+    for further in ({}, {"algorithm.bypass_old_logprobs": False}):
+        own = {**changes, **further, "name": f"n{len(further)}"}
+        trainer = Trainer(original_of(folder, {**changes_for(folder, name), **own}))
+        batch, _ = trainer.core.wrapped.experiences(rolled_out())
+        asyncio.run(trainer.shutdown())
+        assert (batch.advantages is None, batch.returns is None) == (reads_a_model, reads_a_model)
+        assert reads_a_model or (batch.advantages is not None and batch.advantages.shape == batch.action_masks.shape)
+        assert reads_a_model or all(each.advantages is not None for each in batch)
+
+
+ARRAYS = np.array([5, 6, 7]), np.array([8, 9]), np.array([-1.0, -2.0]), np.zeros(2)
+
+
+def rolled_out() -> list[Group]:
+    """Two groups of four completions, right and wrong ones, as an engine samples them."""
+    groups: list[Group] = []
+    for number in range(2):
+        members = [
+            Trajectory(
+                index,
+                (Turn(*ARRAYS, StopReason.EOS, "12", reward=index % 2, state="start"),),
+                {"reward": float(index % 2)},
+            )
+            for index in range(5)
+        ]
+        task = Task(str(number), (Message("user", "1+1="),))
+        groups.append(Group(number, task, tuple(members[:4]), greedy=members[4]))
+    return groups
 
 
 def test_the_strength_of_dpo_is_the_coefficient_that_its_examples_write(folder: Path) -> None:

@@ -131,7 +131,15 @@ class GroupAlgorithm:
     def needs(self) -> frozenset[str]:
         """Scores wanted from the train engine before the first update: names of `types.SCORES`."""
         estimator_needs = self.estimator.metadata.needs if self.estimator else frozenset[str]()
-        columns = (self.columns - FORWARD_COLUMNS) | estimator_needs
+        return self._scores_of((self.columns - FORWARD_COLUMNS) | estimator_needs)
+
+    @property
+    def advantage_needs(self) -> frozenset[str]:
+        """The scores of `needs` without which `advantages` has no result; the others are for the objectives alone."""
+        return self._scores_of(self._advantage_columns)
+
+    def _scores_of(self, columns: frozenset[str]) -> frozenset[str]:
+        """The names in `types.SCORES` of those columns that a model computes."""
         if not self.recompute_old:
             columns = columns - {"old_log_prob"}
         return frozenset(_SCORE_OF[name] for name in columns if name in _SCORE_OF)
@@ -139,12 +147,16 @@ class GroupAlgorithm:
     @property
     def columns(self) -> frozenset[str]:
         """Every column that an objective or the estimator reads."""
-        wanted = frozenset[str]().union(*(objective.needs for objective in self.objectives))
+        return self._advantage_columns.union(*(objective.needs for objective in self.objectives))
+
+    @property
+    def _advantage_columns(self) -> frozenset[str]:
+        """Every column that the estimator, its KL penalty or the correction reads."""
         if self.estimator is None:
-            return wanted
+            return frozenset()
         penalty = {"old_log_prob", "ref_log_prob"} if self.estimator.kl_controller else set[str]()
         compared = {"old_log_prob"} if self.correction is not None else set[str]()
-        return wanted | self.estimator.metadata.needs | penalty | compared
+        return frozenset(self.estimator.metadata.needs | penalty | compared)
 
     def filter(self, groups: Sequence[Group]) -> tuple[list[Group], Metrics]:
         """(the groups to train on, metrics of all rollouts); each group is filtered by itself, deterministically.
@@ -189,7 +201,8 @@ class GroupAlgorithm:
         return with_labels(batch, groups, self.heads) if self.heads else batch
 
     def advantages(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with every column its objectives need; scores named in `needs` must be there already.
+        """The batch with every column its objectives need, where it has the scores named in `needs`. Without those of
+        `advantage_needs` there are no advantages.
 
         A trajectory's reward, shaped, lands on the last trained token of each of its experiences. Trajectories that are
         not to be trained on, and tokens that the correction rejects, leave the mask when the advantages are known: they
@@ -234,7 +247,8 @@ class GroupAlgorithm:
 
         There is something to compare with the engine where the trainer recomputed the old log-probabilities.
         """
-        if not self.recompute_old or "old_log_prob" not in self.columns:
+        measurable = self.correction is not None or "old_log_prob" in batch.columns
+        if not self.recompute_old or not measurable:
             return batch, None
         old = column(batch, "old_log_prob")
         batch = replace(batch, metrics=measured(batch, old))

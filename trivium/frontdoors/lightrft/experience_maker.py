@@ -130,7 +130,10 @@ class ExperienceMaker:
         whole, metrics = algorithm.advantages(together(everyone))
         first = sum(map(len, everyone[: self.ranks.data_rank]))
         mine = whole.select(range(first, first + len(batch)))
-        seen = (replace(e, media=own.media) for e, own in zip(mine.experiences, batch.experiences, strict=True))
+        seen = (
+            replace(e, media=own.media, extra=own.extra)
+            for e, own in zip(mine.experiences, batch.experiences, strict=True)
+        )
         done = replace(mine, experiences=tuple(seen), metrics={})
         if "ref_log_prob" in done.columns:
             done = done.with_columns(kl=approximate_kl(algorithm, done))
@@ -143,8 +146,8 @@ def gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def _light(batch: Batch) -> Batch:
-    """The batch without the bytes of its images."""
-    return replace(batch, experiences=tuple(replace(e, media=()) for e in batch.experiences), metrics={})
+    """The batch without the bytes of its images and what its tokens were sampled among."""
+    return replace(batch, experiences=tuple(replace(e, media=(), extra={}) for e in batch.experiences), metrics={})
 
 
 def together(batches: Sequence[Batch]) -> Batch:

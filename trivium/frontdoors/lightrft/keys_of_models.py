@@ -37,7 +37,7 @@ ENGINE: dict[str, Entry] = {
     "engine_type": Ignored("the trainer samples in its own process; engine.kind vllm is for `trivium run`"),
     "engine_tp_size": Ignored("every process samples with an engine of its own"),
     "temperature": Mapped("engine.sampling.temperature", 1.0),
-    "top_p": Restricted((None, 1.0), "top-p sampling is not supported by this front door: leave it out", 1.0),
+    "top_p": Mapped("engine.sampling.top_p", 1.0),
     "use_fire": Restricted(OFF, "FIRE sampling is not supported: leave it out"),
     "first_token_temperature": Ignored("only use_fire reads it"),
     **ignored(

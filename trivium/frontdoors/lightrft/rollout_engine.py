@@ -6,12 +6,14 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trivium.concurrency import run_here
+from trivium.config.sections import SamplingConfig
 from trivium.engines.torch import TorchEngine
 from trivium.errors import ConfigError
 from trivium.explorer import Explorer, check_failures
@@ -30,32 +32,31 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def sampling_of(given: Mapping[str, Any], prompt_max_len: int) -> Sampling:
-    """How training completions are sampled. Raises ConfigError for values that make no sense."""
+    """How training completions are sampled. Where a token cannot be any of the vocabulary, what it was sampled among is
+    recorded, and log-probabilities are over the same tokens. Raises ConfigError for values that make no sense."""
     limit = given.get("max_new_tokens")
     if limit is None and given.get("max_length") is not None:
         limit = int(given["max_length"]) - prompt_max_len
     limit = MAX_NEW_TOKENS if limit is None else int(limit)
     temperature = float(given.get("temperature", 1.0)) if given.get("do_sample", True) else 0.0
     top_p, top_k = float(given.get("top_p", 1.0)), max(0, int(given.get("top_k") or 0))
-    if limit < 1 or temperature < 0 or not 0 < top_p <= 1:
+    least, stop = int(given.get("min_new_tokens") or 0), given.get("stop") or ()
+    if limit < 1 or temperature < 0 or not 0 < top_p <= 1 or not 0 <= least <= limit:
         raise ConfigError(
             "how completions are sampled",
-            f"max_new_tokens {limit}, temperature {temperature}, top_p {top_p}",
-            "use at least 1 token, a temperature of at least 0, and top_p above 0 and at most 1",
+            f"max_new_tokens {limit}, min_new_tokens {least}, temperature {temperature}, top_p {top_p}",
+            "use at least 1 token, min_new_tokens of at most that, a temperature of at least 0, and top_p above 0 and "
+            "at most 1",
         )
-    if top_p < 1 or top_k:
-        raise ConfigError(
-            "completions sampled with top_p below 1, or top_k",
-            f"top_p {top_p}, top_k {top_k}: log-probabilities of the trained model are over all tokens",
-            "leave them out: the gradient would be that of another policy",
-        )
-    stop = given.get("stop") or ()
-    return Sampling(
-        limit,
-        temperature,
-        min_new_tokens=int(given.get("min_new_tokens") or 0),
+    config = SamplingConfig(
+        max_new_tokens=limit,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_new_tokens=least,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
+    return replace(config.sampling(), extra=("kept",) if config.changes_distribution() else ())
 
 
 class _NoJudge:

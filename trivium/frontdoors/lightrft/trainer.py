@@ -103,8 +103,9 @@ class PPOTrainerVL:
     ) -> None:
         """As in LightRFT's document, `value_clip` None for no clip; `strategy.args` says the rest (`arguments`).
 
-        `generate_kwargs`: `max_new_tokens`, `max_length`, `min_new_tokens`, `temperature`, `do_sample`, `stop`,
-        `eos_token_id`, `gamma`, `lambd`, and what `args` may say too. Raises ConfigError for any other.
+        `generate_kwargs`: `max_new_tokens`, `max_length`, `min_new_tokens`, `temperature`, `top_p`, `top_k`,
+        `do_sample`, `stop`, `eos_token_id`, `gamma`, `lambd`, and what `args` may say too. Raises ConfigError for any
+        other.
         """
         given = sorted_arguments(generate_kwargs)
         if isinstance(reward_model, list | tuple) and len(reward_model) != 1 and not (reward_fn or reward_recipe):

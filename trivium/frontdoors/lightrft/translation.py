@@ -185,9 +185,13 @@ def _engine(lightrft: Settings) -> dict[str, Any]:
         "kind": "torch",
         "device": _device(),
         "dtype": _dtype(lightrft),
-        "sampling": {"max_new_tokens": lightrft["generate_max_len"], "temperature": lightrft["temperature"]},
+        "sampling": {"max_new_tokens": lightrft["generate_max_len"], **_sampling(lightrft, "temperature")},
     }
     return engine | ({"max_context": _longest(lightrft)} if lightrft["text_only"] else {})
+
+
+def _sampling(lightrft: Settings, *temperature: str) -> dict[str, Any]:
+    return {"temperature": lightrft.first(*temperature), "top_p": lightrft["top_p"]}
 
 
 def _dtype(lightrft: Settings) -> str:
@@ -244,7 +248,7 @@ def _evaluation(lightrft: Settings, per_episode: int) -> dict[str, Any]:
         "every": per_episode if every == -1 else max(0, every),
         "samples": samples,
         "k": sorted({1, samples}),
-        "sampling": {"temperature": lightrft.first("eval_temperature", "temperature")},
+        "sampling": _sampling(lightrft, "eval_temperature", "temperature"),
     }
 
 

@@ -70,11 +70,11 @@ class WrappedEngine(TrainEngine):
         return {**metrics, **reported}
 
     def experiences(self, groups: Sequence[Group]) -> tuple[Experiences, Metrics]:
-        """What the wrapper's `train_step` gets for these groups. A user's engine gets them with advantages, where these
-        need no scores of a model; the built-in one computes its own."""
+        """What the wrapper's `train_step` gets for these groups. A user's engine gets them with advantages unless
+        the estimator itself reads scores of a model; the built-in one computes its own."""
         kept, metrics = self.algorithm.filter(groups)
         batch = self.algorithm.batch(kept)
-        if self.built_in is None and not self.algorithm.needs:
+        if self.built_in is None and not self._run.algorithm.advantage_needs:
             batch, of_advantages = self.algorithm.advantages(batch)
             metrics = {**metrics, **of_advantages}
         return Experiences(batch, self._run.pad_token_id), metrics

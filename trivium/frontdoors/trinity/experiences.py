@@ -74,7 +74,7 @@ class Experience(types.Experience):
 
     @property
     def advantages(self) -> Tensor | None:
-        """(R,) float32; None where they need scores of a model, which the engine holds."""
+        """(R,) float32; None where the estimator reads scores of a model, which the engine holds."""
         return self._response(self.extra["advantages"]) if "advantages" in self.extra else None
 
     @property
@@ -147,7 +147,7 @@ class Experiences(Sequence[Experience]):
 
     @cached_property
     def advantages(self) -> Tensor | None:
-        """(B, R) float32; None where they need scores of a model (a critic, a reference), which the engine holds."""
+        """(B, R) float32; None where the estimator reads scores of a model, which the engine holds."""
         return self._column("advantages")
 
     @cached_property
