@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from trivium.concurrency import ProcessLife, end_with
 from trivium.errors import DataError
 from trivium.models.described import described
 from trivium.protocols import WeightChannel
@@ -43,6 +45,13 @@ class Rank:
     def rest(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def compute(self, seconds: float) -> float:
+        """An update that takes long: it computes all the time, and answers."""
+        began = time.process_time()
+        while time.process_time() - began < seconds:
+            pass
+        return seconds
+
     def divide(self, number: int) -> float:
         return 1 / number
 
@@ -53,4 +62,5 @@ class Rank:
 
 if __name__ == "__main__":
     with Connection(int(sys.argv[1])) as connection:
+        end_with(ProcessLife.of(os.getppid()))
         serve_driver(connection, lambda spec, channel: cast(RankVerbs, Rank(spec, channel)))

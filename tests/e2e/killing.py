@@ -29,6 +29,7 @@ from trivium.monitors.jsonl import _RowFile
 from trivium.training.engine import TorchTrainEngine
 from trivium.training.optim import Optimizer
 from trivium.training.snapshot import Snapshot
+from trivium.training.train_process import TrainProcess
 
 Kill = tuple[str, int] | float
 """(moment, the how manieth call of its kind), or seconds after the start."""
@@ -129,6 +130,9 @@ PICTURES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 """Moments of runs whose rollouts hold pictures."""
 
+CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {"call: not answered": (TrainProcess, "_receive", nothing)}
+"""Moments at which the train process (`train.own_process`) computes or writes."""
+
 
 def launches(config: Path, run_dir: Path, kills: Sequence[Kill] = (), overrides: Sequence[str] = ()) -> list[str]:
     """`trivium run` once for each kill, and once more: the moment each launch was killed at, or `finished`.
@@ -164,7 +168,7 @@ def _command(arguments: Sequence[str], kill: Kill | None, report: Connection) ->
         case float():
             threading.Timer(kill, die, ["time"]).start()
         case moment, nth:
-            owner, name, deadly = (MOMENTS | BESIDE | PICTURES)[moment]
+            owner, name, deadly = (MOMENTS | BESIDE | PICTURES | CALLS)[moment]
             arm(owner, name, moment, nth, deadly)
     trivium(*arguments)
 

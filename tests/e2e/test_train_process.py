@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e.killing import launches
 from tests.e2e.test_kill import TINY, outcome_of
 from tests.processes import Forked, commands, eventually, survivors
 
@@ -54,3 +59,86 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
         replay = start("replay", "replay", str(tmp_path / "killed"), "--step", "30")
         assert replay.wait(120) == 0, replay.text
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
+
+
+KILLS = 8
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of a run that is not killed."""
+    directory = tmp_path_factory.mktemp("whole")
+    with commands(directory) as start:
+        command = start("whole", *arguments(directory / "run", own_process=False))
+        assert command.wait(120) == 0, command.text
+    return outcome_of(directory / "run")
+
+
+def test_killed_at_random_calls_and_begun_again_at_once(whole: dict[str, Any], tmp_path: Path) -> None:
+    """The train process computes or writes when the run's process dies, and the next attempt does not wait."""
+    dice = random.Random(20261124)
+    kills = [("call: not answered", dice.randrange(1, 60)) for _ in range(KILLS)]
+    outcomes = launches(TINY, tmp_path / "run", kills, arguments(tmp_path / "run")[3:])
+    assert outcomes[:-1].count("call: not answered") >= KILLS // 2, outcomes
+    assert set(outcomes) <= {"call: not answered", "finished"}
+    assert outcome_of(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["gone at once", "still ending"])
+def test_no_attempt_begins_while_a_process_of_the_last_one_may_write(
+    waits: bool, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """The train process is stopped when the run's process is killed: the kernel ends it. A process that ends later (of
+    Ray, or of another parent) holds the directory for so long."""
+    run_dir = tmp_path / "run"
+    with commands(tmp_path) as start:
+        command = start("first", *arguments(run_dir))
+        eventually(partial(has_trained, run_dir, 12), 120, partial(text_of, command), command)
+        (trainer,) = trainers_of(command)
+        member = Forked("member", tmp_path / "member.out", hold, run_dir, command.pid) if waits else None
+        if member is not None:
+            eventually(lambda: "held" in member.text, 30, lambda: member.text, member)
+            os.kill(member.pid, signal.SIGSTOP)  # nothing of this process can end it but a signal
+        os.kill(trainer, signal.SIGSTOP)
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.wait(10) == -9
+        assert not survivors([trainer], 1)
+        last = start("last", *arguments(run_dir))
+        if member is not None:
+            assert last.poll() is None
+            threading.Timer(3.0, os.kill, (member.pid, signal.SIGCONT)).start()
+        assert last.wait(120) == 0, last.text
+        if member is not None:
+            assert member.wait(10) == 1, "it ends with the run's process"
+    assert outcome_of(run_dir) == whole
+
+
+def hold(run_dir: Path, owner: int) -> None:
+    from trivium.concurrency import ProcessLife
+    from trivium.runtime.run_dir import hold_with
+
+    hold_with(ProcessLife.of(owner), run_dir)
+    os.write(1, b"held")
+    threading.Event().wait(60)
+
+
+def interrupted_with_a_stopped_trainer(command: Forked, trainer: int) -> None:
+    os.kill(trainer, signal.SIGSTOP)
+    os.kill(command.pid, signal.SIGINT)
+
+
+def only_stopped(command: Forked, trainer: int) -> None:
+    os.kill(trainer, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("act", [interrupted_with_a_stopped_trainer, only_stopped])
+def test_a_stopped_train_process_holds_no_run(act: Callable[[Forked, int], None], tmp_path: Path) -> None:
+    with commands(tmp_path) as start:
+        command = start("run", *arguments(tmp_path / "run"))
+        eventually(partial(has_trained, tmp_path / "run", 12), 120, partial(text_of, command), command)
+        (trainer,) = trainers_of(command)
+        act(command, trainer)
+        code = command.wait(20)
+        assert code == (1 if act is only_stopped else 130), command.text
+        assert f"process {trainer} was stopped (SIGSTOP)" in command.text or code == 130
+        assert not survivors([trainer], 1)

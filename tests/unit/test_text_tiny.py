@@ -60,8 +60,8 @@ def test_what_is_there_is_used_and_what_was_cut_short_is_made_again(tmp_path):
     path = source.materialize(tmp_path / "model")
     written = (path / "config.json").stat().st_mtime_ns
     assert (source.materialize(path) / "config.json").stat().st_mtime_ns == written
-    (tmp_path / ".again.writing").mkdir()
-    (tmp_path / ".again.writing" / "config.json").write_text("half of a fi")
+    (tmp_path / ".again.0123abcd.writing").mkdir()
+    (tmp_path / ".again.0123abcd.writing" / "config.json").write_text("half of a fi")
     assert contents(source.materialize(tmp_path / "again")).keys() == contents(path).keys()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "model"]
 

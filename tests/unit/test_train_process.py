@@ -40,8 +40,8 @@ class Switched:
 CHANNEL = Switched()
 
 
-def started(**spec: str) -> TrainProcess:
-    return TrainProcess(MODULE, spec, cast(WeightChannel, CHANNEL))
+def started(deadline_s: float = 60.0, **spec: str) -> TrainProcess:
+    return TrainProcess(MODULE, spec, cast(WeightChannel, CHANNEL), deadline_s)
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +132,58 @@ def test_a_call_that_does_not_end_is_ended_when_it_is_closed(monkeypatch: pytest
         time.sleep(0.2)  # the call has begun; where it has not, it finds the connection closed
         process.close()
         assert isinstance(call.exception(30), RoleFailed | OSError)
+
+
+@pytest.mark.parametrize("moment", ["before a call", "in a call", "in a message"])
+def test_a_stopped_process_ends_the_call_that_waits_for_it_and_is_named(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_process, "_STOPPED_S", 1.0)
+    process = started()
+    process.run_on_all_ranks("spec")
+    argument = torch.zeros(10_000_000) if moment == "in a message" else 600.0
+    with ThreadPoolExecutor(1) as threads:
+        if moment == "in a call":
+            call = threads.submit(process.run_on_all_ranks, "rest", argument)
+            time.sleep(0.3)
+            os.kill(process.pid, signal.SIGSTOP)
+        else:
+            os.kill(process.pid, signal.SIGSTOP)
+            call = threads.submit(process.run_on_all_ranks, "rest", argument)
+        expected = rf"process {process.pid} was stopped \(SIGSTOP\) for [12] s in the call 'rest' of \d\d:\d\d:\d\d"
+        with pytest.raises(RoleFailed, match=expected):
+            call.result(10)
+    process.close()
+
+
+def test_a_process_that_hangs_is_ended_at_the_deadline_and_a_slow_one_is_not() -> None:
+    process = started(deadline_s=1.5)
+    assert process.run_on_all_ranks("compute", 4.0) == 4.0
+    time.sleep(2.0)  # an idle process that no call waits for
+    with pytest.raises(RoleFailed, match=r"computed nothing for [12] s in the call 'rest'"):
+        process.run_on_all_ranks("rest", 600.0)
+    process.close()
+
+
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_stopped_process_is_closed_in_seconds(in_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_process, "_STOPPED_S", 1.0)
+    process = started(deadline_s=600.0)
+    process.run_on_all_ranks("spec")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(process.run_on_all_ranks, "rest", 600.0) if in_call else None
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        process.close()
+        assert time.monotonic() - began < 5
+        assert call is None or isinstance(call.exception(10), RoleFailed | OSError)
+
+
+def test_a_process_outlives_the_thread_that_made_it() -> None:
+    """A signal at the end of a parent (PR_SET_PDEATHSIG) comes at the end of the thread that started the child."""
+    with ThreadPoolExecutor(1) as threads:
+        process = threads.submit(started).result()
+    time.sleep(0.2)
+    assert process.run_on_all_ranks("divide", 2) == 0.5
+    process.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,19 +58,33 @@ def folder_name(kind: str, step: int) -> str:
 
 
 def staging_directory(directory: Path, name: str) -> Path:
-    """An empty directory to write `name` in, without what an earlier attempt left there."""
-    staging = _staging(directory, name)
-    shutil.rmtree(staging, ignore_errors=True)
+    """A new directory to write `name` in, under a name of its own: a process that still writes for an earlier attempt,
+    whose directories are removed, never writes into it."""
+    for earlier in _staged(directory, name):
+        shutil.rmtree(earlier, ignore_errors=True)
+    staging = directory / f".{name}.{uuid.uuid4().hex[:8]}.writing"
     staging.mkdir(parents=True)
     return staging
+
+
+def make_unless_staged(directory: Path) -> None:
+    """Makes a directory to write in, unless it is one of `staging_directory`: if that is missing, its attempt is over,
+    and writing into it fails."""
+    if not directory.name.endswith(".writing"):
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+def _staged(directory: Path, name: str) -> list[Path]:
+    return [*directory.glob(f".{glob.escape(name)}.{'[0-9a-f]' * 8}.writing")]
 
 
 def commit(directory: Path, name: str, step: int) -> bool:
     """Adds the manifest to what was staged for `name` and renames it to that; False where nothing was staged. Blocks
     until it is on disk."""
-    staging, final = _staging(directory, name), directory / name
-    if not staging.is_dir():
+    final, staged = directory / name, _staged(directory, name)
+    if not staged:
         return False
+    (staging,) = staged
     with writing(final):
         files = sorted(path for path in staging.rglob("*") if path.is_file())
         entries = {
@@ -148,15 +164,11 @@ def discard_incomplete(directory: Path, kind: str) -> None:
 
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Replaces a file by a rename: readers see the old content or the new, never half of it."""
-    staging = _staging(path.parent, path.name)
+    staging = path.with_name(f".{path.name}.writing")
     with writing(path):
         staging.write_bytes(content.encode() if isinstance(content, str) else content)
         fsync(staging)
         staging.replace(path)
-
-
-def _staging(directory: Path, name: str) -> Path:
-    return directory / f".{name}.writing"
 
 
 def _sha256(path: Path) -> str:

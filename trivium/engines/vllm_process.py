@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trivium.concurrency import ProcessLife
+from trivium.concurrency import ProcessLife, end_with
 from trivium.errors import ConfigError, MissingPackage
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ OWNER = "TRIVIUM_VLLM_OWNER"
 """The variable of the environment that names the process that vLLM's processes work for."""
 _DEATH_S = 15.0
 """How long vLLM may take to end after a worker that died; it waits 9 s for the other workers."""
-_WATCH_S = 1.0
-"""How often a worker looks whether it is still needed."""
 
 
 def started(arguments: Mapping[str, Any], device: str, threads: int, directory: Path) -> AsyncLLM:
@@ -142,15 +139,7 @@ def end_with_owner() -> None:
     if OWNER not in os.environ:
         return
     *life, directory = json.loads(os.environ[OWNER])
-    owner_lives = ProcessLife(*life)
-
-    def watch() -> None:
-        while owner_lives():
-            time.sleep(_WATCH_S)
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="trivium-owner", daemon=True).start()
+    end_with(ProcessLife(*life), lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 def shut_down(llm: AsyncLLM) -> None:

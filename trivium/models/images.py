@@ -141,7 +141,7 @@ def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
     """The image as RGB, upright, transparent parts on white. Raises DataError where it cannot be."""
     from PIL import Image, ImageOps
 
-    with _opened(media, max_pixels) as image:
+    with opened(media, max_pixels) as image:
         image = ImageOps.exif_transpose(image)
         if "A" not in image.getbands() and "transparency" not in image.info:
             return image.convert("RGB")
@@ -151,12 +151,12 @@ def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:
 
 def check_image(media: Media, max_pixels: int = MAX_PIXELS) -> None:
     """Raises DataError for media that is no image, is too large or, as far as a look at its file tells, damaged."""
-    with _opened(media, max_pixels) as image:
+    with opened(media, max_pixels) as image:
         image.verify()
 
 
 @contextmanager
-def _opened(media: Media, max_pixels: int) -> Generator[Image]:
+def opened(media: Media, max_pixels: int = MAX_PIXELS) -> Generator[Image]:
     """The image, not yet decoded; what goes wrong inside the block is a DataError as well."""
     from PIL import Image, UnidentifiedImageError
 

@@ -26,13 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trivium.concurrency import ExitRaised
+from trivium.concurrency import ExitRaised, ProcessLife, end_with
 from trivium.errors import RewardError
 from trivium.rewards.child import Child, failure
 from trivium.rewards.isolated import Children
 
-_LOOK_S = 1.0
-"""How often a fork looks whether the process that made it still runs."""
 _POLL_S = 0.005
 _starting = threading.Lock()
 """Held while a fork starts: another one must not inherit the end of its socket, or its death would go unnoticed."""
@@ -74,7 +72,7 @@ class Fork(Child):
             ours, theirs = socket.socketpair()
             sys.stdout.flush()
             sys.stderr.flush()
-            parent, pid = os.getpid(), os.fork()
+            parent, pid = ProcessLife.of(os.getpid()), os.fork()
             if not pid:
                 _serve(function, theirs, parent)
             theirs.close()
@@ -121,7 +119,7 @@ class _Forked:
 # --------------------------------------------------------------------------- in the fork
 
 
-def _serve(function: Callable[..., Any], channel: socket.socket, parent: int) -> NoReturn:
+def _serve(function: Callable[..., Any], channel: socket.socket, parent: ProcessLife) -> NoReturn:
     try:
         _settle(parent, channel.fileno())
         with channel.makefile("rwb") as stream:
@@ -134,7 +132,7 @@ def _serve(function: Callable[..., Any], channel: socket.socket, parent: int) ->
         os._exit(1)
 
 
-def _settle(parent: int, channel: int) -> None:
+def _settle(parent: ProcessLife, channel: int) -> None:
     """Makes a process of its own out of the fork."""
     global _starting
     _starting = threading.Lock()  # the parent's is held
@@ -149,7 +147,7 @@ def _settle(parent: int, channel: int) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # the others of its pool are in the parent
     _let_go(channel)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
 
 
 def _let_go(channel: int) -> None:
@@ -169,12 +167,6 @@ def _is_shared(number: int) -> bool:
         about = Path(f"/proc/self/fdinfo/{number}")
         return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or (about.exists() and "\nlock:" in about.read_text())
     return False
-
-
-def _end_with(parent: int) -> NoReturn:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
 
 
 def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from trivium.concurrency import ProcessLife, end_with
 from trivium.rewards.child import failure, to_json
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 def main() -> None:
     descriptor, spec = int(sys.argv[1]), json.loads(sys.argv[2])
+    end_with(ProcessLife.of(os.getppid()))
     os.set_inheritable(descriptor, False)  # or a process that the function starts would keep the parent waiting
     function = _load(spec)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trivium.errors import DataError, described, text_of
+from trivium.errors import described, text_of
+from trivium.models.images import opened
 from trivium.policy import finite_number
 from trivium.rewards.isolated import require
 from trivium.types import Media
@@ -120,16 +121,9 @@ def jpeg(image: Media) -> bytes:
     if image.mime == "image/jpeg":
         return image.data
     require("PIL", "pillow", "vision", "send images as JPEG")
-    from PIL import Image
-
-    from trivium.models.images import decoded
-
-    written, picture = io.BytesIO(), decoded(image)
-    try:  # only the pixels: metadata may be damaged
-        Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(written, format="JPEG", quality=95)
-    except OSError as error:
-        found = f"{picture.width} x {picture.height} pixels: {error}"
-        raise DataError("send an image as JPEG", found, "make it smaller, or use the `trivium` protocol") from error
+    written = io.BytesIO()
+    with opened(image) as picture:
+        picture.convert("RGB").save(written, format="JPEG", quality=95)
     return written.getvalue()
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import re
 import shutil
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from trivium.buffers.step_log import STEPS
 from trivium.checkpoint.atomic import atomic_write, made_directory
 from trivium.checkpoint.store import CheckpointStore
-from trivium.concurrency import usable_cores
+from trivium.concurrency import ProcessLife, end_with, usable_cores
 from trivium.config import RunConfig
 from trivium.config.merging import is_mapping
 from trivium.config.plan import plan_run
@@ -35,30 +38,96 @@ _ROWS = "rows.json"
 """The number and hash of the rows that each task source of the run reads."""
 _OF_A_START = ("rollouts", "model", "sync", "order", "tables", "metrics.jsonl", STEPS, SPANS)
 """Files that exist before the first step."""
+_LOCK = ".lock"
+_ENDING_S = 20.0
+"""How long a new run waits for the processes of one that was killed."""
+_POLL_S = 0.05
+_joined: list[TextIO] = []
+"""The locks that `hold_with` took."""
 
 
 @contextmanager
 def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Generator[Path]:
-    """The run directory, held by this process alone, with config.yaml, plan.yaml and log.txt in place. `rows` says what
-    its task sources read (`preflight`).
+    """The run directory, held by this process and those that join it (`hold_with`), with config.yaml, plan.yaml and
+    log.txt in place. `rows` says what its task sources read (`preflight`).
 
-    Raises RunDirError where another process holds it or its config is lost, ConfigError where it is another run's.
+    Raises RunDirError where another run holds it or its config is lost, ConfigError where it is another run's.
     """
     run_dir = made_directory(Path(config.run.dir), "run.dir")
-    with open(run_dir / ".lock", "w", encoding="utf-8") as lock:
+    with (
+        open(run_dir / _LOCK, "a+", encoding="utf-8") as lock,
+        _held(lock, run_dir),
+        logging_to(run_dir, "log.txt"),
+    ):
+        _claim(config, run_dir, rows or {})
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunDirError(
-                f"run in {run_dir}", "another process runs there", "wait for it, or choose another run.dir"
-            ) from error
-        with logging_to(run_dir, "log.txt"):
-            _claim(config, run_dir, rows or {})
-            try:
-                yield run_dir
-            except Exception as error:
-                _log.info("%s%s", ENDED, one_line(first_cause(error)))
-                raise
+            yield run_dir
+        except Exception as error:
+            _log.info("%s%s", ENDED, one_line(first_cause(error)))
+            raise
+
+
+@contextmanager
+def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
+    """Waits until the last process of a run that is over has ended: until then it may write. Then holds the lock,
+    shared with the processes that join this one, and names this one in its file."""
+    end = time.monotonic() + _ENDING_S
+    while not _locked(lock, fcntl.LOCK_EX):
+        owner = _owner(lock)
+        if (owner is not None and owner()) or time.monotonic() > end:
+            found = "another process runs there"
+            if owner is not None:
+                found += f": {owner.pid} of {owner.host}"
+                found += "" if owner() else f" has ended, and what it started has not within {_ENDING_S:.0f} s"
+            raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
+        time.sleep(_POLL_S)
+    _name_owner(lock, json.dumps(asdict(ProcessLife.of(os.getpid()))))
+    try:
+        if not _locked(lock, fcntl.LOCK_SH):  # taken between the two: the kernel exchanges one lock for the other
+            raise RunDirError(f"run in {run_dir}", "another process began there at the same time", "end one of the two")
+        yield
+    finally:
+        _name_owner(lock, "")
+
+
+def hold_with(owner: ProcessLife, run_dir: Path) -> None:
+    """Holds the run directory to the end of this process, beside `owner`, with which it ends: no other run begins while
+    it may write. Does nothing where no run holds the directory. Raises RunDirError where another one does."""
+    if owner.pid == os.getpid() or not (run_dir / _LOCK).is_file():
+        return
+    end_with(owner)
+    lock = open(run_dir / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (open to the end of the process)
+    _joined.append(lock)
+    is_held = _locked(lock, fcntl.LOCK_SH)
+    if (holder := _owner(lock)) is not None and not (is_held and holder == owner):
+        raise RunDirError(
+            f"write in {run_dir} for process {owner.pid} of {owner.host}",
+            f"process {holder.pid} of {holder.host} runs there",
+            "nothing: this process ends",
+        )
+
+
+def _locked(lock: TextIO, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(lock: TextIO) -> ProcessLife | None:
+    """The process that the file of the lock names; None if it names none, or is being written."""
+    lock.seek(0)
+    try:
+        return ProcessLife(**json.loads(lock.read()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _name_owner(lock: TextIO, text: str) -> None:
+    lock.truncate(0)
+    lock.write(text)
+    lock.flush()
 
 
 def as_saved(config: RunConfig) -> RunConfig:

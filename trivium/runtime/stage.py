@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trivium.checkpoint.store import Checkpoint
-from trivium.concurrency import usable_cores
+from trivium.concurrency import ProcessLife, usable_cores
 from trivium.config import RunConfig
 from trivium.protocols import Renderer
 from trivium.registry import resolve
+from trivium.runtime.run_dir import hold_with
 from trivium.text.renderer import renderer_of
 from trivium.training.ranks import launched_ranks, ranks_here
 from trivium.types import capabilities_of
@@ -68,6 +70,8 @@ class StageSpec:
     is_last: bool
     run_dir: Path
     model_dir: Path
+    owner: ProcessLife = field(default_factory=lambda: ProcessLife.of(os.getpid()))
+    """The process of the run."""
 
     @classmethod
     def of(cls, stage: Stage) -> StageSpec:
@@ -77,7 +81,9 @@ class StageSpec:
         return cls(config, stage.number, stage.first_version, stage.is_last, *paths)
 
     def stage(self) -> Stage:
-        """The stage, its config read again: users' files are imported in the process that needs them."""
+        """The stage, its config read again: users' files are imported in the process that needs them, which holds the
+        run directory from now on, and ends with the run's process."""
+        hold_with(self.owner, self.run_dir)
         config = RunConfig.model_validate(self.config)
         return Stage(config, self.number, self.first_version, self.is_last, self.run_dir, self.model_dir)
 

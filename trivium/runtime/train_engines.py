@@ -26,7 +26,8 @@ def build_train_engine(stage: Stage, algorithm: GroupAlgorithm, channel: WeightC
     if stage.own_process:
         from trivium.training.train_process import TrainProcess
 
-        process = TrainProcess("trivium.runtime.train_process_main", StageSpec.of(stage), channel)
+        deadline_s = stage.config.sync.deadline_s
+        process = TrainProcess("trivium.runtime.train_process_main", StageSpec.of(stage), channel, deadline_s)
         return distributed_engine(process, stage, algorithm, channel)
     if launched_ranks() == 1:
         return build_rank_engine(stage, algorithm, channel)

@@ -82,7 +82,7 @@ class MemoryChannel:
 
 def write_version(directory: Path, version: int, named: Sequence[Named]) -> None:
     """Writes the weights of a version into one safetensors file."""
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     # The format has its own order; that of the tensors is part of the offer.
     order = {"order": json.dumps([name for name, _ in named])}
     save_file(dict(named), directory / f"{version:06d}.safetensors", order)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trivium.checkpoint.atomic import MANIFEST, atomic_write
+from trivium.checkpoint.atomic import MANIFEST, atomic_write, make_unless_staged
 from trivium.errors import RoleFailed, RunDirError
 from trivium.models.described import type_name
 from trivium.models.filling import local_part
@@ -120,13 +120,14 @@ class Snapshot:
 
         All ranks must call it. Raises this rank's own error, and RunDirError where another rank failed.
         """
+        make_unless_staged(directory)
         for turn in range(self.turns):
             self._on_all_ranks(self._write_own if turn == self.turn else None, directory)
         self._on_all_ranks(self._conclude if self.ranks.rank == 0 else None, directory)
 
     def _write_own(self, directory: Path) -> None:
         for path, (file, tensors) in self.files.items():
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).parent.mkdir(exist_ok=True)
             converted = {name: tensor.contiguous() for name, tensor in file.converted(tensors).items()}
             save_file(converted, directory / path, {"format": "pt"})
 
@@ -312,7 +313,7 @@ def _turns(ranks: Ranks, strategy: SaveStrategy) -> tuple[int, int]:
 def write_in_background(snapshot: Snapshot, directory: Path, report: str) -> None:
     """Writes in a thread of this rank. The first rank reports progress in the file `report` of the directory, for
     `wait_until_written`."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_unless_staged(directory)
     done: Future[None] = Future()
 
     def write() -> None:

@@ -11,14 +11,17 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, cast
 
+from trivium.concurrency import HeartbeatTracker, ProcessLife
 from trivium.errors import RoleFailed, TriviumError, portable
 from trivium.models.described import Described
 from trivium.models.tensor_bytes import Named, groups, header_of, receive_together, send_together
@@ -29,16 +32,32 @@ _log = logging.getLogger("trivium")
 _NAME = "trainer's process"
 _CLOSE_S = 60.0
 """How long the process may take to end: it completes a checkpoint in progress."""
+_STOPPED_S = 5.0
+"""How long it may be stopped while this process waits for it, or compute nothing once it is to end."""
+_IDLE_SHARE = 1e-3
+"""The share of a core up to which a process counts as idle."""
+_LOOK_S = 0.25
 
 
 class TrainProcess:
-    """The `RankGroup` of a single rank. Its process ends with this one."""
+    """The `RankGroup` of a single rank. Its process ends with this one.
+
+    While a call waits for it, the process is killed if it was stopped for `_STOPPED_S`, or computed nothing for
+    `deadline_s`; the call raises RoleFailed, as after any other death.
+    """
 
     data_size = 1
 
-    def __init__(self, module: str, spec: object, channel: WeightChannel) -> None:
+    def __init__(self, module: str, spec: object, channel: WeightChannel, deadline_s: float = 3600.0) -> None:
         """Starts `python -m module DESCRIPTOR`, which calls `serve_driver` with its end of the connection; `spec` is
         what it makes the engine from. The weights it offers go to `channel`, which stays in this process."""
+        self._channel, self._calls, self._deadline_s = channel, Lock(), deadline_s
+        self._call = "its start"
+        self._waits = 0
+        """Odd while this process waits for the other one."""
+        self._is_closing = False
+        self._stall = ""
+        """Why it was killed."""
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -49,11 +68,34 @@ class TrainProcess:
                 process_group=0,  # Ctrl-C ends the run by this process alone
             )
         self.pid = self._process.pid
-        self._channel, self._calls = channel, Lock()
+        Thread(target=self._watch, name="trivium-trainer", daemon=True).start()
         self._send(spec)
+
+    def _watch(self) -> None:
+        """Kills the process where it stalls."""
+        life, silence = ProcessLife.of(self.pid), HeartbeatTracker(_STOPPED_S / 2)
+        while self._process.poll() is None:
+            is_stopped, cpu_s = life.activity()
+            limit_s = _STOPPED_S if is_stopped or self._is_closing else self._deadline_s
+            # What idle threads use, such as those of libraries that poll, is no progress.
+            silent_s = silence.silence_s(self._waits + int(cpu_s / (limit_s * _IDLE_SHARE)))
+            if self._waits % 2 and silent_s > limit_s:
+                state = "was stopped (SIGSTOP)" if is_stopped else "computed nothing"
+                self._stall = f"process {self.pid} {state} for {silent_s:.0f} s in {self._call}, so it was killed"
+                self._process.kill()
+            time.sleep(_LOOK_S)
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits += 1
 
     def run_on_all_ranks(self, method: str, *args: object) -> Any:
         with self._calls:
+            self._call = f"the call {method!r} of {time.strftime('%H:%M:%S')}"
             self._send((method, args))
             while (answer := self._receive())[0] == "offer":
                 self._send(self._offer(*answer[1:]))
@@ -66,7 +108,9 @@ class TrainProcess:
         return [self.run_on_all_ranks(method, *shares[0], *args)]
 
     def close(self) -> None:
-        """Returns once the process has ended. A call in progress is waited for, and then ended."""
+        """Returns once the process has ended. A call in progress is waited for, and then ended; at once where the
+        process is stopped or hangs."""
+        self._is_closing = True
         if not (is_idle := self._calls.acquire(timeout=_CLOSE_S)):
             self._process.kill()
             is_idle = self._calls.acquire(timeout=_CLOSE_S)
@@ -89,22 +133,28 @@ class TrainProcess:
 
     def _arriving(self) -> Iterator[Named]:
         while (headers := self._receive()) is not None:
-            yield from receive_together(self._connection, headers)
+            with self._waiting():
+                arrived = deque(receive_together(self._connection, headers))
+            while arrived:
+                yield arrived.popleft()
 
     def _send(self, message: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `_receive` raises
+        with self._waiting(), suppress(BrokenPipeError, ConnectionResetError):  # it is gone: `_receive` raises
             self._connection.send_bytes(pickle.dumps(message))
 
     def _receive(self) -> Any:
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            with self._waiting():
+                return pickle.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            raise RoleFailed(_NAME, f"it ended with exit code {self._exit_code()}") from error
+            code = self._exit_code()
+            raise RoleFailed(_NAME, self._stall or f"it ended with exit code {code}") from error
 
     def _exit_code(self) -> int:
         """Waits for the end of the process, whose connection is closed."""
         try:
-            return self._process.wait(_CLOSE_S)
+            with self._waiting():
+                return self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             _log.warning("the %s has not ended after %.0f s: it is killed", _NAME, _CLOSE_S)
             self._process.kill()
