@@ -308,3 +308,42 @@ def test_what_every_stage_shares_is_reported_once(tmp_path: Path) -> None:
     stages = {"stages": [{"schedule": {"steps": 1}}, {"schedule": {"steps": 2}}], "engine": {"max_context": 5}}
     findings = look(tmp_path, ROWS, stages)
     assert [problem.where for problem in findings.problems] == ["stages[0].tasks.train"]
+
+
+REWARDS = """
+def declared(prompt: str, completion: str, answer: str) -> float:
+    return float(answer in completion)
+
+def compared(prompt, completion, answer):
+    return float(answer == completion.strip().lower())
+
+def converts(prompt, completion, answer, tools=None):
+    return float(int(completion or 0) == answer)
+"""
+
+
+@pytest.mark.parametrize("reward", ["declared", "compared"])
+def test_rows_that_cannot_earn_a_reward_by_type_are_counted(reward: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = [*ROWS, {"prompt": "4+4=", "answer": 8}]
+    (warning,) = look(tmp_path, rows, {"rewards": [f"mine.py:{reward}"]}).warnings
+    assert "1 of 4 have others: answer is 8 of type int, where reward" in warning.found
+    assert look(tmp_path, rows, {"rewards": ["mine.py:converts"]}).warnings == []
+    assert look(tmp_path, rows, {}).warnings == [], "`exact` compares the text of the answer"
+
+
+def test_what_has_no_effect_is_announced(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    tools = [{**row, "tools": [{"name": "add"}]} for row in ROWS]
+    (warning,) = look(tmp_path, tools, {}).warnings
+    assert "3 of 3 have others: a column `tools`, which neither the workflow nor a reward reads" in warning.found
+    assert look(tmp_path, tools, {"rewards": ["mine.py:converts"]}).warnings[:1] != [warning]
+    named = {"tasks": {"train": {"kind": "jsonl", "path": "rows.jsonl", "id": "answer"}}}
+    (warning,) = look(tmp_path, [*ROWS, ROWS[0]], named).warnings
+    assert "1 of 4 have others: an id of column 'answer' that occurred before" in warning.found
+    (warning,) = look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 24}}}).warnings
+    assert (warning.where, warning.found) == (
+        "engine.sampling.max_new_tokens",
+        "the context holds 24, prompts included",
+    )
+    assert look(tmp_path, ROWS, {"engine": {"sampling": {"max_new_tokens": 20}}}).warnings == []

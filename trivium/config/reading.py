@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,6 +20,15 @@ from trivium.config.hints import hint, hint_for_option, section_at
 from trivium.config.merging import is_mapping, merged
 from trivium.config.schema import Config, NestedError, RunConfig
 from trivium.errors import ConfigError, Problem, TriviumError
+
+_MAX_BYTES = 1 << 20
+"""Of a config file."""
+_MAX_VALUES = 100_000
+"""Of a config file, with its aliases written out."""
+_READ_S = 10.0
+"""How long a config file may take to be read."""
+_MAX_PROBLEMS = 100
+"""Number of problems of one section that are described."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -86,17 +99,50 @@ def _unusable_values(value: object, where: str) -> Iterator[Problem]:
         yield Problem(where, "a whole number of at most 64 bits", digits, "write a smaller one")
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML in which a key given twice is an error: the first value would silently have no effect."""
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error, since the first value would silently have no effect, and in which
+    aliases stand for at most `_MAX_VALUES` values."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _num_values(node, {}) > _MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, f"it stands for more than {_MAX_VALUES} values")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        names = set[str]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge" and names.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in names:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    )
+                names.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values the node stands for, with every alias written out."""
+    if node not in known and isinstance(node, yaml.CollectionNode):
+        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[node] = 1 + sum(_num_values(part, known) for part in parts)
+    return known.get(node, 1)
+
+
+def read_bounded(path: Path) -> str:
+    """The UTF-8 text of a file of at most `_MAX_BYTES`, or of a pipe. Raises OSError for a longer one, and for a pipe
+    that does not end within `_READ_S`."""
+    end, data = time.monotonic() + _READ_S, bytearray()
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        while (part := cast("bytes | None", file.read(_MAX_BYTES))) != b"":
+            data += part or b""
+            if len(data) > _MAX_BYTES:
+                raise OSError(errno.EFBIG, f"it is longer than {_MAX_BYTES} bytes")
+            if time.monotonic() > end:
+                raise OSError(errno.ETIMEDOUT, f"nothing ends it for {_READ_S:.0f} s")
+            if part is None:
+                time.sleep(0.01)
+    return data.decode("utf-8")
 
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -105,8 +151,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         path = path.resolve()
         if path in seen:
             raise ConfigError(f"read {path.name}", "it extends itself", "break the circle of `extends`")
-        text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, _UniqueKeys)
+        data = yaml.load(read_bounded(path), _Loader)
     except FileNotFoundError as error:
         raise ConfigError(f"read the config {path}", "no such file", "check the path") from error
     except OSError as error:
@@ -151,7 +196,7 @@ def parse_override(text: str) -> dict[str, Any]:
     if not separator or not key:
         raise ConfigError(f"override {text!r}", "no `=`", "write section.field=value")
     try:
-        nested: Any = yaml.safe_load(value)
+        nested: Any = yaml.load(value, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"override {text!r}", f"the value is not YAML: {error}", "quote it for the shell") from error
     for part in reversed(key.split(".")):
@@ -210,6 +255,13 @@ def _name_problems(config: RunConfig) -> Iterator[Problem]:
 
 def flatten(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
     """Pydantic's errors as problems, nested sections included, with the nearest valid name for unknown keys."""
+    problems = _flattened(error, owner, prefix)
+    yield from islice(problems, _MAX_PROBLEMS)
+    if any(True for _ in problems):
+        yield Problem(prefix, "fewer problems", f"more than {_MAX_PROBLEMS}", "correct those above first")
+
+
+def _flattened(error: ValidationError, owner: type[BaseModel], prefix: str) -> Iterator[Problem]:
     for item in error.errors(include_url=False):
         where = _dotted(prefix, item["loc"])
         cause = item.get("ctx", {}).get("error")

@@ -28,6 +28,7 @@ from tenacity import wait_random_exponential as random_exponential
 from trivium.config import Plugin, RunConfig
 from trivium.config.checks import is_loopback
 from trivium.config.fields import ConfigPath, free
+from trivium.config.reading import read_bounded
 from trivium.errors import ConfigError, DataError, Problem, RolloutError, text_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def read_token(variable: str | None, file: str | None) -> str | None:
         return None
     where = f"${variable}" if variable is not None else str(file)
     try:
-        text = os.environ.get(variable, "") if variable is not None else Path(str(file)).read_text(encoding="utf-8")
+        text = os.environ.get(variable, "") if variable is not None else read_bounded(Path(str(file)))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token in {where}", type(error).__name__, "write the token to that file") from error
     token = text.strip()

@@ -15,9 +15,11 @@ group, and gets the members that have not failed so far, in order.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,8 @@ class _Component:
     call: RewardCall
     required: frozenset[str]
     optional: frozenset[str]
+    text: frozenset[str]
+    """Columns that it declares as text, or compares with the completion."""
     takes_all: bool
     takes_messages: bool
     takes_media: bool
@@ -70,6 +74,12 @@ class _Component:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         return [] if self.required.issubset(columns) else sorted(self.required - set(columns))
+
+    def misfits(self, columns: Mapping[str, Any]) -> str:
+        """The columns that it takes for text and are not, in words."""
+        other = [name for name in sorted(self.text) if not isinstance(columns.get(name, ""), str)]
+        found = ", ".join(f"{name} is {described(columns[name])}" for name in other)
+        return f"{found}, where reward {self.label!r} takes text" if found else ""
 
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
         """What the reward returned, or the exception it ended with."""
@@ -164,6 +174,14 @@ class Judge:
             return error.found
         return ""
 
+    def misfits(self, columns: Mapping[str, Any]) -> str:
+        """Which columns have another type than the rewards take, in words; empty if none has."""
+        return next(filter(None, (component.misfits(columns) for component in self._components)), "")
+
+    def reads(self, column: str) -> bool:
+        """Whether a reward takes the column."""
+        return any(column in c.required | c.optional or c.takes_all for c in self._components)
+
     def _missing(self, columns: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         return [(c.label, names) for c in _called(self._components, columns) if (names := c.missing(columns))]
 
@@ -252,11 +270,32 @@ def _component(part: Part, threads: Threads, deadline_s: float) -> _Component:
         RewardCall(function, threads, label=f"reward {config.label!r}", limit=usable_cores()),
         required,
         frozenset(columns) - required,
+        text=frozenset(_text_columns(config, columns)),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         takes_messages=_MESSAGES in by_name,
         takes_media=_MEDIA in by_name,
         compares="completions" in judged,
     )
+
+
+def _text_columns(config: RewardConfig, columns: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    """The columns that the reward declares as `str`, and those that its source compares with the completion by `==`."""
+    yield from (name for name, p in columns.items() if p.annotation in (str, "str"))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(resolve("rewards", config.kind))))
+    except (OSError, TypeError, SyntaxError):  # no source, or a part of a line
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            sides = {_name_in(node.left), _name_in(node.comparators[0])}
+            yield from (sides - {"completion"}) & columns.keys() if "completion" in sides else ()
+
+
+def _name_in(side: ast.expr) -> str:
+    """The name that an expression like `name` or `name.strip().lower()` begins with."""
+    while isinstance(side, ast.Call) and isinstance(side.func, ast.Attribute):
+        side = side.func.value
+    return side.id if isinstance(side, ast.Name) else ""
 
 
 def _callable(config: RewardConfig, deadline_s: float) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:

@@ -24,6 +24,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.memory_estimate import kept_versions
 from trivium.config.recording import recorded
+from trivium.errors import ConfigError, described
 from trivium.evaluate import Evaluator, HeldOut, RemoteEvaluator
 from trivium.explorer import Explorer
 from trivium.loops import Explore, Parts, explore_loop
@@ -278,7 +279,11 @@ def _bounds(least: float | None, most: float | None) -> tuple[float, float]:
 
 
 def build_tasks(config: RunConfig, name: str) -> TaskSource:
-    return build("tasks", config.tasks[name], name=name, seed=config.run.seed)
+    source = build("tasks", config.tasks[name], name=name, seed=config.run.seed)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        found = f"{config.tasks[name].kind} makes {described(source)}"
+        raise ConfigError(f"tasks of tasks.{name}", found, "name a class with __len__ and __getitem__")
+    return source
 
 
 def digest_of(tasks: TaskSource) -> str:

@@ -78,6 +78,12 @@ class Findings:
             found = f"{len(self.problems)} problem(s)"
             raise ConfigError("a config that can run here", found, "fix them all at once:", self.problems)
 
+    def warn(self, where: str, asked: str, failing: Sequence[str], total: int, remedy: str) -> None:
+        """Warns of rows, of which the first is described, if there are any."""
+        if failing:
+            found = f"{len(failing)} of {total} have others: {failing[0]}"
+            self.warnings.append(Problem(where, asked, found, remedy))
+
     def attempt(self, where: str, make: Callable[[], T]) -> T | None:
         """The result of `make`; None if it fails, which is reported as a problem."""
         try:
@@ -142,8 +148,26 @@ def _inspect(config: RunConfig, number: int, findings: Findings, sources: dict[s
             what = "tasks with the columns that the rewards read"
             remedy = "map a column to this name in the task source, or give the reward's parameter a default"
             _count(config, findings, name, what, lacking, len(seen), remedy)
+            misfits = [text for place in seen if (text := judge.misfits(tasks[place].columns))]
+            what, remedy = "columns of the rewards' types", "write the column as text, or convert it in the reward"
+            findings.warn(f"tasks.{name}", what, misfits, len(seen), remedy)
+            unused = "a column `tools`, which neither the workflow nor a reward reads"
+            tools = [unused for place in seen if tasks[place].columns.get("tools")]
+            if isinstance(config.workflow, SingleTurn.Config) and not judge.reads("tools"):
+                remedy = "describe the tools in the prompt, or use a workflow that offers them"
+                findings.warn(f"tasks.{name}", "columns that have an effect", tools, len(seen), remedy)
+        if id_column := getattr(section, "id", None):
+            same = [f"an id of column {id_column!r} that occurred before"] * getattr(tasks, "num_duplicates", 0)
+            remedy = "make the ids unique: a number is added to the later ones"
+            findings.warn(f"tasks.{name}", "rows with ids of their own", same, len(tasks), remedy)
         if renderer is not None:
             _look_at_prompts(config, findings, name, tasks, renderer)
+    limit, sampling = context_limit(config), getattr(config.engine, "sampling", None)
+    wanted = sampling.max_new_tokens if sampling and "max_new_tokens" in sampling.model_fields_set else 0
+    if limit is not None and wanted >= limit and _is_rolled_out(config, "train"):
+        what, found = f"completions of {wanted} tokens", f"the context holds {limit}, prompts included"
+        remedy = "lower it, or raise engine.max_context: completions end where the context does"
+        findings.warnings.append(Problem("engine.sampling.max_new_tokens", what, found, remedy))
     if renderer is not None and not findings.problems:
         _look_at_order(config, number, findings, renderer)
 
@@ -238,10 +262,8 @@ def _look_at_prompts(
         _look_at_images(config, findings, taskset, tasks)
     what = "prompts that leave space for a completion"
     _count(config, findings, taskset, what, too_long, len(seen), "shorten or drop them, or raise engine.max_context")
-    if unreadable:
-        found = f"{len(unreadable)} of {len(seen)} have others, which the policy cannot see: {unreadable[0]}"
-        remedy = "add them to model.alphabet, or set it to bytes"
-        findings.warnings.append(Problem(f"tasks.{taskset}", "prompts of the model's characters", found, remedy))
+    what, remedy = "prompts of the model's characters", "add them to model.alphabet, or set it to bytes"
+    findings.warn(f"tasks.{taskset}", what, unreadable, len(seen), remedy + ": the policy cannot see them")
 
 
 def _look_at_images(config: RunConfig, findings: Findings, taskset: str, tasks: TaskSource) -> None:

@@ -58,7 +58,7 @@ class DrawnTasks:
         """What is asked, in turn: the color of a shape, the number of shapes, the digits in the picture."""
         size: int = Field(default=28, ge=14, le=1024)
         """Side of a picture, in pixels."""
-        count: int = Field(default=1000, ge=1)
+        count: int = Field(default=1000, ge=1, le=10_000_000)
         """How many pictures."""
         part: Literal["train", "holdout"] = "train"
         """Which pictures this taskset draws."""

@@ -123,7 +123,7 @@ class ReasoningGymTasks:
 
         environments: dict[str, MixedEnvironment] = Field(min_length=1)
         """Reasoning Gym names, each with its weight and settings."""
-        size: int = Field(default=1000, ge=1)
+        size: int = Field(default=1000, ge=1, le=10_000_000)
         """Problems in all."""
         problem_seed: int | None = None
         """Fixes the problems whatever the run's seed; unset, they follow from the run's seed and the taskset's name."""

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from trivium.config import read_yaml
+from trivium.config.reading import read_bounded
 from trivium.errors import ConfigError
 from trivium.frontdoors.lightrft.config_table import TABLE
 from trivium.frontdoors.overrides import overridden
@@ -44,7 +45,7 @@ def read(words: Sequence[str]) -> dict[str, Any]:
 
 def _flags_in(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the launch arguments in {path}", str(error), f"name a file, or {_DO}") from error
     if path.suffix not in (".json", ".yaml", ".yml"):
