@@ -1,6 +1,7 @@
 """The train engine: the cut never matters, nothing depends on the thread, a saved engine continues bit for bit."""
 
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from trivium.errors import ConfigError, DataError, RunDirError, TriviumError
 from trivium.metrics import checked
 from trivium.sync.memory import MemoryChannel
 from trivium.training.device import precision_note
+from trivium.training.learner import Learner
 from trivium.types import Batch, Media
 
 PPO = Parts((Reinforce(), SquaredError()), frozenset({"old", "ref", "values"}))
@@ -114,6 +116,55 @@ class TestCut:
             results.append((step(engine, rows), weights(engine)))
         assert results[0][0] == pytest.approx(results[1][0], rel=1e-9)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-9, atol=1e-9)
+
+
+class TestLongest:
+    """On a GPU the first update of a session is followed by the largest micro-batch that the run can meet."""
+
+    @pytest.mark.parametrize("unit", ["sequence", "pair", "group"])
+    @pytest.mark.parametrize("options", [{"share_prefix": True}, {"share_prefix": False}, {"model": "bloom"}])
+    def test_it_is_as_large_as_the_budget_and_changes_nothing(self, tmp_path, batch, unit, options, monkeypatch):
+        options = dict(options)
+        write_model(tmp_path, options.pop("model", "qwen3"))
+        sizes, collate = [], Learner._collate
+
+        def noted(self, batch, part, columns):
+            sizes.append(sum(batch.lengths[row] for row in part.rows))
+            return collate(self, batch, part, columns)
+
+        monkeypatch.setattr(Learner, "_collate", noted)
+        objective, results = Reinforce(unit=unit, entropy_coef=0.1, needs=frozenset({"advantages", "entropy"})), []
+        for is_untried in (False, True):
+            engine = make_engine(tmp_path, Parts((objective,)), max_tokens_per_micro_batch=300, **options)
+            (learner,) = engine._learners.values()
+            learner._is_untried = is_untried
+            results.append(
+                ([step(engine, batch), step(engine, batch)], weights(engine), learner.work.tolist(), sizes[:])
+            )
+            sizes.clear()
+        (plain, one, work, usual), (tried, other, work_tried, longer) = results
+        assert (plain, work) == (tried, work_tried)
+        assert_same(one, other)
+        length = max(batch.lengths) + 32
+        rows = {"sequence": 1, "pair": 2}.get(unit, max(Counter(e.group_id for e in batch.experiences).values()))
+        (trial,) = Counter(longer) - Counter(usual)
+        assert length * max(rows, 300 // length - rows + 1) <= trial <= max(300, rows * length)
+
+    def test_a_device_that_is_too_small_is_named(self, model_dir, batch, monkeypatch):
+        engine, backward, calls = make_engine(model_dir), Learner._backward, []
+
+        def full(self, *arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return backward(self, *arguments)
+
+        monkeypatch.setattr(Learner, "_backward", full)
+        engine._learners["policy"]._is_untried = True
+        with pytest.raises(
+            TriviumError, match=r"the largest that this run can meet\n.*CUDA out of memory\n.*lower train"
+        ):
+            engine.update("policy", batch, Reinforce())
 
 
 class Failing(Reinforce):

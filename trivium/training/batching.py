@@ -50,6 +50,28 @@ def count(batch: Batch, max_response_length: int) -> LossDenominators:
     )
 
 
+def stretched(batch: Batch, length: int) -> Batch:
+    """The batch with every shorter sequence continued to `length` trained tokens, by its last one and the columns
+    there. What tokens were sampled among is left out."""
+
+    def longer(array: AnyArray) -> AnyArray:
+        return np.concatenate([array, np.repeat(array[-1:], max(0, length - len(array)), axis=0)])
+
+    rows = [
+        replace(
+            e,
+            tokens=longer(e.tokens),
+            response_mask=np.concatenate([e.response_mask, np.ones(max(0, length - len(e)), np.bool_)]),
+            rollout_log_prob=longer(e.rollout_log_prob),
+            policy_version=longer(e.policy_version),
+            extra={name: longer(a) for name, a in e.extra.items() if not name.startswith("kept")},
+        )
+        for e in batch.experiences
+    ]
+    columns = {name: [longer(array) for array in arrays] for name, arrays in batch.columns.items()}
+    return Batch(tuple(rows)).with_columns(**columns)
+
+
 def check_lengths(batch: Batch, limit: int | None) -> None:
     """Raises DataError for a sequence beyond the model's positions: some models fail there, others guess."""
     longest = max(batch.experiences, key=len, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from trivium.errors import DataError
+from trivium.errors import DataError, TriviumError
 from trivium.models.heads import ActorCritic, LanguageModel, ValueModel
 from trivium.models.load import max_positions
 from trivium.models.loss import LossDenominators, LossInputs, LossOutputs
@@ -32,6 +33,7 @@ from trivium.training.batching import (
     cut,
     cut_sharing,
     prefixes_of,
+    stretched,
     units,
     work_of,
 )
@@ -121,6 +123,8 @@ class Learner:
         self._routers = routers if replay_routing else None
         workers = self._max_workers(threads)
         self._workers = WorkerThreads(workers, threads) if workers > 1 else None
+        self._is_untried = model.device.type == "cuda"
+        """Whether the largest micro-batch is tried after the next update."""
         self._asking = threading.Lock()
         self.keeps_tokens = False
         """Whether `seen` is kept."""
@@ -205,12 +209,40 @@ class Learner:
         with nullcontext() if self._workers is None else one_thread():
             norm = self.optimizer.step(lr, max_grad_norm, who, partial(_not_finite, batch, tally))
         self.optimizer.zero_grad()
+        if self._is_untried:
+            self._try_longest(batch, objective, step)
         return {
             **objective.derived(tally.metrics(self.name, totals, self.ranks)),
             f"train/grad_norm/{self.name}": norm,
             f"train/lr/{self.name}": rate,
             **tokens,
         }
+
+    def _try_longest(self, batch: Batch, objective: TrainableObjective, step: int) -> None:
+        """Computes, and drops, the gradient of the largest micro-batch that this run can meet, with the optimizer's
+        state in memory: a device too small for it fails in the first step of a session."""
+        assert self.optimizer is not None
+        unit, prompt = (
+            next(iter(units(batch, objective.unit)), []),
+            self.ranks.all_reduce_max(max(batch.lengths, default=0)),
+        )
+        length = min(prompt + self.max_response_length, max_positions(self.model.module) or math.inf)
+        budget = self.max_tokens * self.ranks.sequence_size
+        copies = max(1, int(min(budget // length, self.max_sequences or math.inf)) // max(1, len(unit)))
+        longest = stretched(batch.select(unit * copies), int(length))
+        work, shares = self.work, self._share_prefix
+        self._is_untried = self._share_prefix = False
+        try:
+            self._backward(longest, objective, count(longest, self.max_response_length), step)
+        except torch.OutOfMemoryError as error:
+            raise TriviumError(
+                f"a micro-batch of {sum(longest.lengths)} tokens for {self.name}, the largest that this run can meet",
+                f"{self.model.device}: {str(error).partition('. ')[0]}",
+                "lower train.max_tokens_per_micro_batch or engine.sampling.max_new_tokens, or use more ranks",
+            ) from error
+        finally:
+            self.optimizer.zero_grad()
+            self.work, self._share_prefix = work, shares
 
     def measure(
         self,
