@@ -211,9 +211,9 @@ class RunRole:
             raise
 
     def mark_dead(self, role: str, cause: str, *, replaced: bool = False, beats: int | None = None) -> None:
-        """Marks a role as dead. The run goes on without an explorer while another one lives, or where a new one takes
-        its place (`replaced`); otherwise the run fails. With `beats`, only if the role's count of beats is unchanged.
-        """
+        """Marks a role as dead. The run goes on without an explorer while another one lives, or where a new one may
+        take its place (`replaced`); otherwise the run fails. With `beats`, which are those of a silent role, only if
+        their count is unchanged."""
 
         def change(values: Values) -> Values:
             explorers: Mapping[str, Mapping[str, Any]] = values.get("explorers", {})
@@ -229,7 +229,7 @@ class RunRole:
                 if replaced or live_explorers(values):
                     return values
             ended = {"trainer": RunningStatus.STOPPED.value} if role == TRAINER else {}
-            return {"failed": {"role": role, "cause": cause}, **values, **ended}
+            return {"failed": {"role": role, "cause": cause, "silent": beats is not None}, **values, **ended}
 
         self._write(change)
 
@@ -267,7 +267,12 @@ class RunRole:
         for peer in sorted(peers):
             beats = values.get("beats", {}).get(peer, 0)
             if trackers[peer].silence_s(beats) > heartbeat_s:
-                self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", beats=beats)
+                self.mark_dead(peer, f"no heartbeat for {heartbeat_s} s", replaced=True, beats=beats)
+
+    def may_return(self, role: str) -> bool:
+        """Whether a role that failed died in silence, or was started again: it is waited for."""
+        failed = self.board.read().get("failed")
+        return failed is None or (failed["role"] == role and failed["silent"])
 
     def check_alive(self) -> Values:
         """The board. Raises RoleFailed where the run is over for a reason other than being finished."""
@@ -318,7 +323,10 @@ class RunRole:
             return values if until(values) else None, _without_beats(values)
 
         def waiting() -> Waiting:
-            return Waiting(who, whom, f"the board says {_without_beats(last)}")
+            explorers = last.get("explorers", {}).items()
+            listed = ", ".join(f"{name} {entry.get('status')}" for name, entry in explorers) or "none"
+            where = f"the trainer is {last.get('trainer')} at step {last.get('step', 0)}"
+            return Waiting(who, whom, f"{where}; explorers: {listed}")
 
         return await wait_until(poll, waiting, self.deadline_s)
 

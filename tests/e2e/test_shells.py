@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,9 @@ def test_apart_or_together_the_weights_are_the_same(tmp_path: Path) -> None:
     assert ended[0] == ended[1]
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 2 * BEAT_S], ids=["at-once", "later"])
 @pytest.mark.parametrize("victim", ["explore", "train"])
-def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
+def test_a_killed_side_is_waited_for_and_the_run_goes_on(victim: str, pause_s: float, tmp_path: Path) -> None:
     path = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=16)
     with commands(tmp_path) as start:
         both = {
@@ -131,8 +133,27 @@ def test_the_death_of_one_side_is_named_by_the_other_and_the_run_goes_on_later(v
         dying, other = both.pop(victim), next(iter(both.values()))
         eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.text + other.text)
         dying.kill()
-        assert other.wait(30) == 1
-        assert f"{'a' if victim == 'explore' else 'trainer'} failed: no heartbeat for" in other.text
+        time.sleep(pause_s)
+        again = start("again", "run", str(path), f"run.mode={victim}", "run.explorer=b")
+        assert_ends_well(again, other)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16
+
+
+@pytest.mark.parametrize("victim", ["explore", "train"])
+def test_a_side_that_does_not_come_back_is_named_and_the_run_goes_on_later(victim: str, tmp_path: Path) -> None:
+    path, waits = small(tmp_path, f"sqlite:///{tmp_path / 'buffer.db'}", steps=16), "sync.deadline_s=12"
+    with commands(tmp_path) as start:
+        both = {
+            mode: start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=a", waits)
+            for mode in ("train", "explore")
+        }
+        dying, other = both.pop(victim), next(iter(both.values()))
+        eventually(lambda: steps(tmp_path / "run") >= 4, 90, lambda: dying.text + other.text)
+        dying.kill()
+        assert other.wait(60) == 1
+        expected = "explorer a is gone: no heartbeat for" if victim == "explore" else "trainer failed: no heartbeat for"
+        assert expected in other.text + (tmp_path / "run" / "log.txt").read_text()
+        assert len(other.text) < 2500, "no dump of the board"
         again = [start(mode, "run", str(path), f"run.mode={mode}", "run.explorer=b") for mode in ("train", "explore")]
         assert_ends_well(*again)
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 16

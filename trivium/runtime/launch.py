@@ -15,7 +15,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build
 from trivium.config.machine import Machine
 from trivium.config.resume import fingerprint
-from trivium.errors import ConfigError, RunDirError
+from trivium.errors import ConfigError, RoleFailed, RunDirError, first_cause
 from trivium.loops import run as run_parts
 from trivium.phases import announce, verdict
 from trivium.protocols import RestingEngine
@@ -253,11 +253,19 @@ def explore(config: RunConfig) -> dict[str, Any]:
             stage = Stage(stage_config, number, steps[number], number == len(stages) - 1, run_dir, model_dir)
             synchronizer = build_synchronizer(stage.config, board).attach(waiting)
             endpoints = local_endpoints(stage, synchronizer, name)
-            if stage.num_explorers:
-                parts = build_parts(stage, endpoints, explorer=build_explorer(stage, name))
-                run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
-            else:
-                asyncio.run(_wait_for_stage_end(synchronizer, name))
+            try:
+                if stage.num_explorers:
+                    parts = build_parts(stage, endpoints, explorer=build_explorer(stage, name))
+                    run_in_loop(run_parts(parts), stage.config.workflow.deadline_s)
+                else:
+                    asyncio.run(_wait_for_stage_end(synchronizer, name))
+            except Exception as error:
+                lost = first_cause(error)
+                returns = isinstance(lost, RoleFailed) and lost.role == TRAINER and synchronizer.may_return(TRAINER)
+                if not returns or synchronizer.collective:  # a process joins a collective exchange once
+                    raise
+                number = -1
+                _log.warning("%s; waiting up to %.0f s until it is started again", lost, waiting.deadline_s)
         if not explored:
             _log.warning("the run %r is finished: there is nothing to explore", run_name(config))
     return {"explorer": name, "stages_explored": explored, "run_dir": str(run_dir)}
