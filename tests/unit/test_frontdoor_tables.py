@@ -9,7 +9,7 @@ import pytest
 from trivium.errors import ConfigError
 from trivium.frontdoors.overrides import overridden, value_of
 from trivium.frontdoors.plain_values import resolved
-from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, is_off
+from trivium.frontdoors.tables import Ignored, Mapped, Restricted, Table, announce, is_off
 
 TABLE = Table(
     {
@@ -33,12 +33,16 @@ def problems_of(config: dict[str, Any]) -> dict[str, str]:
     return {problem.where: str(problem) for problem in TABLE.read(config).problems}
 
 
-def test_values_and_defaults() -> None:
+def test_values_and_defaults(caplog: pytest.LogCaptureFixture) -> None:
     settings = TABLE.read({"train": {"batch": 8, "lr": "1e-3", "name": 3, "profiler": {"a": 1}}})
     assert settings.problems == ()
     assert (settings["train.batch"], settings["train.lr"], settings["train.name"]) == (8, 1e-3, "3")
     assert settings["train.shuffle"] is True
     assert list(settings.notes()) == ["train.profiler: no effect: phases are timed in every step"]
+    with caplog.at_level("WARNING", "trivium"):
+        for _ in range(2):
+            announce(settings.notes())
+    assert caplog.text.count("train.profiler: no effect: phases are timed in every step") == 1
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ def test_batches_that_do_not_fit_are_refused(model: Path, args: Namespace) -> No
     trainer = make_trainer(model, args)
     with pytest.raises(ConfigError, match="a rollout has 16"):
         trainer.fit(Namespace(**{**vars(args), "train_batch_size": 32}), loader(), None)
+    with pytest.raises(ConfigError, match="make it a divisor of that"):
+        trainer.fit(Namespace(**{**vars(args), "train_batch_size": 5}), loader(), None)
     with pytest.raises(ConfigError, match="its batch_size is 3"):
         trainer.fit(args, loader(batch_size=3), None)
 
@@ -565,6 +567,14 @@ def test_an_override_sees_what_the_original_shows_it(vision_model: Path, args: N
 def _of_actions(experience: ExperienceVL) -> torch.Tensor:
     assert experience.action_log_probs is not None
     return experience.action_log_probs[experience.action_mask]
+
+
+def test_a_processor_that_reads_images_otherwise_than_the_model_is_refused(vision_model: Path, args: Namespace) -> None:
+    """The rollout engine and training read images with the processor of the model's directory."""
+    processor = hf_processor(vision_model)
+    processor.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}
+    with pytest.raises(ConfigError, match="the one passed reads images otherwise"):
+        make_trainer(vision_model, args, processor=processor)
 
 
 def test_pretraining_reads_images(vision_model: Path, args: Namespace) -> None:

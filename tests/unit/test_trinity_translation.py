@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -337,7 +338,7 @@ def test_a_users_engine_gets_advantages_unless_the_estimator_reads_a_model(
     changes: Overrides = {"checkpoint_root_dir": str(tmp_path), "trainer.trainer_type": f"{tmp_path / 'own.py'}:Own"}
     reads_a_model = name in ("ppo", "on_policy_distill", "jsd")
     for further in ({}, {"algorithm.bypass_old_logprobs": False}):
-        own = {**changes, **further, "name": f"n{len(further)}"}
+        own = {**changes, **further, "name": uuid.uuid4().hex}  # runs of a Ray instance find each other by name
         trainer = Trainer(original_of(folder, {**changes_for(folder, name), **own}))
         batch, _ = trainer.core.wrapped.experiences(rolled_out())
         asyncio.run(trainer.shutdown())

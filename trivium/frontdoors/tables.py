@@ -7,6 +7,7 @@ A key that is switched off, or that has no effect here, is accepted. All problem
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ import yaml
 
 from trivium.errors import ConfigError, Problem
 from trivium.frontdoors.plain_values import is_missing, plain, resolved, unresolved
+
+_log = logging.getLogger("trivium")
+_announced: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,14 @@ class Settings:
             entry = self.table.entry_of(key)
             if isinstance(entry, Ignored) and not is_off(value):
                 yield f"{key}: no effect: {entry.why}"
+
+
+def announce(notes: Iterable[str]) -> None:
+    """Logs what has no effect, each note once in a process."""
+    new = [note for note in dict.fromkeys(notes) if note not in _announced]
+    _announced.update(new)
+    if new:
+        _log.warning("%d keys of the config have no effect:\n  %s", len(new), "\n  ".join(new))
 
 
 def refuse(problems: Iterable[Problem], asked: str = "a config that can be translated") -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trivium.errors import DataError
+from trivium.errors import ConfigError, DataError
 from trivium.models.processor import hf_processor
 from trivium.types import IntArray, Media
 
@@ -135,6 +135,18 @@ def images_of(model_dir: str | Path, *, max_pixels: int = MAX_PIXELS) -> Images 
     """How the model of a directory reads images; None for a text model. Raises what `hf_processor` raises."""
     processor = hf_processor(model_dir, backend="pil")
     return None if processor is None else Images(processor, max_pixels=max_pixels)
+
+
+def check_processor(images: Images, model_dir: str | Path) -> None:
+    """Raises ConfigError if a processor reads images otherwise than that of the model directory, which rollout engines
+    and training ranks use."""
+    own = images_of(model_dir)
+    if own is None or not own.equals(images):
+        raise ConfigError(
+            f"the processor of the model {model_dir}",
+            "the model has none" if own is None else "the one passed reads images otherwise",
+            "save it there (processor.save_pretrained), or pass the model's own: hf_processor(model path)",
+        )
 
 
 def decoded(media: Media, max_pixels: int = MAX_PIXELS) -> Image:

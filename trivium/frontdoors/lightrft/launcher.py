@@ -26,7 +26,7 @@ from trivium.frontdoors.lightrft.rule_rewards import EXAMPLES_RECIPE
 from trivium.frontdoors.lightrft.strategy import Strategy, get_strategy
 from trivium.frontdoors.lightrft.trainer import PPOTrainerVL
 from trivium.frontdoors.lightrft.translation import freezes_vision, settings_of
-from trivium.frontdoors.tables import Settings, refuse
+from trivium.frontdoors.tables import Settings, announce, refuse
 from trivium.models.vision import freeze_vision
 
 _NOT_HERE = ("sp_size",)
@@ -42,6 +42,7 @@ def train(config: object) -> PPOTrainerVL:
     lightrft, problems = settings_of(config), list[Problem]()
     models = reward_models(lightrft, problems)
     refuse([*problems, *conflicts(lightrft), *_problems(lightrft)], "launch arguments whose values fit together")
+    announce(lightrft.notes())
     args = of_settings(lightrft)
     strategy = get_strategy(args)
     strategy.args = args

@@ -186,7 +186,7 @@ class Strategy(ScriptCalls):
         return self.prepare_model(entry)
 
     def prepare_model(
-        self, model: Any, is_training: bool = False, optimizer: torch.optim.Optimizer | None = None, **_: Any
+        self, model: Any, is_training: bool = False, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
         """One model on its device, sharded over the ranks; an `optimizer` that was built before keeps its parameters.
         What is neither ActorVL nor CriticVL (a reward model) is moved to the device, whole."""
@@ -222,7 +222,6 @@ class Strategy(ScriptCalls):
         betas: Sequence[float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         eps: float = 1e-8,
-        **_: Any,
     ) -> torch.optim.AdamW:
         """AdamW over what is trained of a model; decay pulls on matrices only, not on embeddings."""
         core = core_of(model)
@@ -289,7 +288,7 @@ class Strategy(ScriptCalls):
             share_prefix=True,
         )
 
-    def backward(self, loss: Tensor, model: Any, optimizer: Any = None, **_: Any) -> None:
+    def backward(self, loss: Tensor, model: Any, optimizer: Any = None) -> None:
         """Accumulates the gradient of a loss that is a mean over this rank's share: the gradients of the ranks are
         averaged."""
         (loss / self.world_size).backward()
@@ -372,7 +371,7 @@ class Strategy(ScriptCalls):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save_model(self, model: Any, tokenizer: Any, output_dir: str | Path, **_: Any) -> None:
+    def save_model(self, model: Any, tokenizer: Any, output_dir: str | Path) -> None:
         """A directory that transformers loads, with its tokenizer or processor: whole weights, an adapter added, on any
         number of ranks. Of a critic, the head lies beside them. Other files that are there stay."""
         owner = self._owner(model)

@@ -53,6 +53,7 @@ from trivium.frontdoors.lightrft.updates import (
     rollout_status,
     rollout_summary,
 )
+from trivium.models.images import Images, check_processor
 from trivium.training.learner import Learner
 from trivium.types import Batch, Group, Metrics
 
@@ -118,6 +119,8 @@ class PPOTrainerVL:
         core_of(actor)  # raises ConfigError for a model of transformers as it is
         if critic is not None and critic_optim is None:
             raise ConfigError("a critic", "no critic_optim", "give it an optimizer")
+        if getattr(processor, "image_processor", None) is not None and actor.model_dir is not None:
+            check_processor(Images(processor), actor.model_dir)
         self.strategy, self.actor, self.critic = strategy, actor, critic
         self.reward_model, self.initial_model, self.ema_model = reward_model, initial_model, ema_model
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -317,12 +320,12 @@ class PPOTrainerVL:
                 raise ConfigError(
                     f"{name} {getattr(args, name)} over {size} ranks", "the ranks do not divide it", "use a multiple"
                 )
-        if args.train_batch_size > sequences:
+        if sequences % args.train_batch_size:
             raise ConfigError(
                 f"train_batch_size {args.train_batch_size}, in sequences",
                 f"a rollout has {sequences}: rollout_batch_size {args.rollout_batch_size} prompts with "
                 f"n_samples_per_prompt {args.n_samples_per_prompt} completions each",
-                "lower train_batch_size, or raise one of the others: an optimizer step is about one rollout",
+                "make it a divisor of that: each optimizer step takes equally many sequences of one rollout",
             )
 
     def _continue(self, args: Any, consumed_samples: int, per_episode: int) -> Position:

@@ -15,6 +15,7 @@ from trivium.checkpoint.store import Checkpoint, CheckpointStore
 from trivium.config import RunConfig, build, config_from_mapping
 from trivium.config.fields import plugin_path
 from trivium.errors import ConfigError
+from trivium.frontdoors.tables import announce
 from trivium.frontdoors.trinity.synchronizer import Synchronizer
 from trivium.frontdoors.trinity.train_engine import TrainEngineWrapper
 from trivium.frontdoors.trinity.translation import translate
@@ -40,7 +41,9 @@ def run_config_of(config: object) -> RunConfig:
     Raises ConfigError for what cannot be translated, and for several stages.
     """
     if not isinstance(config, RunConfig):
-        config = config_from_mapping(translate(config).config)
+        translation = translate(config)
+        announce(translation.notes)
+        config = config_from_mapping(translation.config)
     stages = config.stage_configs()
     if len(stages) > 1:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trivium.frontdoors.tables import Entry, Ignored, Mapped, Restricted, ignored
+from trivium.frontdoors.tables import Entry, Ignored, Mapped, Moved, Restricted, ignored
 
 CUT = "micro-batches are formed by number of tokens; the gradient does not depend on them"
 ENGINE = "a tuning option of an inference engine; results do not depend on it"
@@ -258,8 +258,8 @@ ROLLOUT: dict[str, Entry] = {
     "top_p": Mapped("engine.sampling.top_p", 1.0),
     "top_k": Mapped("engine.sampling.top_k", -1),
     "do_sample": Restricted((None, True), "greedy rollouts give equal completions: leave it out"),
-    "prompt_length": Ignored("data.max_prompt_length sets it"),
-    "response_length": Ignored("data.max_response_length sets it"),
+    "prompt_length": Moved("data.max_prompt_length"),
+    "response_length": Moved("data.max_response_length"),
     "max_model_len": Mapped("engine.max_context; at most data.max_prompt_length + data.max_response_length", type=int),
     "max_num_seqs": Mapped("engine.max_rows", type=int),
     "dtype": Mapped("engine.dtype"),
@@ -316,12 +316,16 @@ ROLLOUT: dict[str, Entry] = {
     "enable_sleep_mode": Mapped("false: engine.sleep_level 0, with vLLM on a GPU", True),
     "limit_images": Mapped("engine.options.limit_mm_per_prompt, with vLLM", type=int),
     "cudagraph_capture_sizes": Mapped("engine.options.cudagraph_capture_sizes, with vLLM on a GPU", type=list),
+    **dict.fromkeys(
+        ("use_fire_sampling", "quantization_config_file", "mtp"),
+        Restricted((None,), "it would change the rollouts, and is not supported: leave it out"),
+    ),
     **ignored(
         ENGINE,
-        "disable_log_stats layered_summon use_fire_sampling skip_tokenizer_init quantization_config_file",
+        "disable_log_stats layered_summon skip_tokenizer_init",
         "server profiler multi_stage_wake_up moe_load_balance_metrics_interval router_config_path skip_dump_dir",
         "sglang_engine_mode standalone_gpu_memory_utilization moe_tensor_parallel_size",
-        "nnodes n_gpus_per_node layer_name_map mtp",
+        "nnodes n_gpus_per_node layer_name_map",
     ),
     **ignored(
         CUT,

@@ -12,7 +12,7 @@ import torch
 
 from trivium.config import RunConfig, config_from_mapping
 from trivium.errors import ConfigError
-from trivium.frontdoors.tables import refuse
+from trivium.frontdoors.tables import announce, refuse
 from trivium.frontdoors.verl.data import Data, DatasetTasks, RowDataset, read_files, rows_of, some_rows
 from trivium.frontdoors.verl.group_rewards import GroupRewards, Hooks, RewardedOnTake, as_manager
 from trivium.frontdoors.verl.prompts import CutRenderer, template_of
@@ -21,7 +21,7 @@ from trivium.frontdoors.verl.reward_managers import read
 from trivium.frontdoors.verl.roles import Needs
 from trivium.frontdoors.verl.translation import run_dir_of, settings_of, translated
 from trivium.frontdoors.verl.user_data import Sources, custom_dataset, custom_sampler
-from trivium.models.images import Images, images_of
+from trivium.models.images import Images, check_processor, images_of
 from trivium.protocols import Renderer
 from trivium.runtime.build import algorithm_of
 from trivium.tasks.pictures import common_folder
@@ -54,6 +54,7 @@ class RunSetup:
         self.from_run_config = isinstance(self.config, RunConfig)
         self.verl = settings_of({} if self.from_run_config else self.config)
         """The config; verl's defaults where a RunConfig was passed."""
+        announce(self.verl.notes())
         self.device = self._device()
         self._template = template_of(self.verl, self.tokenizer)
         self._images = None if self.processor is None else Images(self.processor)
@@ -213,13 +214,8 @@ class RunSetup:
                 "the one passed has other tokens, or ends turns otherwise",
                 "pass the model's own: hf_tokenizer(model path)",
             )
-        if self._images is not None and (images is None or not images.equals(self._images)):
-            # The rollout engines and the training ranks read images with the model directory's processor.
-            raise ConfigError(
-                f"the processor of the model {model}",
-                "the model has none" if images is None else "the one passed reads images otherwise",
-                "save it there (processor.save_pretrained), or pass the model's own: hf_processor(model path)",
-            )
+        if self._images is not None:
+            check_processor(self._images, model)
 
     # ------------------------------------------------------------------ data
 
