@@ -22,9 +22,19 @@ pytestmark = pytest.mark.slow
 STEPS = 5 + 40
 
 
+KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
+
+
 def arguments(run_dir: Path, own_process: bool = True) -> list[str]:
     how = f"stages.1.train.own_process={str(own_process).lower()}"
-    return ["run", str(TINY), f"run.dir={run_dir}", how, f"stages.1.schedule.steps={STEPS - 5}", "evaluation.every=0"]
+    return [
+        "run",
+        str(TINY),
+        f"run.dir={run_dir}",
+        how,
+        f"stages.1.schedule.steps={max(STEPS - 5, 2 * KILLS)}",
+        "evaluation.every=0",
+    ]
 
 
 def text_of(command: Forked) -> str:
@@ -61,9 +71,6 @@ def test_either_process_may_be_killed_and_the_run_goes_on_to_the_same_bits(tmp_p
     assert outcome_of(tmp_path / "killed") == outcome_of(tmp_path / "whole")
 
 
-KILLS = int(os.environ.get("TRIVIUM_KILLS", "6"))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of a run that is not killed."""
@@ -77,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_killed_at_random_calls_and_begun_again_at_once(whole: dict[str, Any], tmp_path: Path) -> None:
     """The train process computes or writes when the run's process dies, and the next attempt does not wait."""
     dice = random.Random(20261124)
-    kills = [("call: not answered", dice.randrange(1, 60)) for _ in range(KILLS)]
+    kills = [("call: not answered", dice.randrange(1, 40)) for _ in range(KILLS)]
     outcomes = launches(TINY, tmp_path / "run", kills, arguments(tmp_path / "run")[3:])
     assert outcomes[:-1].count("call: not answered") >= KILLS // 2, outcomes
     assert set(outcomes) <= {"call: not answered", "finished"}

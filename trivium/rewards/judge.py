@@ -78,8 +78,8 @@ class _Component:
     def misfits(self, columns: Mapping[str, Any]) -> str:
         """The columns that it takes for text and are not, in words."""
         other = [name for name in sorted(self.text) if not isinstance(columns.get(name, ""), str)]
-        found = ", ".join(f"{name} is {described(columns[name])}" for name in other)
-        return f"{found}, where reward {self.label!r} takes text" if found else ""
+        listed = ", ".join(f"{name} is {described(columns[name])}" for name in other)
+        return f"{listed}, where reward {self.label!r} takes text" if listed else ""
 
     async def outcome(self, task: Task, completion: Mapping[str, str | list[str]]) -> object:
         """What the reward returned, or the exception it ended with."""

@@ -42,6 +42,8 @@ _LOCK = ".lock"
 _ENDING_S = 20.0
 """How long a new run waits for the processes of one that was killed."""
 _POLL_S = 0.05
+_RUN_ENDED = "ended: "
+"""Written before the owner's name once its run is over."""
 _joined: list[TextIO] = []
 """The locks that `hold_with` took."""
 
@@ -71,8 +73,10 @@ def open_run_dir(config: RunConfig, rows: Mapping[str, str] | None = None) -> Ge
 def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
     """Waits until the last process of a run that is over has ended: until then it may write. Then holds the lock,
     shared with the processes that join this one, and names this one in its file."""
-    end = time.monotonic() + _ENDING_S
+    end, me = time.monotonic() + _ENDING_S, json.dumps(asdict(ProcessLife.of(os.getpid())))
     while not _locked(lock, fcntl.LOCK_EX):
+        if _text(lock) == _RUN_ENDED + me:
+            break  # workers of an earlier run of this process remain
         owner = _owner(lock)
         if (owner is not None and owner()) or time.monotonic() > end:
             found = "another process runs there"
@@ -81,13 +85,13 @@ def _held(lock: TextIO, run_dir: Path) -> Generator[None]:
                 found += "" if owner() else f" has ended, and what it started has not within {_ENDING_S:.0f} s"
             raise RunDirError(f"run in {run_dir}", found, "wait for it, end it, or choose another run.dir")
         time.sleep(_POLL_S)
-    _name_owner(lock, json.dumps(asdict(ProcessLife.of(os.getpid()))))
+    _name_owner(lock, me)
     try:
         if not _locked(lock, fcntl.LOCK_SH):  # taken between the two: the kernel exchanges one lock for the other
             raise RunDirError(f"run in {run_dir}", "another process began there at the same time", "end one of the two")
         yield
     finally:
-        _name_owner(lock, "")
+        _name_owner(lock, _RUN_ENDED + me)
 
 
 def hold_with(owner: ProcessLife, run_dir: Path) -> None:
@@ -117,11 +121,15 @@ def _locked(lock: TextIO, kind: int) -> bool:
 
 def _owner(lock: TextIO) -> ProcessLife | None:
     """The process that the file of the lock names; None if it names none, or is being written."""
-    lock.seek(0)
     try:
-        return ProcessLife(**json.loads(lock.read()))
+        return ProcessLife(**json.loads(_text(lock)))
     except (ValueError, TypeError):
         return None
+
+
+def _text(lock: TextIO) -> str:
+    lock.seek(0)
+    return lock.read()
 
 
 def _name_owner(lock: TextIO, text: str) -> None:
@@ -169,9 +177,9 @@ def _differences(run_dir: Path, config: RunConfig, rows: Mapping[str, str]) -> l
     path = run_dir / _ROWS
     began: Mapping[str, str] = _read_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
     return resume_differences(_saved_config(run_dir / "config.yaml"), config) or [
-        Problem(where, found, f"the run began with {began[where]}", "put the rows back, or start another run.dir")
-        for where, found in rows.items()
-        if began.get(where, found) != found
+        Problem(where, digest, f"the run began with {began[where]}", "put the rows back, or start another run.dir")
+        for where, digest in rows.items()
+        if began.get(where, digest) != digest
     ]
 
 
